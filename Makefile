@@ -1,0 +1,34 @@
+# make chat | serve | test | lint | clean.  PYTHON, MODEL, DEVICE and ARGS pass through:
+#   make chat MODEL=/path/to/folder DEVICE=cpu ARGS="--max-model-len 1024"
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+.PHONY: chat serve test lint clean
+
+chat: $(VENV)/.installed
+	@$(BIN)/python -m runtime.cli chat $(OPTIONS)
+
+serve: $(VENV)/.installed
+	@$(BIN)/python -m runtime.cli serve $(OPTIONS)
+
+# Linters, types, then every test that this machine can run.
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m mypy
+
+$(VENV)/.installed: pyproject.toml tools/make_environment.sh
+	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" "."
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml tools/make_environment.sh
+	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
