@@ -1,0 +1,41 @@
+"""One step's ragged batch: plain data that the runner writes and that models and operations read.
+
+All tokens of all sequences lie in one row. Sequence ``s`` owns the tokens ``query_start[s] : query_start[s+1]``; its
+``j``-th token stands at position ``seq_lens[s] - query_len + j`` and attends to positions up to its own. A decode is a
+chunk of length one; there is no padding and no separate prefill path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one forward pass needs. Every Tensor lies on the model's device and is C-contiguous.
+
+    The runner sets every field, once, before ``Model.forward``; nobody changes one afterwards. ``slot_mappings`` and
+    ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
+    """
+
+    token_ids: Tensor  # [num_tokens] int32
+    positions: Tensor  # [num_tokens] int32
+    query_start: Tensor  # [num_seqs + 1] int32: offsets into the token row
+    seq_lens: Tensor  # [num_seqs] int32: tokens in the KV cache after this step (context + this chunk)
+    slot_mappings: tuple[Tensor, ...]  # each [num_tokens] int64: block * block_size + offset; -1 = not stored
+    block_tables: tuple[Tensor, ...]  # each [num_seqs, max_blocks] int32
+    logits_indices: Tensor  # [num_logits] int32: rows of the token row whose logits are wanted
+    max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
+    max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in this step."""
+        return self.seq_lens.shape[0]

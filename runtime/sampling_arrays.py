@@ -1,0 +1,85 @@
+"""Sampling parameters of one step as plain arrays, one row a sampled sequence: what the sampling kernel reads.
+
+All arrays are C-contiguous numpy arrays on the host; the operation brings them to the device. Ragged lists are in CSR
+form: row ``i`` owns ``ids[start[i] : start[i + 1]]``. Semantics and order are vLLM V1's: allowed mask and bias, then
+penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top-p and the draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class SamplingArrays:
+    """Parameters of ``n`` rows of logits over a vocabulary of ``V``."""
+
+    temperature: Float32Array  # [n] below 1e-5 = greedy
+    top_k: Int32Array  # [n] 0 or -1 = off
+    top_p: Float32Array  # [n] 1 = off
+    min_p: Float32Array  # [n] 0 = off
+    repetition_penalty: Float32Array  # [n] 1 = off; over prompt and output
+    presence_penalty: Float32Array  # [n] 0 = off; over output
+    frequency_penalty: Float32Array  # [n] 0 = off; over output
+    seed: NDArray[np.uint64]  # [n]
+    choice_index: Int32Array  # [n] which of a request's n choices
+    position: Int32Array  # [n] output position of the token being drawn
+    prompt_ids: Int32Array  # [sum] only rows that need penalties have entries
+    prompt_start: Int32Array  # [n + 1]
+    output_ids: Int32Array  # [sum] only rows that need penalties have entries
+    output_start: Int32Array  # [n + 1]
+    bias_ids: Int32Array  # [sum] logit_bias, and -inf for ids that must not be drawn
+    bias_values: Float32Array  # [sum]
+    bias_start: Int32Array  # [n + 1]
+    allowed_mask: NDArray[np.uint32] | None = None  # [n, ceil(V / 32)] bit t % 32 of word t // 32: t may be drawn
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that these parameters belong to."""
+        return self.temperature.shape[0]
+
+    @classmethod
+    def neutral(cls, num_rows: int) -> SamplingArrays:
+        """Greedy rows with every other parameter off, for the caller to fill in."""
+        return cls(
+            temperature=np.zeros(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            repetition_penalty=np.ones(num_rows, np.float32),
+            presence_penalty=np.zeros(num_rows, np.float32),
+            frequency_penalty=np.zeros(num_rows, np.float32),
+            seed=np.zeros(num_rows, np.uint64),
+            choice_index=np.zeros(num_rows, np.int32),
+            position=np.zeros(num_rows, np.int32),
+            prompt_ids=np.empty(0, np.int32),
+            prompt_start=np.zeros(num_rows + 1, np.int32),
+            output_ids=np.empty(0, np.int32),
+            output_start=np.zeros(num_rows + 1, np.int32),
+            bias_ids=np.empty(0, np.int32),
+            bias_values=np.empty(0, np.float32),
+            bias_start=np.zeros(num_rows + 1, np.int32),
+        )
+
+
+class SampledTokens(NamedTuple):
+    """What a step drew. A row that is not ``ok`` (NaN or +inf among its logits, or nothing left to draw) holds -1."""
+
+    token_ids: Int32Array  # [n]
+    ok: NDArray[np.bool_]  # [n]
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities of the raw logits; the highest first, ties by the lower id."""
+
+    chosen_logprob: Float32Array  # [n]
+    chosen_rank: Int32Array  # [n] 1 + the number of tokens with a higher logit
+    top_ids: Int32Array  # [n, top_n]
+    top_logprobs: Float32Array  # [n, top_n]
