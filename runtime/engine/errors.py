@@ -1,0 +1,52 @@
+"""The engine's errors, as its users catch them.
+
+    XservError
+    ├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`, `.code`
+    │   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
+    ├── QueueFullError          the waiting queue is full: `.retry_after_s`
+    └── EngineDeadError         the engine was closed, or its loop has died
+"""
+
+from __future__ import annotations
+
+from runtime.errors import InvalidArgumentError, XservError
+
+
+class RequestError(InvalidArgumentError):
+    """A field has a wrong type, lies outside its range or contradicts another.
+
+    param  the field's name
+    code   a short constant for programs, as OpenAI's `error.code`
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = "invalid_value") -> None:
+        ValueError.__init__(self, message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthExceededError(RequestError):
+    """The prompt leaves no room for a single token within `max_model_len`."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens has room for at most "
+            f"{max_model_len - 1}, so that one can be generated",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class QueueFullError(XservError):
+    """The waiting queue holds `max_waiting` requests; worth trying again after `retry_after_s` seconds."""
+
+    def __init__(self, max_waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"the waiting queue is full ({max_waiting} requests); retry in {retry_after_s:.0f} s")
+        self.max_waiting = max_waiting
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(XservError):
+    """The engine was closed, or its loop has died; no request is taken any more."""

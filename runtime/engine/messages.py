@@ -1,0 +1,131 @@
+"""What crosses the line between the engine and its users: plain tagged messages, never pickle.
+
+The same types pass between threads today and, encoded by msgspec, between processes later. Times are seconds of
+``time.monotonic()``; token ids are ints; nothing here is text but ``error`` and names.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from runtime.engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A prompt to continue.
+
+    request_id        unique among the open requests
+    prompt_token_ids  at least one id
+    eos_token_ids     ids that end a choice unless ``params.ignore_eos``; the sender takes them from
+                      ``EngineInfo.eos_token_ids``
+    priority          smaller is admitted first; equal ones in the order of arrival
+    arrival_time_s    when the user's request came in; 0.0: the time of submission
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    arrival_time_s: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One token's log probability under the raw logits, its 1-based rank, and the most probable
+    alternatives (as many as were asked for, most probable first)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of ``time.monotonic()``; None for what never happened."""
+
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What one step gave to one choice of a request.
+
+    index             the choice, 0 … n-1
+    new_token_ids     the ids of this step; an id that ended the choice (EOS, stop id) is among them
+    logprobs          one entry an id when asked for, else None
+    prompt_logprobs   on the first output of choice 0 when asked for: one entry a prompt token, the first None
+    finish_reason     None while the choice goes on. "stop": EOS or a stop id; "length": max_tokens or the
+                      context's end; "abort": cancelled or the engine closed; "error": see ``error``
+    stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
+    times             on the last output of a choice
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: list[int]
+    num_prompt_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    times: RequestTimes | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine's state now, and its counters since it started.
+
+    num_running, num_waiting        choices in the running batch; requests and preempted choices in the queue
+    kv_cache_usage                  used share of the blocks, 0 … 1
+    num_preemptions, num_steps      since the start
+    prompt_tokens, generation_tokens  of admitted requests, recomputation not counted; sampled tokens
+    num_requests, num_errors        admitted so far; choices that ended with "error"
+    last_step_s                     monotonic time of the end of the last step (the loop's heartbeat)
+    """
+
+    num_running: int
+    num_waiting: int
+    max_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_cache_usage: float
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_requests: int
+    num_errors: int
+    last_step_s: float
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a client has to know about the engine; fixed while it runs.
+
+    max_model_len   most tokens of prompt and output together
+    vocab_size      ids in [0, vocab_size)
+    eos_token_ids   of the generation config, else of the config
+    kv_cache_bytes, weight_bytes  device memory held by each
+    """
+
+    model_name: str
+    model_path: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    weight_bytes: int

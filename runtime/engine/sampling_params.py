@@ -1,0 +1,229 @@
+"""How one request wants its tokens chosen: vLLM's names, defaults and meanings.
+
+A ``SamplingParams`` is checked when it is made (types, ranges, NaN) and again at admission against the model
+(``validate``: token ids within the vocabulary, lengths). Everything wrong is a ``RequestError`` that names the
+field, the value and the limit. It knows nothing of text: ``stop`` strings are matched in ``runtime.text``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from runtime.engine.errors import RequestError
+
+MAX_N = 128
+"""Most choices of one request."""
+MAX_LOGPROBS = 20
+"""Most alternatives beside each token (vLLM's default for ``max_logprobs``)."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+"""Bounds of ``stop``: how many strings, and how many characters each."""
+MAX_LOGIT_BIAS = 100.0
+GREEDY_TEMPERATURE = 1e-5
+"""Below this temperature the draw is the argmax, as in vLLM."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request.
+
+    n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
+    temperature             0 (or below 1e-5): greedy
+    top_k                   keep the k most probable; 0 or -1: all
+    top_p, min_p            nucleus in (0, 1]; least probability relative to the most probable, in [0, 1]
+    repetition_penalty      > 0, over prompt and output; 1: none
+    presence_penalty,
+    frequency_penalty       in [-2, 2], over the output
+    seed                    a draw depends on seed, choice index and output position only; None: a random seed
+    stop, stop_token_ids    strings and token ids that end a choice ("stop")
+    ignore_eos              the model's end-of-sequence ids do not end a choice
+    min_tokens, max_tokens  output tokens; ``max_tokens=None``: up to the context's end
+    logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
+    prompt_logprobs         the same for the prompt's tokens
+    detokenize              False: no text is made (stop strings are then refused)
+    skip_special_tokens     special tokens leave no text
+    include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
+    logit_bias              token id → number in [-100, 100] added to its logit
+    allowed_token_ids       only these ids can be drawn
+
+    Raises ``RequestError`` (a ``ValueError``) naming the field when a value has a wrong type or lies outside
+    its range.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, MAX_N)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, math.inf, low_open=True)
+        self._number("temperature", 0.0, math.inf)
+        self._number("top_p", 0.0, 1.0, low_open=True)
+        self._integer("top_k", -1, 2**31 - 1)
+        self._number("min_p", 0.0, 1.0)
+        self._integer("seed", -(2**63), 2**63 - 1, optional=True)
+        self._integer("max_tokens", 1, 2**31 - 1, optional=True)
+        self._integer("min_tokens", 0, 2**31 - 1)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
+                param="min_tokens",
+            )
+        self._stop_strings()
+        self._token_ids("stop_token_ids")
+        self._token_ids("allowed_token_ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        self._logit_bias()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """``stop`` as a list, empty when there is none."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    def validate(self, vocab_size: int) -> None:
+        """Check what depends on the model: every token id lies in ``[0, vocab_size)``.
+
+        Raises ``RequestError``.
+        """
+        check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+
+    def _set(self, name: str, value: object) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
+        value: Any = getattr(self, name)
+        if value is None and optional:
+            return
+        if not is_integer(value):
+            kind = "an integer or None" if optional else "an integer"
+            raise RequestError(f"{name} must be {kind}, got {value!r:.80}", param=name)
+        if not low <= value <= high:
+            raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+        self._set(name, int(value))
+
+    def _number(self, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+        value: Any = getattr(self, name)
+        if not is_number(value):
+            raise RequestError(f"{name} must be a number, got {value!r:.80}", param=name)
+        above = value > low if low_open else value >= low
+        if not (above and value <= high and math.isfinite(value)):  # NaN fails every comparison
+            limit = f"greater than {low}" if low_open else f"at least {low}"
+            if high != math.inf:
+                limit += f" and at most {high}"
+            raise RequestError(f"{name} must be finite, {limit}, got {value}", param=name)
+        self._set(name, float(value))
+
+    def _stop_strings(self) -> None:
+        stop: Any = self.stop
+        if stop is None:
+            return
+        strings = [stop] if isinstance(stop, str) else stop
+        if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) for text in strings):
+            raise RequestError(
+                f"stop must be a string, a list of strings or None, got {stop!r:.80}", param="stop"
+            )
+        if len(strings) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop"
+            )
+        for text in strings:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"a stop string must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}",
+                    param="stop",
+                )
+        if strings and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+        self._set("stop", list(strings))
+
+    def _token_ids(self, name: str) -> None:
+        value: Any = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, (list, tuple, set, frozenset)) or not all(is_integer(i) for i in value):
+            raise RequestError(f"{name} must be a list of token ids or None, got {value!r:.80}", param=name)
+        self._set(name, [int(i) for i in value])
+
+    def _logit_bias(self) -> None:
+        bias: Any = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, Mapping):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {bias!r:.80}", param="logit_bias"
+            )
+        for token_id, value in bias.items():
+            if not is_integer(token_id):
+                raise RequestError(
+                    f"logit_bias: {token_id!r:.40} is not a token id", param="logit_bias"
+                )
+            if not is_number(value) or not abs(value) <= MAX_LOGIT_BIAS:
+                raise RequestError(
+                    f"logit_bias of token {token_id} must be a number between -{MAX_LOGIT_BIAS:g} and "
+                    f"{MAX_LOGIT_BIAS:g}, got {value!r:.40}",
+                    param="logit_bias",
+                )
+        self._set("logit_bias", {int(i): float(value) for i, value in bias.items()})
+
+
+def is_integer(value: object) -> bool:
+    """Whether value is an integer (Python's or numpy's); a bool is not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether value is a real number (Python's or numpy's); a bool is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ``RequestError`` when an id lies outside ``[0, vocab_size)``."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{field} has token id {token_id}, outside the vocabulary of {vocab_size}", param=field
+            )
