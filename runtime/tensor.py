@@ -1,0 +1,292 @@
+"""The Tensor: a storage, an element type, a shape, strides and an offset.
+
+Views (`reshape`, `transpose`, slices, `expand` ...) share their storage. Arithmetic, reductions, casts and copies
+make new tensors and live behind `runtime.ops`, which is reached when an operator is called and not before: a Tensor
+knows its layout, not how anything is computed.
+
+A tensor's shape, strides and offset never change once it is made. Strides are counted in elements; they may be zero
+(expanded axes, read-only) or negative (slices with a negative step).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime import layout
+from runtime.device.device import CPU, Device
+from runtime.dtype import DType, dtype_of_array, float32
+from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.layout import Shape
+from runtime.storage import NDArray, Storage
+
+Scalar = bool | int | float
+Operand = Any
+"""What may stand beside a Tensor in an operator: a Tensor, a Python number (weak), a numpy array or scalar."""
+
+
+def _ops() -> ModuleType:
+    """The door to the operations, opened late: it stands beside this file and imports it."""
+    from runtime import tensor_ops  # until ops hands these on
+
+    return tensor_ops
+
+
+class Tensor:
+    """An n-dimensional array on a device. Made by the class methods below, hardly ever by the constructor.
+
+    Attributes:
+        storage: the shared bytes.
+        dtype: the element type.
+        shape: sizes.
+        strides: distance between neighbours along each axis, in elements.
+        offset: position of the first element in the storage, in elements.
+        array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a field.
+            DeviceError on any other device.
+    """
+
+    __slots__ = ("__weakref__", "_share", "array", "dtype", "offset", "shape", "storage", "strides")
+
+    __array_ufunc__ = None  # numpy leaves `array + tensor` to us
+    __hash__ = object.__hash__  # `==` compares elements; a tensor as a key is itself
+
+    storage: Storage
+    dtype: DType
+    shape: Shape
+    strides: Shape
+    offset: int
+    array: NDArray
+
+    def __init__(self, storage: Storage, dtype: DType, shape: Shape, strides: Shape, offset: int = 0) -> None:
+        self.storage = storage
+        self._share = storage._share
+        self.dtype = dtype
+        self.shape = shape
+        self.strides = strides
+        self.offset = offset
+
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> NDArray:
+            """Called only while a field is missing, which is what `array` is until its first use."""
+            if name != "array":
+                raise AttributeError(f"Tensor has no attribute {name!r}")
+            if self.device != CPU:
+                raise DeviceError(f"numpy: the tensor is on {self.device}; call .to('cpu') first")
+            self.array = self.storage.ndarray(self.dtype, self.shape, self.strides, self.offset)
+            return self.array
+
+    # ---------------------------------------------------------------- creation
+
+    @classmethod
+    def empty(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+        """Uninitialised memory. Shape: an int or a sequence of ints."""
+        dtype = DType.parse(dtype)
+        sizes = layout.check_shape("empty", (shape,))
+        storage = Storage.allocate(Device.parse(device), math.prod(sizes) * dtype.itemsize)
+        return cls(storage, dtype, sizes, layout.contiguous_strides(sizes))
+
+    @classmethod
+    def full(
+        cls, shape: int | Sequence[int], value: Scalar, dtype: DType | str = float32, device: Device | str = CPU
+    ) -> Tensor:
+        """Every element is `value`, which an integer type must be able to hold."""
+        tensor = cls.empty(shape, dtype, device)
+        _ops().fill(tensor, value)
+        return tensor
+
+    @classmethod
+    def zeros(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+        return cls.full(shape, 0, dtype, device)
+
+    @classmethod
+    def ones(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+        return cls.full(shape, 1, dtype, device)
+
+    @classmethod
+    def from_numpy(cls, array: NDArray) -> Tensor:
+        """A cpu tensor over the array's own memory: neither copied nor converted, read-only where the array is.
+
+        Any strides and any alignment (a mapped file's, for one) will do, so long as strides are whole elements.
+
+        Raises:
+            InvalidArgumentError: for what is no ndarray, a dtype that no Tensor has, strides of broken elements.
+        """
+        if not isinstance(array, np.ndarray):
+            raise InvalidArgumentError(f"from_numpy: expected an ndarray, got {type(array).__name__}", param="array")
+        dtype = dtype_of_array(array)
+        itemsize = dtype.itemsize
+        if array.flags.c_contiguous:
+            strides = layout.contiguous_strides(array.shape)
+        else:
+            if any(stride % itemsize for stride in array.strides):
+                raise InvalidArgumentError(
+                    f"from_numpy: strides {array.strides} bytes are not whole elements of {itemsize} bytes", param="array"
+                )
+            strides = tuple(stride // itemsize for stride in array.strides)
+        storage, offset_bytes = Storage.of_array(array)
+        tensor = cls(storage, dtype, array.shape, strides, offset_bytes // itemsize)
+        if type(array) is np.ndarray and not layout.has_overlap(array.shape, strides):
+            tensor.array = array.view()
+        return tensor
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device(self) -> Device:
+        return self.storage.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements, which are fewer than the storage's for a view and more for an expanded one."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        return layout.is_contiguous(self.shape, self.strides)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether writing is refused: its storage is read-only, or an expanded axis makes elements overlap."""
+        return self.storage.is_read_only or layout.has_overlap(self.shape, self.strides)
+
+    def numpy(self) -> NDArray:
+        """A numpy view of the same memory, with the dtypes of ml_dtypes for bfloat16 and fp8.
+
+        Raises:
+            DeviceError: where the tensor is not on the cpu.
+        """
+        return self.array.view()
+
+    # ---------------------------------------------------------------- views
+
+    def _view(self, shape: Shape, strides: Shape, offset: int) -> Tensor:
+        return Tensor(self.storage, self.dtype, shape, strides, offset)
+
+    def view(self, *shape: Any) -> Tensor:
+        """The same elements in another shape, of which one size may be -1, without a copy.
+
+        Raises:
+            InvalidArgumentError: for another number of elements, or where the strides allow only a copy.
+        """
+        new_shape = layout.resolve_shape("view", shape, self.size)
+        strides = layout.reshaped_strides(self.shape, self.strides, new_shape)
+        if strides is None:
+            raise InvalidArgumentError(
+                f"view: shape {self.shape} with strides {self.strides} has no view of shape {new_shape}; use reshape",
+                param="shape",
+            )
+        return self._view(new_shape, strides, self.offset)
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """As `view`, but a copy where there is no view.
+
+        Raises:
+            InvalidArgumentError: for another number of elements.
+        """
+        new_shape = layout.resolve_shape("reshape", shape, self.size)
+        strides = layout.reshaped_strides(self.shape, self.strides, new_shape)
+        if strides is None:
+            return self.clone().view(new_shape)
+        return self._view(new_shape, strides, self.offset)
+
+    def transpose(self, axis0: int, axis1: int) -> Tensor:
+        """The view with two axes exchanged."""
+        axes = list(range(self.ndim))
+        first = layout.check_axis("transpose", axis0, self.ndim)
+        second = layout.check_axis("transpose", axis1, self.ndim)
+        axes[first], axes[second] = second, first
+        return self.permute(axes)
+
+    def permute(self, *axes: Any) -> Tensor:
+        """The view whose axis i is axis `axes[i]` of this one.
+
+        Raises:
+            InvalidArgumentError: where `axes` is not each axis once.
+        """
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+        order = [layout.check_axis("permute", axis, self.ndim) for axis in given]
+        if sorted(order) != list(range(self.ndim)):
+            raise InvalidArgumentError(f"permute: axes {tuple(given)} are not each of {self.ndim} axes once", param="axes")
+        shape = tuple(self.shape[axis] for axis in order)
+        return self._view(shape, tuple(self.strides[axis] for axis in order), self.offset)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A view by integers, slices (any step but 0), `...` and None, as in numpy.
+
+        Raises:
+            InvalidArgumentError: for an index out of range, or of another kind.
+        """
+        return self._view(*layout.index_view(self.shape, self.strides, self.offset, index))
+
+    def squeeze(self, axis: int | Sequence[int] | None = None) -> Tensor:
+        """The view without the given axes, all of size 1, or without every axis of size 1.
+
+        Raises:
+            InvalidArgumentError: for an axis of another size.
+        """
+        if axis is None:
+            axes = tuple(index for index, size in enumerate(self.shape) if size == 1)
+        else:
+            axes = layout.check_axes("squeeze", axis, self.ndim)
+        for index in axes:
+            if self.shape[index] != 1:
+                raise InvalidArgumentError(f"squeeze: axis {index} has size {self.shape[index]}, not 1", param="axis")
+        kept = [index for index in range(self.ndim) if index not in axes]
+        shape = tuple(self.shape[index] for index in kept)
+        return self._view(shape, tuple(self.strides[index] for index in kept), self.offset)
+
+    def unsqueeze(self, axis: int) -> Tensor:
+        """The view with a new axis of size 1 at position `axis` of the result."""
+        position = layout.check_axis("unsqueeze", axis, self.ndim + 1)
+        return self[(slice(None),) * position + (None,)]
+
+    def expand(self, *shape: Any) -> Tensor:
+        """The view that repeats axes of size 1 to the given sizes and adds axes in front; -1 keeps a size.
+
+        Repeated elements are one in memory, so the result is read-only.
+
+        Raises:
+            InvalidArgumentError: where an axis of another size than 1 would change.
+        """
+        return self._view(*layout.expanded_strides("expand", self.shape, self.strides, shape), self.offset)
+
+    # ---------------------------------------------------------------- copies
+
+    def clone(self) -> Tensor:
+        """A contiguous, writeable copy in memory of its own."""
+        return _ops().copy(self)  # type: ignore[no-any-return]
+
+    def contiguous(self) -> Tensor:
+        """This tensor where it is contiguous, else a contiguous copy."""
+        return self if self.is_contiguous else self.clone()
+
+    # ---------------------------------------------------------------- as Python values
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        if self.device != CPU:
+            return f"Tensor(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+        body = np.array2string(self.array, separator=", ", prefix="Tensor(", threshold=100)
+        return f"Tensor({body}, shape={self.shape}, dtype={self.dtype})"
