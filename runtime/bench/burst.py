@@ -1,0 +1,126 @@
+"""Hands requests to an engine client all at once and writes down when each of their tokens came."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runtime.bench.statistics import BenchmarkError, time_per_output_token_s
+
+if TYPE_CHECKING:
+    from runtime.engine.client import EngineClient
+    from runtime.engine.messages import EngineOutput
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's life; times are `time.perf_counter()` seconds."""
+
+    submit_s: float
+    add_latency_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from submission to the first token."""
+        return self.token_times_s[0] - self.submit_s
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from submission to the last token."""
+        return self.token_times_s[-1] - self.submit_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; None when there is only one."""
+        return time_per_output_token_s(self.latency_s, self.ttft_s, len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """All records of one burst, in the order of submission."""
+
+    records: list[RequestRecord]
+    submit_wall_s: float
+
+    @property
+    def start_s(self) -> float:
+        """When the first request was handed in."""
+        return self.records[0].submit_s
+
+    @property
+    def end_s(self) -> float:
+        """When the last token of the last request came."""
+        return max(record.token_times_s[-1] for record in self.records)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first submission to the last token."""
+        return self.end_s - self.start_s
+
+    @property
+    def decode_wall_s(self) -> float:
+        """Seconds between the moment when every request had its first token and the last token."""
+        return self.end_s - max(record.token_times_s[0] for record in self.records)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Each request's tokens."""
+        return [record.token_ids for record in self.records]
+
+
+def run_burst(
+    client: EngineClient, prompts: list[list[int]], max_tokens: int, *, timeout_s: float = 600.0
+) -> Burst:
+    """Submits every prompt (greedy, `max_tokens` new tokens, EOS ignored) and waits for the last token.
+
+    Raises `BenchmarkError` when a request ends otherwise than by its length, or after `timeout_s`.
+    """
+    from runtime.engine.messages import EngineRequest
+    from runtime.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    requests = [
+        EngineRequest(request_id=f"burst-{index}", prompt_token_ids=prompt, params=params)
+        for index, prompt in enumerate(prompts)
+    ]
+    records: list[RequestRecord] = []
+    all_finished = threading.Event()
+    num_open = len(requests)
+
+    def sink_of(record: RequestRecord) -> Callable[[EngineOutput], None]:
+        def sink(output: EngineOutput) -> None:
+            nonlocal num_open
+            now = time.perf_counter()
+            record.token_ids.extend(output.new_token_ids)
+            record.token_times_s.extend([now] * len(output.new_token_ids))
+            if output.finish_reason is not None:
+                record.finish_reason, record.error = output.finish_reason, output.error
+                num_open -= 1  # sinks are called on the engine's thread alone
+                if num_open == 0:
+                    all_finished.set()
+
+        return sink
+
+    start = time.perf_counter()
+    for request in requests:
+        record = RequestRecord(submit_s=time.perf_counter())
+        records.append(record)
+        client.submit(request, sink_of(record))
+        record.add_latency_s = time.perf_counter() - record.submit_s
+    submit_wall = time.perf_counter() - start
+    if not all_finished.wait(timeout_s):
+        for request in requests:
+            client.cancel(request.request_id)
+        raise BenchmarkError(f"{num_open} of {len(requests)} requests had not finished after {timeout_s:g} s")
+    for index, record in enumerate(records):
+        if record.finish_reason != "length":
+            reason = f": {record.error}" if record.error else ""
+            raise BenchmarkError(f"request {index} ended with {record.finish_reason!r}, not by its length{reason}")
+    return Burst(records, submit_wall)

@@ -1,0 +1,101 @@
+"""The peer of `bench peers`: Hugging Face transformers behind JSON lines, run as a script by a Python that has torch.
+
+Nothing of ours is imported here: the peer's interpreter has torch, transformers and numpy, and need not have this
+project's dependencies. One JSON object a line comes in on stdin, one goes out on stdout; everything that libraries
+print goes to stderr. While no request is under way the process waits in `readline`, and torch's threads sleep.
+
+Requests (`op`):
+
+- `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
+- `logits` {token_ids: [int]} → {path}: float32 `[num_tokens, vocab]`, saved with numpy at the request's `path`
+- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"} → {token_ids, prefill_s, decode_s, total_s}
+- `quit`
+
+Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the leanest
+that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once at the end, no
+`generate()` machinery around it.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+
+class Peer:
+    """One loaded model and the requests that it answers."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.torch: Any = None
+
+    def load(self, folder: str, threads: int, dtype: str) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        return {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": torch.get_num_threads(),
+            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+        }
+
+    def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
+        import numpy
+
+        with self.torch.inference_mode():
+            logits = self.model(self.torch.tensor([token_ids]), use_cache=False).logits[0]
+        numpy.save(path, logits.float().numpy())
+        return {"path": path}
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, cache: str) -> dict[str, Any]:
+        """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
+        import transformers
+
+        torch, model = self.torch, self.model
+        start = time.perf_counter()
+        with torch.inference_mode():
+            if cache == "static":
+                length = len(prompts[0]) + new_tokens
+                past = transformers.StaticCache(config=model.config, max_cache_len=length)
+            else:
+                past = transformers.DynamicCache(config=model.config)
+            output = model(
+                torch.tensor(prompts), past_key_values=past, use_cache=True, logits_to_keep=1
+            )  # logits [num_prompts, 1, vocab]
+            tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [num_prompts, 1]
+            columns = [tokens]
+            first = time.perf_counter()
+            for _ in range(new_tokens - 1):
+                output = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+                tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
+                columns.append(tokens)
+            token_ids = torch.cat(columns, dim=1).tolist()
+        end = time.perf_counter()
+        return {"token_ids": token_ids, "prefill_s": first - start, "decode_s": end - first, "total_s": end - start}
+
+
+def main() -> None:
+    """Answers requests until `quit` or until stdin ends, which it does when the parent dies."""
+    replies, sys.stdout = sys.stdout, sys.stderr
+    peer = Peer()
+    for line in sys.stdin:
+        request = json.loads(line)
+        op = request.pop("op")
+        if op == "quit":
+            return
+        try:
+            reply = {"load": peer.load, "logits": peer.logits, "generate": peer.generate}[op](**request)
+        except Exception as error:  # reported to the parent, which ends the benchmark
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Numbers made of measurements, and the checks that stand before them.
+
+A benchmark first verifies what it is about to time and raises `BenchmarkError` where the check fails; a number that is
+not finite never leaves this room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import XservError
+
+
+class BenchmarkError(XservError):
+    """What was to be measured did not do what it should: nothing is reported."""
+
+
+def percentiles_of(values: Sequence[float], percentiles: Iterable[float]) -> dict[str, float]:
+    """`{"50": ..., "99": ...}`, interpolated linearly (numpy's default), in the unit of the values."""
+    wanted = list(percentiles)
+    return {f"{q:g}": float(value) for q, value in zip(wanted, np.percentile(np.asarray(values, np.float64), wanted))}
+
+
+def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float] = (99.0,)) -> dict[str, float]:
+    """Seconds in, milliseconds out, under vLLM's keys: `mean_NAME_ms`, `median_NAME_ms`, `std_NAME_ms`, `pQ_NAME_ms`.
+
+    `std` is the population's. Without a single value (no request had a second token, say) every entry is 0.0, as in
+    vLLM's.
+    """
+    values = np.asarray(values_s if len(values_s) else [0.0], np.float64) * 1e3
+    return {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+        **{f"p{q}_{name}_ms": value for q, value in percentiles_of(values.tolist(), percentiles).items()},
+    }
+
+
+def time_per_output_token_s(latency_s: float, ttft_s: float, output_len: int) -> float | None:
+    """(latency − TTFT) / (output_len − 1) in seconds; None for a single token, which has no next one."""
+    return (latency_s - ttft_s) / (output_len - 1) if output_len > 1 else None
+
+
+def check_finite(report: Mapping[str, Any], path: str = "") -> None:
+    """Raises `BenchmarkError` naming the first number in a report that is NaN or infinite.
+
+    `request_rate` may be infinite: it is a setting (all requests at once), written as the string "inf".
+    """
+    for key, value in report.items():
+        where = f"{path}{key}"
+        if isinstance(value, Mapping):
+            check_finite(value, f"{where}.")
+        else:
+            for number in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise BenchmarkError(f"{where} is {number}: the measurement is broken")
+
+
+def check_outputs(token_ids: Sequence[Sequence[int]], expected_len: int, vocab_size: int, what: str) -> None:
+    """Every output has exactly `expected_len` tokens, each an id of the vocabulary; else `BenchmarkError`."""
+    for index, tokens in enumerate(token_ids):
+        if len(tokens) != expected_len:
+            raise BenchmarkError(f"{what}: request {index} gave {len(tokens)} tokens instead of {expected_len}")
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise BenchmarkError(f"{what}: request {index} gave token id {token}, not in [0, {vocab_size})")
