@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.bench.statistics import BenchmarkError, time_per_output_token_s
+from runtime.bench.metrics import BenchmarkError, time_per_output_token_s
 
 if TYPE_CHECKING:
     from runtime.engine.client import EngineClient
@@ -122,5 +122,5 @@ def run_burst(
     for index, record in enumerate(records):
         if record.finish_reason != "length":
             reason = f": {record.error}" if record.error else ""
-            raise BenchmarkError(f"request {index} ended with {record.finish_reason!r}, not by its length{reason}")
+            raise BenchmarkError(f"request {index} ended by {record.finish_reason!r}, not by length{reason}")
     return Burst(records, submit_wall)

@@ -1,8 +1,8 @@
 """Writes a model folder of GPT-2's shape with seeded random weights, in the form that any engine reads.
 
-The weights are drawn once and both sides of `bench peers` load the same file. Initialised as GPT-2 is (normal, 0.02;
-residual projections scaled by 1/sqrt(2 * layers)), but with biases and norms drawn too, so that a side that leaves one
-out is caught by the verification.
+The weights are drawn once and both sides of `bench peers` load the same file. Initialised as GPT-2 is
+(normal, 0.02; residual projections scaled by 1/sqrt(2 * layers)), but with biases and norms drawn too, so
+that a side that leaves one out is caught by the verification.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gpt2Shape:
 
 
 def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0) -> None:
-    """Writes `config.json`, `generation_config.json` and `model.safetensors` (float32, Conv1D layout [in, out])."""
+    """Writes config.json, generation_config.json and model.safetensors (float32, Conv1D as [in, out])."""
     from safetensors.numpy import save_file
 
     hidden = shape.hidden_size

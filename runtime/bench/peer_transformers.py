@@ -1,24 +1,27 @@
-"""The peer of `bench peers`: Hugging Face transformers behind JSON lines, run as a script by a Python that has torch.
+"""The peer of `bench peers`: Hugging Face transformers behind JSON lines, a script for a Python with torch.
 
-Nothing of ours is imported here: the peer's interpreter has torch, transformers and numpy, and need not have this
-project's dependencies. One JSON object a line comes in on stdin, one goes out on stdout; everything that libraries
-print goes to stderr. While no request is under way the process waits in `readline`, and torch's threads sleep.
+Nothing of ours is imported here: the peer's interpreter has torch, transformers and numpy, and need not have
+this project's dependencies. One JSON object a line comes in on stdin, one goes out on stdout; everything that
+libraries print goes to stderr. While no request is under way the process waits in `readline`, and torch's
+threads sleep.
 
 Requests (`op`):
 
 - `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
-- `logits` {token_ids: [int]} → {path}: float32 `[num_tokens, vocab]`, saved with numpy at the request's `path`
-- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"} → {token_ids, prefill_s, decode_s, total_s}
+- `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
+- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"}
+  → {token_ids, prefill_s, decode_s, total_s}
 - `quit`
 
-Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the leanest
-that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once at the end, no
-`generate()` machinery around it.
+Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
+leanest that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once
+at the end, no `generate()` machinery around it.
 """
 
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -78,20 +81,31 @@ class Peer:
                 columns.append(tokens)
             token_ids = torch.cat(columns, dim=1).tolist()
         end = time.perf_counter()
-        return {"token_ids": token_ids, "prefill_s": first - start, "decode_s": end - first, "total_s": end - start}
+        return {
+            "token_ids": token_ids,
+            "prefill_s": first - start,
+            "decode_s": end - first,
+            "total_s": end - start,
+        }
 
 
 def main() -> None:
     """Answers requests until `quit` or until stdin ends, which it does when the parent dies."""
+    del sys.path[0]  # this folder, whose names must not hide anybody's modules
     replies, sys.stdout = sys.stdout, sys.stderr
     peer = Peer()
+    answers: dict[str, Callable[..., dict[str, Any]]] = {
+        "load": peer.load,
+        "logits": peer.logits,
+        "generate": peer.generate,
+    }
     for line in sys.stdin:
         request = json.loads(line)
         op = request.pop("op")
         if op == "quit":
             return
         try:
-            reply = {"load": peer.load, "logits": peer.logits, "generate": peer.generate}[op](**request)
+            reply = answers[op](**request)
         except Exception as error:  # reported to the parent, which ends the benchmark
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=replies, flush=True)

@@ -1,7 +1,7 @@
 """Numbers made of measurements, and the checks that stand before them.
 
-A benchmark first verifies what it is about to time and raises `BenchmarkError` where the check fails; a number that is
-not finite never leaves this room.
+A benchmark first verifies what it is about to time and raises `BenchmarkError` where the check fails; a
+number that is not finite never leaves this room.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ class BenchmarkError(XservError):
 def percentiles_of(values: Sequence[float], percentiles: Iterable[float]) -> dict[str, float]:
     """`{"50": ..., "99": ...}`, interpolated linearly (numpy's default), in the unit of the values."""
     wanted = list(percentiles)
-    return {f"{q:g}": float(value) for q, value in zip(wanted, np.percentile(np.asarray(values, np.float64), wanted))}
+    found = np.percentile(np.asarray(values, np.float64), wanted)
+    return {f"{q:g}": float(value) for q, value in zip(wanted, found)}
 
 
-def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float] = (99.0,)) -> dict[str, float]:
-    """Seconds in, milliseconds out, under vLLM's keys: `mean_NAME_ms`, `median_NAME_ms`, `std_NAME_ms`, `pQ_NAME_ms`.
+def summarize(
+    name: str, values_s: Sequence[float], percentiles: Iterable[float] = (99.0,)
+) -> dict[str, float]:
+    """Seconds in, milliseconds out, under vLLM's keys: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `p99_X_ms`.
 
-    `std` is the population's. Without a single value (no request had a second token, say) every entry is 0.0, as in
-    vLLM's.
+    `std` is the population's. Without a single value (no request had a second token, say) every entry is 0.0,
+    as in vLLM's.
     """
     values = np.asarray(values_s if len(values_s) else [0.0], np.float64) * 1e3
     return {
@@ -64,7 +67,7 @@ def check_outputs(token_ids: Sequence[Sequence[int]], expected_len: int, vocab_s
     """Every output has exactly `expected_len` tokens, each an id of the vocabulary; else `BenchmarkError`."""
     for index, tokens in enumerate(token_ids):
         if len(tokens) != expected_len:
-            raise BenchmarkError(f"{what}: request {index} gave {len(tokens)} tokens instead of {expected_len}")
+            raise BenchmarkError(f"{what}: request {index} gave {len(tokens)} tokens, not {expected_len}")
         for token in tokens:
             if not 0 <= token < vocab_size:
-                raise BenchmarkError(f"{what}: request {index} gave token id {token}, not in [0, {vocab_size})")
+                raise BenchmarkError(f"{what}: request {index} gave token {token}, not in [0, {vocab_size})")

@@ -1,0 +1,67 @@
+"""`bench latency`: how long one batch takes from prompt to last token, again and again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from runtime.bench.environment import describe_engine
+from runtime.bench.greedy import check_same_greedy
+from runtime.bench.metrics import BenchmarkError, check_finite, check_outputs, percentiles_of
+from runtime.bench.prompts import random_prompts
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
+
+
+def bench_latency(
+    llm: LLM,
+    *,
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    num_iters_warmup: int,
+    num_iters: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Times `num_iters` runs of the same batch of random prompts (greedy, EOS ignored).
+
+    Keys as vLLM's: `avg_latency`, `latencies` and `percentiles` {"10" … "99"}, all in seconds. Every run must
+    give the tokens of the first, which warms up and is not timed (there is always one).
+    """
+    from runtime.engine.sampling_params import SamplingParams
+
+    if num_iters < 1:
+        raise BenchmarkError(f"--num-iters {num_iters} must be at least 1")
+    info = llm.client.info
+    prompts = random_prompts(batch_size, input_len, info.vocab_size, seed)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+    def run() -> tuple[list[list[int]], float]:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return [list(output.outputs[0].token_ids) for output in outputs], seconds
+
+    expected, _ = run()
+    check_outputs(expected, output_len, info.vocab_size, "warm-up")
+    for _ in range(num_iters_warmup - 1):
+        run()
+    latencies: list[float] = []
+    for iteration in range(num_iters):
+        token_ids, seconds = run()
+        check_same_greedy(f"run {iteration} against the warm-up", prompts, token_ids, expected, llm.logits)
+        latencies.append(seconds)
+    report = {
+        "avg_latency": sum(latencies) / len(latencies),
+        "latencies": latencies,
+        "percentiles": percentiles_of(latencies, (10, 25, 50, 75, 90, 99)),
+        "input_len": input_len,
+        "output_len": output_len,
+        "batch_size": batch_size,
+        "num_iters_warmup": max(1, num_iters_warmup),
+        "num_iters": num_iters,
+        "environment": describe_engine(info),
+    }
+    check_finite(report)
+    return report
