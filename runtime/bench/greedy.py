@@ -20,10 +20,10 @@ def check_same_greedy(
     expected: Sequence[Sequence[int]],
     logits_of: Callable[[list[int]], np.ndarray],
 ) -> int:
-    """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns how many had a tie.
+    """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns how many had one.
 
-    At the first token that differs, both tokens' logits must be within `TIE_TOLERANCE` of the largest; after it the
-    outputs continue different texts and are compared no further. `logits_of(token_ids)` is float32
+    At the first token that differs, both tokens' logits must be within `TIE_TOLERANCE` of the largest; after
+    it the outputs continue different texts and are compared no further. `logits_of(token_ids)` is float32
     `[num_tokens, vocab]`, asked only where something differs.
     """
     num_ties = 0
@@ -37,8 +37,8 @@ def check_same_greedy(
             behind = float(row.max() - min(row[token], row[other]))
             if not behind <= TIE_TOLERANCE:
                 raise BenchmarkError(
-                    f"{what}: request {index} gave token {token} instead of {other} at position {position}, and "
-                    f"one of them lies {behind:.2g} below the largest logit"
+                    f"{what}: request {index} gave token {token} instead of {other} at position "
+                    f"{position}, and one of them lies {behind:.2g} below the largest logit"
                 )
             num_ties += 1
             break

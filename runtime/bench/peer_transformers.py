@@ -10,7 +10,8 @@ Requests (`op`):
 - `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
 - `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"}
-  → {token_ids, prefill_s, decode_s, total_s}
+  → {token_ids, prefill_s, decode_s, total_s, idle_share}: the last is the processor time that this process
+  used while it waited for the request, per second of waiting
 - `quit`
 
 Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
@@ -99,16 +100,20 @@ def main() -> None:
         "logits": peer.logits,
         "generate": peer.generate,
     }
+    idle_wall, idle_processor = time.perf_counter(), time.process_time()
     for line in sys.stdin:
+        waited, used = time.perf_counter() - idle_wall, time.process_time() - idle_processor
         request = json.loads(line)
         op = request.pop("op")
         if op == "quit":
             return
         try:
             reply = answers[op](**request)
+            reply["idle_share"] = used / waited
         except Exception as error:  # reported to the parent, which ends the benchmark
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=replies, flush=True)
+        idle_wall, idle_processor = time.perf_counter(), time.process_time()
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ def bench_streaming(
 ) -> dict[str, Any]:
     """Submits `num_requests` distinct prompts at once, `num_rounds` times, and reports the median round.
 
-    Milliseconds: `submit_wall_ms`; `mean/median/std/p50/p99` of `add_request_ms` (one submit call), `ttft_ms`,
-    `tpot_ms`, `e2el_ms`; `latency_percentiles_ms`. `completion_throughput` is output tokens per second of the
-    whole burst. Each round's tokens must equal the warm-up's, which is verified first. The median round is that
-    of the median wall time; `wall_times_s` gives them all.
+    Milliseconds: `submit_wall_ms`; `mean/median/std/p50/p99` of `add_request_ms` (one submit call),
+    `ttft_ms`, `tpot_ms`, `e2el_ms`; `latency_percentiles_ms`. `completion_throughput` is output tokens per
+    second of the whole burst. Each round's tokens must equal the warm-up's, which is verified first. The
+    median round is that of the median wall time; `wall_times_s` gives them all.
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")

@@ -1,0 +1,227 @@
+"""`bench peers`: this engine against Hugging Face transformers, on the same weights, in turns.
+
+Both sides load one folder of GPT-2's shape with seeded random weights in float32. First they are compared:
+logits of one prompt, and the greedy tokens of every workload. Then each workload is timed in rounds, peer and
+ours in turns (who begins alternates), while the other side is idle, which is measured too. A ratio above 1
+means that ours is faster.
+
+Ours is timed through `EngineClient`, scheduler, paged cache and sampler included; the peer through its
+model's forward in the leanest loop (`peer_transformers`), with all cores, inference mode, SDPA, and the
+faster of its KV caches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime.bench.burst import Burst, run_burst
+from runtime.bench.environment import describe_engine, usable_cores
+from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.greedy import check_same_greedy
+from runtime.bench.metrics import BenchmarkError, check_finite, check_outputs
+from runtime.bench.peer_process import PeerProcess
+from runtime.bench.prompts import random_prompts
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
+
+LOGITS_TOLERANCE = 1e-3  # max|a - b| / max|b|
+IDLE_SHARE = 0.10  # most processor time, as a share of wall time, that the waiting side may use
+SETTLE_S = 0.05  # between two measurements, for threads that spin a little before they sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; what counts is `measure`.
+
+    measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the
+    first new token) or "burst" (all new tokens per second of the whole).
+    """
+
+    name: str
+    num_prompts: int
+    prompt_len: int
+    new_tokens: int
+    measure: str
+
+
+WORKLOADS = (
+    Workload("decode, batch 1", 1, 16, 33, "decode"),
+    Workload("decode, batch 32", 32, 16, 17, "decode"),
+    Workload("prefill 512", 1, 512, 1, "prefill"),
+    Workload("burst 32 x 4 -> 8", 32, 4, 8, "burst"),
+)
+
+
+@dataclass(slots=True)
+class Side:
+    """The token rates of one side, one a round."""
+
+    tokens_per_second: list[float]
+
+    def report(self) -> dict[str, Any]:
+        rates = self.tokens_per_second
+        return {
+            "median_tokens_per_second": statistics.median(rates),
+            "min_tokens_per_second": min(rates),
+            "max_tokens_per_second": max(rates),
+            "tokens_per_second": rates,
+        }
+
+
+def find_peer_python(given: Path | None, root: Path) -> Path:
+    """The Python named, else `.venv-reference` of the checkout; `BenchmarkError` says what to install."""
+    python = given or root / ".venv-reference" / "bin" / "python"
+    if python.exists():
+        return python
+    raise BenchmarkError(
+        f"no peer's Python at {python}: make one with `python3 -m venv .venv-reference && "
+        ".venv-reference/bin/pip install torch transformers numpy`, or name another with --peer-python"
+    )
+
+
+def bench_peers(
+    peer_python: Path,
+    *,
+    num_rounds: int = 7,
+    shape: Gpt2Shape | None = None,
+    workloads: tuple[Workload, ...] = WORKLOADS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Verifies, then times every workload; `results[i]` has `ours`, `peer`, `ratio` (of the medians) and
+    `ratios` (round by round). Raises `BenchmarkError` when the sides disagree or one was not idle."""
+    from runtime.llm import LLM
+
+    if num_rounds < 1:
+        raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
+    shape = shape or Gpt2Shape()
+    longest = max(workload.prompt_len + workload.new_tokens for workload in workloads)
+    if longest > shape.max_positions:
+        raise BenchmarkError(f"a workload of {longest} tokens exceeds the {shape.max_positions} positions")
+    with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
+        folder = Path(name)
+        write_gpt2_folder(folder, shape, seed)
+        with PeerProcess(peer_python) as peer:
+            versions = peer.ask("load", folder=name, threads=usable_cores(), dtype="float32")
+            with LLM(name, device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
+                agreement = _compare_logits(llm, peer, folder, min(64, longest), seed)
+                results = [_measure(llm, peer, workload, num_rounds, seed) for workload in workloads]
+                environment = describe_engine(llm.client.info)
+    report = {
+        "shape": {
+            "hidden_size": shape.hidden_size,
+            "num_layers": shape.num_layers,
+            "num_heads": shape.num_heads,
+            "vocab_size": shape.vocab_size,
+        },
+        "peer": {"engine": "transformers", "python": str(peer_python), **versions},
+        "logits_relative_error": agreement,
+        "num_rounds": num_rounds,
+        "results": results,
+        "environment": environment,
+    }
+    check_finite(report)
+    return report
+
+
+def _compare_logits(llm: LLM, peer: PeerProcess, folder: Path, length: int, seed: int) -> float:
+    [prompt] = random_prompts(1, length, llm.client.info.vocab_size, seed)
+    path = peer.ask("logits", token_ids=prompt, path=str(folder / "logits.npy"))["path"]
+    theirs = np.load(path)
+    ours = np.asarray(llm.logits(prompt))
+    if ours.shape != theirs.shape:
+        raise BenchmarkError(f"logits {ours.shape} of ours, {theirs.shape} of the peer's")
+    error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    if not error <= LOGITS_TOLERANCE:
+        raise BenchmarkError(f"the peer's logits differ by {error:.2g}, more than {LOGITS_TOLERANCE:g}")
+    return error
+
+
+def _measure(llm: LLM, peer: PeerProcess, workload: Workload, num_rounds: int, seed: int) -> dict[str, Any]:
+    vocab_size = llm.client.info.vocab_size
+    prompts = random_prompts(workload.num_prompts, workload.prompt_len, vocab_size, seed + 1)
+    cache = _faster_cache(peer, prompts, workload)
+    expected = peer.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, cache=cache)["token_ids"]
+    check_outputs(expected, workload.new_tokens, vocab_size, f"{workload.name}, the peer")
+    warm = run_burst(llm.client, prompts, workload.new_tokens)
+    check_outputs(warm.token_ids, workload.new_tokens, vocab_size, f"{workload.name}, ours")
+    num_ties = check_same_greedy(workload.name, prompts, warm.token_ids, expected, llm.logits)
+    run_burst(llm.client, prompts, workload.new_tokens)
+
+    ours, theirs = Side([]), Side([])
+    idle_shares: list[float] = []
+
+    def measure_ours() -> None:
+        burst = run_burst(llm.client, prompts, workload.new_tokens)
+        check_outputs(burst.token_ids, workload.new_tokens, vocab_size, f"{workload.name}, ours")
+        ours.tokens_per_second.append(_our_rate(burst, workload))
+
+    def measure_peer() -> None:
+        wall, processor = time.perf_counter(), time.process_time()
+        reply = peer.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, cache=cache)
+        used, wall = time.process_time() - processor, time.perf_counter() - wall
+        if reply["token_ids"] != expected:
+            raise BenchmarkError(f"{workload.name}: the peer gave other tokens than before")
+        theirs.tokens_per_second.append(_peer_rate(reply, workload))
+        idle_shares.extend((used / wall, reply["idle_share"]))
+
+    for index in range(num_rounds):
+        for measure in (measure_peer, measure_ours) if index % 2 == 0 else (measure_ours, measure_peer):
+            time.sleep(SETTLE_S)
+            measure()
+    if max(idle_shares) > IDLE_SHARE:
+        raise BenchmarkError(
+            f"{workload.name}: the side that had to wait used {max(idle_shares):.0%} of a core, "
+            f"more than {IDLE_SHARE:.0%}: the two disturbed each other"
+        )
+    ratios = [a / b for a, b in zip(ours.tokens_per_second, theirs.tokens_per_second)]
+    return {
+        "workload": workload.name,
+        "num_prompts": workload.num_prompts,
+        "prompt_len": workload.prompt_len,
+        "new_tokens": workload.new_tokens,
+        "measure": workload.measure,
+        "peer_cache": cache,
+        "num_ties": num_ties,
+        "ours": ours.report(),
+        "peer": theirs.report(),
+        "ratio": statistics.median(ours.tokens_per_second) / statistics.median(theirs.tokens_per_second),
+        "ratios": ratios,
+        "largest_idle_share": max(idle_shares),
+    }
+
+
+def _faster_cache(peer: PeerProcess, prompts: list[list[int]], workload: Workload) -> str:
+    """The KV cache of transformers with which the peer is faster here; these runs also warm it up."""
+    best = {"dynamic": float("inf"), "static": float("inf")}
+    for _ in range(2):
+        for cache in best:
+            reply = peer.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, cache=cache)
+            best[cache] = min(best[cache], 1.0 / _peer_rate(reply, workload))
+    return min(best, key=lambda cache: best[cache])
+
+
+def _our_rate(burst: Burst, workload: Workload) -> float:
+    """Tokens per second of what the workload measures."""
+    if workload.measure == "decode":
+        begin = max(record.token_times_s[0] for record in burst.records)
+        later = sum(time_s > begin for record in burst.records for time_s in record.token_times_s)
+        return later / (burst.end_s - begin)
+    if workload.measure == "prefill":
+        return workload.num_prompts * workload.prompt_len / burst.wall_s
+    return workload.num_prompts * workload.new_tokens / burst.wall_s
+
+
+def _peer_rate(reply: dict[str, Any], workload: Workload) -> float:
+    if workload.measure == "decode":
+        return float(workload.num_prompts * (workload.new_tokens - 1) / reply["decode_s"])
+    if workload.measure == "prefill":
+        return float(workload.num_prompts * workload.prompt_len / reply["total_s"])
+    return float(workload.num_prompts * workload.new_tokens / reply["total_s"])
