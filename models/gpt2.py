@@ -1,0 +1,125 @@
+"""GPT-2 (Radford et al. 2019).
+
+    x = wte[ids] + wpe[positions]
+    for each layer:   x = x + attention(layer_norm(x));   x = x + mlp(layer_norm(x))
+    logits = lm_head(layer_norm(x))
+
+with `mlp(h) = proj(gelu(fc(h)))`, biases everywhere, causal multi-head attention, and an output head that
+is usually the embedding itself. Its checkpoints store matrices as `[inputs, outputs]` (the "Conv1D" of the
+original code).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, cast
+
+from models.base import Model
+from models.checkpoint import TensorLayout
+from models.config import ModelConfig
+from models.weights import Weights
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv_cache import KVCache
+from runtime.ops import LinearWeight
+from runtime.tensor import Tensor
+
+_HARMLESS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask
+
+
+class GPT2Model(Model):
+    """GPT-2 with any of its three GELUs."""
+
+    @classmethod
+    def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "transformer.wte.weight": (config.vocab_size, hidden),
+            "transformer.wpe.weight": (config.max_position_embeddings, hidden),
+        }
+        for index in range(config.num_layers):
+            block = f"transformer.h.{index}"
+            for name, inputs, outputs in (
+                ("attn.c_attn", hidden, 3 * hidden),
+                ("attn.c_proj", hidden, hidden),
+                ("mlp.c_fc", hidden, inner),
+                ("mlp.c_proj", inner, hidden),
+            ):
+                shapes[f"{block}.{name}.weight"] = (inputs, outputs)
+                shapes[f"{block}.{name}.bias"] = (outputs,)
+            for name in ("ln_1", "ln_2"):
+                shapes[f"{block}.{name}.weight"] = shapes[f"{block}.{name}.bias"] = (hidden,)
+        shapes["transformer.ln_f.weight"] = shapes["transformer.ln_f.bias"] = (hidden,)
+        if config.tie_word_embeddings:
+            copies = {"lm_head.weight": "transformer.wte.weight"}
+        else:
+            copies = {}
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        return TensorLayout(shapes, "transformer.", _HARMLESS, copies)
+
+    def _build(self, weights: Weights) -> None:
+        self.wte: Tensor | LinearWeight
+        if self.config.tie_word_embeddings:
+            self.wte = self.lm_head = weights.linear("transformer.wte")
+        else:
+            self.wte = weights.table("transformer.wte.weight")
+            self.lm_head = weights.linear("lm_head")
+        self.wpe = weights.table("transformer.wpe.weight")
+        self.layers = [Block(self.config, index, weights) for index in range(self.config.num_layers)]
+        self.ln_f = LayerNorm("transformer.ln_f", self.config, weights)
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        # The residual stream, [num_tokens, hidden_size] throughout.
+        x = ops.embedding(batch.token_ids, self.wte)
+        x = ops.add_embedding(x, batch.positions, self.wpe)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, *kv_cache.layer(index))
+        return self.ln_f(x)
+
+
+class LayerNorm:
+    """Layer normalisation with weight and bias over the hidden size."""
+
+    def __init__(self, name: str, config: ModelConfig, weights: Weights) -> None:
+        self.weight, self.bias = weights.vector(f"{name}.weight"), weights.vector(f"{name}.bias")
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Block:
+    """Attention, then the MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+        block = f"transformer.h.{index}"
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.scale = config.attention_scales[index]
+        self.gelu_kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
+        self.ln_1 = LayerNorm(f"{block}.ln_1", config, weights)
+        self.c_attn = weights.linear(f"{block}.attn.c_attn", is_transposed=True, has_bias=True)
+        self.attn_proj = weights.linear(f"{block}.attn.c_proj", is_transposed=True, has_bias=True)
+        self.ln_2 = LayerNorm(f"{block}.ln_2", config, weights)
+        self.c_fc = weights.linear(f"{block}.mlp.c_fc", is_transposed=True, has_bias=True)
+        self.mlp_proj = weights.linear(f"{block}.mlp.c_proj", is_transposed=True, has_bias=True)
+
+    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """`x [num_tokens, hidden_size]` -> the same shape."""
+        q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
+            ops.linear(self.ln_1(x), self.c_attn),
+            batch.positions,
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            rope=None,
+            q_norm=None,
+            k_norm=None,
+            norm_eps=0.0,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=batch.slot_mappings[0],
+        )
+        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale)
+        x = ops.linear(attended, self.attn_proj, residual=x)
+        inner = ops.linear(self.ln_2(x), self.c_fc)
+        return ops.linear(ops.gelu(inner, self.gelu_kind, out=inner), self.mlp_proj, residual=x)

@@ -1,0 +1,137 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one decoder family.
+
+    x = embed(ids)
+    for each layer:   x = x + attention(rms_norm(x));   x = x + mlp(rms_norm(x))
+    logits = lm_head(rms_norm(x))
+
+with `mlp(h) = down(silu(gate(h)) * up(h))` and causal grouped-query attention over rotated queries and
+keys. What differs, and stands in the config: biases of the projections (Qwen2: query, key and value),
+RMSNorm over each head of queries and keys (Qwen3), sliding windows (Mistral, some Qwen), the scaling of the
+rotary frequencies (Llama 3).
+
+Sources: Touvron et al. 2023 (arXiv 2302.13971), Jiang et al. 2023 (2310.06825), Qwen2 (2407.10671), Qwen3
+(2505.09388).
+"""
+
+from __future__ import annotations
+
+import re
+
+from models.base import Model
+from models.checkpoint import TensorLayout
+from models.config import ModelConfig
+from models.rope import make_rope_table
+from models.weights import Weights
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv_cache import KVCache
+from runtime.ops import LinearWeight, RopeTable
+from runtime.tensor import Tensor
+
+_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class LlamaModel(Model):
+    """A decoder of the Llama family."""
+
+    @classmethod
+    def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+        def add_linear(name: str, outputs: int, inputs: int, has_bias: bool) -> None:
+            shapes[f"{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                shapes[f"{name}.bias"] = (outputs,)
+
+        for index in range(config.num_layers):
+            layer = f"model.layers.{index}"
+            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+            add_linear(f"{layer}.self_attn.q_proj", q_size, hidden, config.attention_bias)
+            add_linear(f"{layer}.self_attn.k_proj", kv_size, hidden, config.attention_bias)
+            add_linear(f"{layer}.self_attn.v_proj", kv_size, hidden, config.attention_bias)
+            add_linear(f"{layer}.self_attn.o_proj", hidden, q_size, config.attention_output_bias)
+            if config.qk_norm:
+                shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
+                shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
+            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+            add_linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+            add_linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
+            add_linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
+        shapes["model.norm.weight"] = (hidden,)
+        if config.tie_word_embeddings:
+            copies = {"lm_head.weight": "model.embed_tokens.weight"}
+        else:
+            copies = {}
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        return TensorLayout(shapes, "model.", _HARMLESS, copies)
+
+    def _build(self, weights: Weights) -> None:
+        config = self.config
+        assert config.rope is not None
+        self.rope = make_rope_table(config.rope, config.head_dim, self.max_positions)
+        self.embed_tokens: Tensor | LinearWeight
+        if config.tie_word_embeddings:
+            self.embed_tokens = self.lm_head = weights.linear("model.embed_tokens")
+        else:
+            self.embed_tokens = weights.table("model.embed_tokens.weight")
+            self.lm_head = weights.linear("lm_head")
+        self.layers = [DecoderLayer(config, index, weights, self.rope) for index in range(config.num_layers)]
+        self.norm = weights.vector("model.norm.weight")
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        # The residual stream, [num_tokens, hidden_size] throughout.
+        x = ops.embedding(batch.token_ids, self.embed_tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, *kv_cache.layer(index))
+        return ops.rms_norm(x, self.norm, self.config.norm_eps)
+
+
+class DecoderLayer:
+    """Attention, then the gated MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, weights: Weights, rope: RopeTable) -> None:
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.norm_eps = config.norm_eps
+        self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
+        self.rope = rope
+        self.input_norm = weights.vector(f"{layer}.input_layernorm.weight")
+        self.qkv_proj = weights.linear(
+            f"{attention}.q_proj",
+            f"{attention}.k_proj",
+            f"{attention}.v_proj",
+            has_bias=config.attention_bias,
+        )
+        self.q_norm = weights.vector(f"{attention}.q_norm.weight") if config.qk_norm else None
+        self.k_norm = weights.vector(f"{attention}.k_norm.weight") if config.qk_norm else None
+        self.o_proj = weights.linear(f"{attention}.o_proj", has_bias=config.attention_output_bias)
+        self.mlp_norm = weights.vector(f"{layer}.post_attention_layernorm.weight")
+        self.gate_up_proj = weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", has_bias=config.mlp_bias)
+        self.down_proj = weights.linear(f"{mlp}.down_proj", has_bias=config.mlp_bias)
+
+    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """`x [num_tokens, hidden_size]` -> the same shape."""
+        qkv = ops.linear(ops.rms_norm(x, self.input_norm, self.norm_eps), self.qkv_proj)
+        q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
+            qkv,
+            batch.positions,
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_eps=self.norm_eps,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=batch.slot_mappings[0],
+        )
+        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, window=self.window)
+        x = ops.linear(attended, self.o_proj, residual=x)
+        gate_up = ops.linear(ops.rms_norm(x, self.mlp_norm, self.norm_eps), self.gate_up_proj)
+        return ops.linear(ops.swiglu(gate_up), self.down_proj, residual=x)

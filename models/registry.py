@@ -1,0 +1,84 @@
+"""From a model folder to a loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from models.base import Model
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.config import FLOAT_DTYPES, load_config
+from models.dummy import DummyCheckpoint
+from models.gpt2 import GPT2Model
+from models.llama import LlamaModel
+from models.weights import Weights
+from runtime.device.device import Device
+from runtime.dtype import DType, float32
+from runtime.errors import InvalidArgumentError
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+MODEL_CLASSES: dict[str, type[Model]] = {
+    "GPT2LMHeadModel": GPT2Model,
+    "LlamaForCausalLM": LlamaModel,
+    "MistralForCausalLM": LlamaModel,
+    "Qwen2ForCausalLM": LlamaModel,
+    "Qwen3ForCausalLM": LlamaModel,
+}
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    device: Device | str = "cpu",
+    dtype: DType | str = "auto",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+) -> Model:
+    """Load the model in `folder`.
+
+    Args:
+        folder: holds `config.json` and safetensors. device: where the weights go. dtype: "auto" keeps the
+        stored types; float32, float16 or bfloat16 converts every weight while loading. load_format:
+        "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config. seed:
+        of the dummy weights. max_model_len: tokens that a sequence will have at most, to keep position
+        tables small; None: the config's
+            `max_position_embeddings`, which is also the limit.
+
+    Raises:
+        ModelLoadError: naming the file, the tensor or field, and the value at fault.
+        InvalidArgumentError: for an argument that is not one of the above.
+    """
+    folder = Path(folder)
+    device = Device.parse(device)
+    wanted = None if dtype == "auto" else _float_dtype(dtype)
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise InvalidArgumentError(
+            f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
+        )
+    config = load_config(folder)
+    limit = config.max_position_embeddings
+    if max_model_len is not None and not 1 <= max_model_len <= limit:
+        raise InvalidArgumentError(
+            f"max_model_len must be from 1 to {limit} (max_position_embeddings), not {max_model_len}",
+            param="max_model_len",
+        )
+    model_class = MODEL_CLASSES[config.architecture]
+    layout = model_class.tensor_layout(config)
+    source: Checkpoint | DummyCheckpoint
+    if load_format == "dummy":
+        source = DummyCheckpoint(layout, seed, wanted or config.dtype or float32)
+    else:
+        source = open_checkpoint(folder)
+        source.fit(layout)
+    return model_class(config, Weights(source, wanted), device, max_model_len or limit)
+
+
+def _float_dtype(dtype: DType | str) -> DType:
+    parsed = DType.parse(dtype)
+    if parsed not in FLOAT_DTYPES:
+        raise InvalidArgumentError(
+            f"dtype must be auto, float32, float16 or bfloat16, not {dtype!r}", param="dtype"
+        )
+    return parsed

@@ -1,0 +1,59 @@
+"""Rotary position tables: the cosine and sine of each position and frequency (Su et al. 2021, arXiv
+2104.09864).
+
+Pair `i` of a head of size D turns by `position * theta^(-2i/D)`. Frequencies and angles are rounded to
+float32 as transformers rounds them, since that is the arithmetic that the models were trained and are
+compared with: at position 100,000 an exact angle is up to 4e-3 away from it. The cosine and sine of such an
+angle are then exact to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from models.rope_config import RopeConfig
+from runtime.ops import RopeTable
+from runtime.tensor import Tensor
+
+Float32Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def make_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> RopeTable:
+    """cos and sin `[num_positions, head_dim / 2]`; each half of a head is rotated against the other."""
+    frequencies = inverse_frequencies(rope, head_dim)  # [head_dim / 2]
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
+    return RopeTable(
+        cos=Tensor.from_numpy(np.cos(angles, dtype=np.float64).astype(np.float32)),
+        sin=Tensor.from_numpy(np.sin(angles, dtype=np.float64).astype(np.float32)),
+        interleaved=False,
+    )
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
+    """Radians per token of each pair `[head_dim / 2]`, float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    assert rope.kind == "default"
+    return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:
+    """Wavelengths longer than the trained context over `low_freq_factor` are stretched by `factor`, those
+    shorter than it over `high_freq_factor` stay, and those between are interpolated (Llama 3.1)."""
+    context = rope.original_max_position_embeddings
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    stretched = frequencies / np.float32(rope.factor)
+    blend = (np.float32(context) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (np.float32(1.0) - blend) * stretched + blend * frequencies
+    is_low = wavelengths > np.float32(context / rope.low_freq_factor)
+    is_high = wavelengths < np.float32(context / rope.high_freq_factor)
+    return np.where(is_low, stretched, np.where(is_high, frequencies, blended))

@@ -1,0 +1,178 @@
+"""One safetensors file, memory-mapped: tensors are views of the mapping and nothing is copied.
+
+The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON
+header `{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}`, then the data
+without gaps. The file is taken for hostile: every number in the header is checked against the file before
+it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from models.errors import WeightsError
+
+_LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MOST_AXES = 32  # numpy allows 64
+
+# Every element type of the format, in bits; numpy types are given for those that a weight may have.
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ":
+    8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64,
+    "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+_NUMPY = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What the header says about one tensor; `begin` and `end` are byte offsets into the data."""
+
+    dtype: str  # the format's name, such as "BF16"
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A memory-mapped safetensors file.
+
+    `tensors` maps names to entries, in the header's order. The mapping lives as long as the object or any
+    array taken from it.
+
+    Raises `WeightsError`, naming file, tensor and value, for a file that is missing, truncated or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size_bytes = file.seek(0, 2)
+                if self.size_bytes < 8:
+                    raise self._error(
+                        f"truncated: {self.size_bytes} bytes, less than the 8 of the header's length"
+                    )
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise self._error("the file is missing") from None
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror or error})") from None
+        header_bytes = int.from_bytes(self._mapping[:8], "little")
+        if header_bytes > _LARGEST_HEADER_BYTES:
+            raise self._error(
+                f"a header of {header_bytes} bytes is more than the limit of {_LARGEST_HEADER_BYTES}"
+            )
+        self._data_start = 8 + header_bytes
+        if self._data_start > self.size_bytes:
+            raise self._error(
+                f"truncated: the header ends at byte {self._data_start}, the file at {self.size_bytes}"
+            )
+        self.tensors = self._parse_header(self._mapping[8 : self._data_start])
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """A read-only view of one tensor in the mapping (a copy only where its bytes are not aligned).
+
+        Only float32, float16 and bfloat16 tensors; the caller has checked the entry's dtype.
+        """
+        entry = self.tensors[name]
+        dtype = _NUMPY[entry.dtype]
+        start = self._data_start + entry.begin
+        count = math.prod(entry.shape)
+        array = np.frombuffer(self._mapping, dtype, count, start) if count else np.empty(0, dtype)
+        if start % dtype.itemsize:
+            array = array.copy()
+        return array.reshape(entry.shape)
+
+    def release(self, name: str) -> None:
+        """Let go of the memory pages that only this tensor uses; reading it again reads the file again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        entry = self.tensors[name]
+        begin = -(-(self._data_start + entry.begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (self._data_start + entry.end) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _error(self, message: str) -> WeightsError:
+        return WeightsError(f"{self.path}: {message}")
+
+    def _parse_header(self, raw: bytes) -> dict[str, TensorEntry]:
+        try:
+            header = json.loads(raw, object_pairs_hook=_unique_keys)
+        except _DuplicateKeyError as error:
+            raise self._error(f"the header names {error.args[0]!r} twice") from None
+        except (ValueError, RecursionError):
+            raise self._error("the header is not JSON") from None
+        if not isinstance(header, dict):
+            raise self._error(f"the header must be a JSON object, not {type(header).__name__}")
+        header.pop("__metadata__", None)
+        tensors = {name: self._parse_entry(name, fields) for name, fields in header.items()}
+        self._check_layout(tensors)
+        return tensors
+
+    def _parse_entry(self, name: str, fields: Any) -> TensorEntry:
+        if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._error(
+                f"tensor {name!r}: its entry must have dtype, shape and data_offsets, not {fields!r:.100}"
+            )
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _BITS:
+            raise self._error(f"tensor {name!r}: unknown dtype {dtype!r:.80}")
+        if not _are_counts(shape) or len(shape) > _MOST_AXES:
+            raise self._error(
+                f"tensor {name!r}: shape must be at most {_MOST_AXES} sizes, not {shape!r:.100}"
+            )
+        if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise self._error(f"tensor {name!r}: data_offsets must be [begin, end], not {offsets!r:.100}")
+        begin, end = offsets
+        data_bytes = self.size_bytes - self._data_start
+        if end > data_bytes:
+            raise self._error(
+                f"tensor {name!r}: its data ends at byte {end} of {data_bytes}; the file is truncated"
+            )
+        if math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
+            raise self._error(
+                f"tensor {name!r}: {dtype} {shape} does not take the {end - begin} bytes it is given"
+            )
+        return TensorEntry(dtype, tuple(shape), begin, end)
+
+    def _check_layout(self, tensors: dict[str, TensorEntry]) -> None:
+        """The data must be the tensors one after another: no overlap, no gap, nothing left."""
+        position, before = 0, "the header"
+        for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin < position:
+                raise self._error(f"tensors {before!r} and {name!r} overlap at byte {entry.begin}")
+            if entry.begin > position:
+                raise self._error(
+                    f"{entry.begin - position} bytes before tensor {name!r} belong to no tensor"
+                )
+            position, before = entry.end, name
+        data_bytes = self.size_bytes - self._data_start
+        if position != data_bytes:
+            raise self._error(f"{data_bytes - position} bytes after the last tensor belong to no tensor")
+
+
+class _DuplicateKeyError(Exception):
+    """A JSON object that holds one key twice."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        raise _DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return result
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values
+    )

@@ -1,0 +1,92 @@
+"""Stored tensors into the pieces that layers are made of: packed linear maps, vectors, tables.
+
+Converts one tensor at a time and lets go of it before the next, so that loading needs little more than one
+copy of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from models.errors import WeightsError
+from runtime import ops
+from runtime.dtype import DType, float16, float32, promote
+from runtime.ops import LinearWeight
+from runtime.tensor import Tensor
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a `Checkpoint` or a `DummyCheckpoint`."""
+
+    def main_dtype(self) -> DType: ...
+
+    def dtype(self, name: str) -> DType: ...
+
+    def array(self, name: str) -> np.ndarray[Any, Any]: ...
+
+    def release(self, name: str) -> None: ...
+
+
+class Weights:
+    """Makes the pieces of a model and counts their bytes.
+
+    `dtype` is the type that weights are converted to, or None to keep each as it is stored.
+    """
+
+    def __init__(self, source: TensorSource, dtype: DType | None) -> None:
+        self._source = source
+        self._dtype = dtype
+        self.dtype = dtype or source.main_dtype()
+        self.size_bytes = 0
+
+    def linear(self, *names: str, is_transposed: bool = False, has_bias: bool = False) -> LinearWeight:
+        """The map `name.weight [N, K]` (`is_transposed`: stored as `[K, N]`) and, with `has_bias`,
+        `name.bias [N]`.
+
+        Several names become one map, their outputs one after another.
+        """
+        stored = [self._source.dtype(f"{name}.weight") for name in names]
+        dtype = self._dtype or stored[0]
+        for other in stored[1:]:
+            dtype = self._dtype or promote(dtype, other)
+        arrays = [self._array(f"{name}.weight", dtype) for name in names]
+        weights = [Tensor.from_numpy(array.T if is_transposed else array) for array in arrays]
+        biases = [Tensor.from_numpy(self._rounded(f"{name}.bias")) if has_bias else None for name in names]
+        packed = ops.prepare_linear(weights, biases)
+        del arrays, weights
+        for name in names:
+            self._source.release(f"{name}.weight")
+        self.size_bytes += packed.size_bytes
+        return packed
+
+    def vector(self, name: str) -> Tensor:
+        """`name [N]` as float32, after rounding to the weights' type; norms and biases are computed in
+        float32."""
+        return self._keep(self._rounded(name), name)
+
+    def table(self, name: str) -> Tensor:
+        """`name [rows, N]` in memory of its own, in the weights' type."""
+        array = self._array(name, self._dtype or self._source.dtype(name))
+        return self._keep(array if array.flags.owndata else array.copy(), name)
+
+    def _keep(self, array: np.ndarray[Any, Any], name: str) -> Tensor:
+        self._source.release(name)
+        self.size_bytes += array.nbytes
+        return Tensor.from_numpy(array)
+
+    def _rounded(self, name: str) -> np.ndarray[Any, Any]:
+        dtype = self._dtype or self._source.dtype(name)
+        return np.array(self._array(name, dtype), np.float32)
+
+    def _array(self, name: str, dtype: DType) -> np.ndarray[Any, Any]:
+        array = self._source.array(name)
+        if self._source.dtype(name) is dtype:
+            return array
+        with np.errstate(over="ignore"):
+            converted = array.astype(dtype.numpy)
+        if dtype is float16 and not np.isfinite(converted).all():
+            largest = float(np.abs(array.astype(float32.numpy)).max())
+            raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
+        return converted
