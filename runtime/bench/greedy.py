@@ -20,7 +20,7 @@ def check_same_greedy(
     expected: Sequence[Sequence[int]],
     logits_of: Callable[[list[int]], np.ndarray],
 ) -> int:
-    """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns how many had one.
+    """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns their count.
 
     At the first token that differs, both tokens' logits must be within `TIE_TOLERANCE` of the largest; after
     it the outputs continue different texts and are compared no further. `logits_of(token_ids)` is float32

@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runtime.bench.burst import Burst, run_burst
+from runtime.bench.child_process import ChildProcess
 from runtime.bench.environment import describe_engine, usable_cores
 from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.bench.greedy import check_same_greedy
 from runtime.bench.metrics import BenchmarkError, check_finite, check_outputs
-from runtime.bench.peer_process import PeerProcess
 from runtime.bench.prompts import random_prompts
 
 if TYPE_CHECKING:
     from runtime.llm import LLM
 
+PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
 LOGITS_TOLERANCE = 1e-3  # max|a - b| / max|b|
 IDLE_SHARE = 0.10  # most processor time, as a share of wall time, that the waiting side may use
 SETTLE_S = 0.05  # between two measurements, for threads that spin a little before they sleep
@@ -108,7 +109,7 @@ def bench_peers(
     with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
         folder = Path(name)
         write_gpt2_folder(folder, shape, seed)
-        with PeerProcess(peer_python) as peer:
+        with ChildProcess([str(peer_python), str(PEER_SCRIPT)], "the peer") as peer:
             versions = peer.ask("load", folder=name, threads=usable_cores(), dtype="float32")
             with LLM(name, device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
                 agreement = _compare_logits(llm, peer, folder, min(64, longest), seed)
@@ -131,7 +132,7 @@ def bench_peers(
     return report
 
 
-def _compare_logits(llm: LLM, peer: PeerProcess, folder: Path, length: int, seed: int) -> float:
+def _compare_logits(llm: LLM, peer: ChildProcess, folder: Path, length: int, seed: int) -> float:
     [prompt] = random_prompts(1, length, llm.client.info.vocab_size, seed)
     path = peer.ask("logits", token_ids=prompt, path=str(folder / "logits.npy"))["path"]
     theirs = np.load(path)
@@ -144,7 +145,7 @@ def _compare_logits(llm: LLM, peer: PeerProcess, folder: Path, length: int, seed
     return error
 
 
-def _measure(llm: LLM, peer: PeerProcess, workload: Workload, num_rounds: int, seed: int) -> dict[str, Any]:
+def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, seed: int) -> dict[str, Any]:
     vocab_size = llm.client.info.vocab_size
     prompts = random_prompts(workload.num_prompts, workload.prompt_len, vocab_size, seed + 1)
     cache = _faster_cache(peer, prompts, workload)
@@ -198,7 +199,7 @@ def _measure(llm: LLM, peer: PeerProcess, workload: Workload, num_rounds: int, s
     }
 
 
-def _faster_cache(peer: PeerProcess, prompts: list[list[int]], workload: Workload) -> str:
+def _faster_cache(peer: ChildProcess, prompts: list[list[int]], workload: Workload) -> str:
     """The KV cache of transformers with which the peer is faster here; these runs also warm it up."""
     best = {"dynamic": float("inf"), "static": float("inf")}
     for _ in range(2):

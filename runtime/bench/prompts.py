@@ -15,7 +15,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
     """
     if num_prompts < 1 or length < 1:
         raise BenchmarkError(f"{num_prompts} prompts of {length} tokens: both must be at least 1")
-    if vocab_size**min(length, 64) < 2 * num_prompts:
+    if vocab_size ** min(length, 64) < 2 * num_prompts:
         raise BenchmarkError(
             f"{num_prompts} distinct prompts of {length} tokens need a larger vocabulary than {vocab_size}"
         )

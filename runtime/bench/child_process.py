@@ -1,4 +1,4 @@
-"""A peer engine in its own Python process, asked by JSON lines, one request at a time."""
+"""A helper in another process, asked by JSON lines, one at a time: a peer engine, or our own server."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import select
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from runtime.bench.metrics import BenchmarkError
 
-SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
+class ChildProcess:
+    """Starts `command` and speaks its protocol; a context manager that ends the process.
 
-class PeerProcess:
-    """Starts `python script` and speaks its protocol; a context manager that ends the process.
-
-    The peer also ends by itself when this process dies, because its stdin then ends.
+    One JSON object a line goes to its stdin, one comes back on its stdout; what it writes to stderr is
+    kept, for the message of a failure. A child leaves when its stdin ends, hence also when this process
+    dies. `name` stands in error messages.
     """
 
-    def __init__(self, python: Path, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> None:
-        self.python = python
+    def __init__(self, command: Sequence[str], name: str) -> None:
+        self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         try:
             self._process = subprocess.Popen(
-                [str(python), str(script), *arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
+                start_new_session=True,
             )
         except OSError as error:
             self._log.close()
-            raise BenchmarkError(f"cannot run the peer's Python {python}: {error.strerror}") from error
+            raise BenchmarkError(f"cannot run {command[0]} for {name}: {error.strerror}") from error
 
     def ask(self, op: str, timeout_s: float = 600.0, **fields: Any) -> dict[str, Any]:
-        """One request, one answer. Raises `BenchmarkError` with the peer's words when it fails or dies."""
+        """One request, one answer. Raises `BenchmarkError` with the child's words when it fails or dies."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
@@ -46,13 +46,13 @@ class PeerProcess:
         except BrokenPipeError:
             raise self._died(op) from None
         if not select.select([stdout], [], [], timeout_s)[0]:
-            raise BenchmarkError(f"the peer did not answer {op!r} within {timeout_s:g} s")
+            raise BenchmarkError(f"{self.name} did not answer {op!r} within {timeout_s:g} s")
         line = stdout.readline()
         if not line:
             raise self._died(op)
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise BenchmarkError(f"the peer failed at {op!r}: {reply['error']}")
+            raise BenchmarkError(f"{self.name} failed at {op!r}: {reply['error']}")
         return reply
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -66,11 +66,10 @@ class PeerProcess:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "it wrote nothing"
-        status = self._process.returncode
-        return BenchmarkError(f"the peer ended with status {status} at {op!r}: {last}")
+        return BenchmarkError(f"{self.name} ended with status {self._process.returncode} at {op!r}: {last}")
 
     def close(self) -> None:
-        """Ends the process, killing it if it does not leave on its own."""
+        """Ends the process: closes its stdin, and kills it if it has not left ten seconds later."""
         stdin, stdout = self._pipes()
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
@@ -82,7 +81,7 @@ class PeerProcess:
         stdout.close()
         self._log.close()
 
-    def __enter__(self) -> PeerProcess:
+    def __enter__(self) -> ChildProcess:
         return self
 
     def __exit__(
