@@ -1,8 +1,8 @@
 """The element types of a Tensor, with their names in numpy, PTX and safetensors, and how two of them combine.
 
-Both fp8 types are those of the OCP 8-bit specification (https://arxiv.org/abs/2209.05433): `float8_e4m3` is the one
-without infinities that ml_dtypes and PyTorch call e4m3fn. There is no float64: neither weights nor activations
-use it.
+Both fp8 types are those of the OCP 8-bit specification (https://arxiv.org/abs/2209.05433): `float8_e4m3` is
+the one without infinities that ml_dtypes and PyTorch call e4m3fn. There is no float64: neither weights nor
+activations use it.
 
 This file knows nothing of tensors or devices.
 """
@@ -42,7 +42,7 @@ class DType:
     def parse(value: Any) -> DType:
         """The DType meant by a DType, a numpy dtype or scalar type, or a name.
 
-        Names are ours ("bfloat16"), short ("bf16"), PyTorch's ("torch.bfloat16"), numpy's or safetensors' ("BF16").
+        Names are ours ("bfloat16"), short ("bf16"), PyTorch's ("torch.bfloat16") or safetensors' ("BF16").
 
         Raises:
             InvalidArgumentError: for anything else, with the names that are understood.
@@ -116,8 +116,8 @@ def promote(left: DType, right: DType) -> DType:
 
     - bool gives way to every other type, an integer to every floating-point type.
     - Of two integers the wider; int8 with uint8 gives int32, the narrowest here that holds both.
-    - Of two floating-point types the wider. float16 with bfloat16 gives float32, since neither holds the other;
-      so do the two fp8 types; fp8 with any other gives the other.
+    - Of two floating-point types the wider. float16 with bfloat16 gives float32, since neither holds the
+      other; so do the two fp8 types; fp8 with any other gives the other.
 
     Example: `promote(int64, bfloat16)` is bfloat16.
     """
@@ -133,8 +133,8 @@ def promote(left: DType, right: DType) -> DType:
 
 
 def promote_scalar(tensor: DType, scalar: bool | int | float) -> DType:
-    """The element type in which a tensor is combined with a Python number, which is weak: it never widens the
-    tensor within its own kind. An int turns bool into int64; a float turns bool and the integers into float32.
+    """The element type in which a tensor is combined with a Python number, which is weak: it never widens
+    the tensor within its own kind. An int turns bool into int64; a float turns the others into float32.
     """
     if isinstance(scalar, bool) or tensor.is_floating:
         return tensor

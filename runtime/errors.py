@@ -20,7 +20,7 @@ class XservError(Exception):
 class InvalidArgumentError(XservError, ValueError):
     """An argument is wrong.
 
-    `param` is the argument's or the field's name where one alone is at fault, else None; a server hands it on.
+    `param` is the argument's or field's name where one alone is at fault, else None; a server hands it on.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

@@ -1,10 +1,11 @@
-"""The arithmetic of views: shapes and strides in, shapes and strides out, in elements, with no memory in sight.
+"""The arithmetic of views: shapes and strides in, shapes and strides out, in elements; no memory in sight.
 
 Strides may be zero (an expanded axis) or negative (a slice with a negative step).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from runtime.errors import InvalidArgumentError
 Shape = tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def contiguous_strides(shape: Shape) -> Shape:
     """Row-major strides. A zero-size shape gets those of the same shape with 1 for 0, as in numpy."""
     strides = [1] * len(shape)
@@ -24,7 +26,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether the elements lie in row-major order without gaps. Axes of size 1 and empty tensors may say anything."""
+    """Whether the elements lie in row-major order without gaps; strides of axes of size 1 say nothing."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:
@@ -100,7 +102,9 @@ def resolve_shape(op: str, new_shape: Sequence[Any], num_elements: int) -> Shape
     sizes = list(new_shape)
     unknown = [axis for axis, size in enumerate(sizes) if isinstance(size, int) and size == -1]
     if len(unknown) > 1:
-        raise InvalidArgumentError(f"{op}: shape {tuple(sizes)} leaves more than one size open", param="shape")
+        raise InvalidArgumentError(
+            f"{op}: shape {tuple(sizes)} leaves more than one size open", param="shape"
+        )
     if unknown:
         sizes[unknown[0]] = 1
         known = math.prod(check_shape(op, (tuple(sizes),)))
@@ -111,14 +115,16 @@ def resolve_shape(op: str, new_shape: Sequence[Any], num_elements: int) -> Shape
         sizes[unknown[0]] = num_elements // known
     shape = check_shape(op, (tuple(sizes),))
     if math.prod(shape) != num_elements:
-        raise InvalidArgumentError(f"{op}: shape {shape} does not hold {num_elements} elements", param="shape")
+        raise InvalidArgumentError(
+            f"{op}: shape {shape} does not hold {num_elements} elements", param="shape"
+        )
     return shape
 
 
 def reshaped_strides(shape: Shape, strides: Shape, new_shape: Shape) -> Shape | None:
     """Strides that show the same elements, in the same order, as `new_shape`; None where only a copy can.
 
-    Old axes that follow each other in memory are merged into runs; each run must be cut exactly into new axes.
+    Old axes that follow each other in memory are merged into runs, each to be cut exactly into new axes.
     """
     if math.prod(shape) == 0:
         return contiguous_strides(new_shape)
@@ -162,7 +168,7 @@ def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
 
 
 def expanded_strides(op: str, shape: Shape, strides: Shape, new_shape: Sequence[Any]) -> tuple[Shape, Shape]:
-    """(shape, strides) of the view that repeats axes of size 1 and adds axes in front; -1 keeps an axis's size.
+    """(shape, strides) of the view that repeats axes of size 1 and adds axes in front; -1 keeps a size.
 
     Raises:
         InvalidArgumentError: where an axis of another size than 1 would have to change.
@@ -174,7 +180,9 @@ def expanded_strides(op: str, shape: Shape, strides: Shape, new_shape: Sequence[
     sizes = [old if size == -1 and old is not None else size for size, old in zip(new_shape, kept)]
     target = check_shape(op, (tuple(sizes),))
     if num_new < 0 or any(old not in (None, 1, size) for size, old in zip(target, kept)):
-        raise InvalidArgumentError(f"{op}: shape {shape} cannot be expanded to {tuple(new_shape)}", param="shape")
+        raise InvalidArgumentError(
+            f"{op}: shape {shape} cannot be expanded to {tuple(new_shape)}", param="shape"
+        )
     stretched = (
         0 if old == 1 and size != 1 else stride
         for size, old, stride in zip(target, kept, (0,) * num_new + strides)
@@ -183,7 +191,7 @@ def expanded_strides(op: str, shape: Shape, strides: Shape, new_shape: Sequence[
 
 
 def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[Shape, Shape, int]:
-    """(shape, strides, offset) of `tensor[index]`: integers, slices, `...` and None, as in numpy's basic indexing.
+    """(shape, strides, offset) of `tensor[index]`: integers, slices, `...` and None, as in numpy.
 
     Raises:
         InvalidArgumentError: for an index out of range, too many indices, or any other kind of index.
@@ -199,6 +207,7 @@ def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[S
 
     new_shape: list[int] = []
     new_strides: list[int] = []
+    first = offset
     axis = 0
     for item in items:
         if item is None:
@@ -212,7 +221,7 @@ def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[S
             axis = end
         elif isinstance(item, slice):
             start, size, step = _slice_bounds(item, shape[axis])
-            offset += start * strides[axis] if size else 0
+            offset += start * strides[axis]
             new_shape.append(size)
             new_strides.append(strides[axis] * step)
             axis += 1
@@ -226,10 +235,12 @@ def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[S
             axis += 1
         else:
             raise InvalidArgumentError(
-                f"index: {item!r} is not an integer, a slice, '...' or None; rows are gathered by ops.gather_rows",
+                f"index: {type(item).__name__} is not an integer, a slice, '...' or None "
+                "(ops.gather_rows gathers rows)",
                 param="index",
             )
-    return tuple(new_shape), tuple(new_strides), offset
+    # An empty view begins where the tensor does: its own beginning may lie behind the last byte.
+    return tuple(new_shape), tuple(new_strides), first if 0 in new_shape else offset
 
 
 def _slice_bounds(item: slice, size: int) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """Storage: the bytes that tensors share.
 
-A Tensor is a way of looking at a Storage. Several tensors may look at one; it lives as long as any of them, and
-with the last its memory goes back to whoever owns it. Nothing here knows of element types or shapes until a cpu
-view is asked for.
+A Tensor is a way of looking at a Storage. Several tensors may look at one; it lives as long as any of
+them, and with the last its memory goes back to whoever owns it. Nothing here knows of element types or
+shapes until a cpu view is asked for.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
-from runtime.layout import Shape, has_overlap
+from runtime.layout import Shape, contiguous_strides, has_overlap
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
 
-CPU_ALIGNMENT_BYTES = 64
-"""Memory that we allocate on the cpu starts on a cache line, which is also the widest vector register."""
+ALIGNMENT_BYTES = 64
+LARGE_BYTES = 64 * 1024
+"""From this size on, what we allocate on the cpu starts on a cache line, the width of the widest vector."""
 
 
 class Storage:
@@ -29,22 +30,22 @@ class Storage:
     Attributes:
         device: where the bytes lie.
         size_bytes: how many there are.
-        owner: the object whose life keeps the bytes valid: our own allocation, a numpy array that somebody handed
-            in, a mapped file. The storage holds it, and asks nothing else of it.
+        owner: the object whose life keeps the bytes valid: our own allocation, a numpy array that somebody
+            handed in, a mapped file. The storage holds it, and asks nothing else of it.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_share", "_shares_at_rest", "device", "owner", "size_bytes")
+    __slots__ = ("__weakref__", "_buffer", "_share", "device", "owner", "size_bytes")
 
     def __init__(self, device: Device, size_bytes: int, buffer: NDArray, owner: object) -> None:
-        """`buffer` is one-dimensional uint8 and covers the bytes; where it is read-only, so is every tensor here."""
+        """`buffer` is a C-contiguous array of a standard numpy dtype over the bytes. Where it is read-only,
+        every tensor here is."""
         self.device = device
         self.size_bytes = size_bytes
         self.owner = owner
         self._buffer = buffer
-        # Each tensor keeps a reference to `_share` and nobody else does, so the interpreter's own counter of
-        # references, which no thread can tear, is the number of tensors.
+        # Each tensor holds a reference to `_share` and nobody else does, so that the interpreter's own
+        # counter, which threads cannot tear, is the number of tensors.
         self._share = object()
-        self._shares_at_rest = sys.getrefcount(self._share)
 
     @staticmethod
     def allocate(device: Device, size_bytes: int) -> Storage:
@@ -53,38 +54,37 @@ class Storage:
         Raises:
             OutOfMemoryError: with the size, where the system has none.
         """
-        assert device is CPU or device == CPU
+        slack = ALIGNMENT_BYTES if size_bytes >= LARGE_BYTES else 0
         try:
-            padded = np.empty(size_bytes + CPU_ALIGNMENT_BYTES, np.uint8)
-        except (MemoryError, ValueError):
+            buffer = np.empty(size_bytes + slack, np.uint8)
+        except (MemoryError, ValueError):  # ValueError: more than an address can say
             raise OutOfMemoryError(f"{device}: no memory for {size_bytes} bytes") from None
-        start = -padded.__array_interface__["data"][0] % CPU_ALIGNMENT_BYTES
-        buffer = padded[start : start + size_bytes]
-        return Storage(device, size_bytes, buffer, padded)
+        if slack:
+            start = -buffer.ctypes.data % ALIGNMENT_BYTES
+            buffer = buffer[start : start + size_bytes]
+        return Storage(device, size_bytes, buffer, buffer)
 
     @staticmethod
     def of_array(array: NDArray) -> tuple[Storage, int]:
         """(storage, byte offset of the first element in it) over an array's own memory, without a copy.
 
-        The storage covers the bytes from the array's lowest to its highest element, of whatever alignment.
+        The storage covers the bytes from the array's lowest to its highest element, at any alignment.
         """
         if array.flags.c_contiguous:
-            buffer = array.reshape(-1).view(np.uint8)
-            return Storage(CPU, buffer.size, buffer, array), 0
+            buffer = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+            return Storage(CPU, array.nbytes, buffer, array), 0
+        # Turn every axis that runs backwards; the first element is then the one at the lowest address.
+        lowest = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
         low, high = np.lib.array_utils.byte_bounds(array)
-        first = array.__array_interface__["data"][0]
-        # The lowest element, reached by turning every axis that runs backwards.
-        corner = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
-        corner = corner[(slice(0, 1),) * array.ndim].reshape(1).view(np.uint8)
-        buffer = np.lib.stride_tricks.as_strided(
-            corner, (high - low,), (1,), writeable=array.flags.writeable
-        )
-        return Storage(CPU, high - low, buffer, array), first - low
+        corner = lowest[(slice(0, 1),) * array.ndim].reshape(1).view(np.uint8)
+        writeable = array.flags.writeable
+        buffer = np.lib.stride_tricks.as_strided(corner, (high - low,), (1,), writeable=writeable)
+        return Storage(CPU, high - low, buffer, array), array.ctypes.data - low
 
     @property
     def reference_count(self) -> int:
         """How many live tensors share these bytes."""
-        return sys.getrefcount(self._share) - self._shares_at_rest
+        return sys.getrefcount(self._share) - _REFERENCES_AT_REST
 
     @property
     def is_read_only(self) -> bool:
@@ -92,14 +92,14 @@ class Storage:
         return not self._buffer.flags.writeable
 
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
-        """A numpy view; strides and offset in elements. Read-only where the storage is or where elements overlap.
-
-        The view keeps the bytes alive by itself. Only for storage on the cpu.
+        """A numpy view; strides and offset in elements. Read-only where the storage is or where elements
+        overlap. The view keeps the bytes alive by itself. Only for storage on the cpu.
         """
         itemsize = dtype.itemsize
-        array: NDArray = np.ndarray(
-            shape, dtype.numpy, self._buffer, offset * itemsize, [stride * itemsize for stride in strides]
-        )
+        if strides == contiguous_strides(shape):
+            return np.ndarray(shape, dtype.numpy, self._buffer, offset * itemsize)
+        strides_bytes = [stride * itemsize for stride in strides]
+        array: NDArray = np.ndarray(shape, dtype.numpy, self._buffer, offset * itemsize, strides_bytes)
         if has_overlap(shape, strides):
             array.flags.writeable = False
         return array
@@ -108,7 +108,13 @@ class Storage:
         return f"Storage({self.size_bytes} bytes on {self.device}, {self.reference_count} tensors)"
 
 
+_REFERENCES_AT_REST = 0
+_REFERENCES_AT_REST = Storage.allocate(CPU, 0).reference_count
+
+
 def check_writeable(op: str, storage: Storage) -> None:
     """Raises InvalidArgumentError where a storage is read-only."""
     if storage.is_read_only:
-        raise InvalidArgumentError(f"{op}: the tensor's memory is read-only; write to a clone()", param="tensor")
+        raise InvalidArgumentError(
+            f"{op}: the tensor's memory is read-only; write to a clone()", param="tensor"
+        )

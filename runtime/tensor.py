@@ -1,39 +1,53 @@
 """The Tensor: a storage, an element type, a shape, strides and an offset.
 
-Views (`reshape`, `transpose`, slices, `expand` ...) share their storage. Arithmetic, reductions, casts and copies
-make new tensors and live behind `runtime.ops`, which is reached when an operator is called and not before: a Tensor
-knows its layout, not how anything is computed.
+Views (`reshape`, `transpose`, slices, `expand` ...) share their storage. Arithmetic, reductions, casts and
+copies make new tensors and live behind `runtime.ops`, which is reached when an operator is called and not
+before: a Tensor knows its layout, not how anything is computed. The rules of arithmetic stand in
+`runtime.tensor_ops`, those of conversions in `runtime.cast`.
 
-A tensor's shape, strides and offset never change once it is made. Strides are counted in elements; they may be zero
+A tensor's shape, strides and offset never change once it is made. Strides count elements; they may be zero
 (expanded axes, read-only) or negative (slices with a negative step).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime import layout
+from runtime import dlpack, layout
 from runtime.device.device import CPU, Device
-from runtime.dtype import DType, dtype_of_array, float32
+from runtime.dtype import DType, dtype_of_array, float32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.layout import Shape
 from runtime.storage import NDArray, Storage
 
 Scalar = bool | int | float
 Operand = Any
-"""What may stand beside a Tensor in an operator: a Tensor, a Python number (weak), a numpy array or scalar."""
+"""What stands beside a Tensor in an operator: a Tensor, a Python number (weak), a numpy array or scalar."""
+
+Axes = int | Sequence[int] | None
 
 
-def _ops() -> ModuleType:
-    """The door to the operations, opened late: it stands beside this file and imports it."""
+def _call(op: str, *arguments: Any) -> Tensor:
+    """Calls an operation. The door is opened this late because it stands beside this file and imports it."""
     from runtime import tensor_ops  # until ops hands these on
 
-    return tensor_ops
+    result: Tensor = getattr(tensor_ops, op)(*arguments)
+    return result
+
+
+def _operator(op: str, *, is_reflected: bool = False) -> Callable[[Tensor, Operand], Tensor]:
+    """The method behind a binary operator."""
+
+    def method(self: Tensor, other: Operand) -> Tensor:
+        if not isinstance(other, (Tensor, bool, int, float, np.ndarray, np.generic)):
+            return NotImplemented  # type: ignore[no-any-return]
+        return _call(op, other, self) if is_reflected else _call(op, self, other)
+
+    return method
 
 
 class Tensor:
@@ -45,8 +59,8 @@ class Tensor:
         shape: sizes.
         strides: distance between neighbours along each axis, in elements.
         offset: position of the first element in the storage, in elements.
-        array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a field.
-            DeviceError on any other device.
+        array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
+            field. DeviceError on any other device.
     """
 
     __slots__ = ("__weakref__", "_share", "array", "dtype", "offset", "shape", "storage", "strides")
@@ -83,7 +97,9 @@ class Tensor:
     # ---------------------------------------------------------------- creation
 
     @classmethod
-    def empty(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+    def empty(
+        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
+    ) -> Tensor:
         """Uninitialised memory. Shape: an int or a sequence of ints."""
         dtype = DType.parse(dtype)
         sizes = layout.check_shape("empty", (shape,))
@@ -92,32 +108,61 @@ class Tensor:
 
     @classmethod
     def full(
-        cls, shape: int | Sequence[int], value: Scalar, dtype: DType | str = float32, device: Device | str = CPU
+        cls,
+        shape: int | Sequence[int],
+        value: Scalar,
+        dtype: DType | str = float32,
+        device: Device | str = CPU,
     ) -> Tensor:
         """Every element is `value`, which an integer type must be able to hold."""
         tensor = cls.empty(shape, dtype, device)
-        _ops().fill(tensor, value)
+        tensor[...] = value
         return tensor
 
     @classmethod
-    def zeros(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+    def zeros(
+        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
+    ) -> Tensor:
         return cls.full(shape, 0, dtype, device)
 
     @classmethod
-    def ones(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
+    def ones(
+        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
+    ) -> Tensor:
         return cls.full(shape, 1, dtype, device)
 
     @classmethod
-    def from_numpy(cls, array: NDArray) -> Tensor:
-        """A cpu tensor over the array's own memory: neither copied nor converted, read-only where the array is.
-
-        Any strides and any alignment (a mapped file's, for one) will do, so long as strides are whole elements.
+    def arange(
+        cls,
+        start: int,
+        stop: int | None = None,
+        step: int = 1,
+        dtype: DType | str = int64,
+        device: Device | str = CPU,
+    ) -> Tensor:
+        """The integers of `range(start, stop, step)`, or of `range(start)`, as elements of `dtype`.
 
         Raises:
-            InvalidArgumentError: for what is no ndarray, a dtype that no Tensor has, strides of broken elements.
+            InvalidArgumentError: for no integers, a step of 0, or an integer type that cannot hold them.
+        """
+        if stop is None:
+            start, stop = 0, start
+        return _call("arange", start, stop, step, dtype, device)
+
+    @classmethod
+    def from_numpy(cls, array: NDArray) -> Tensor:
+        """A cpu tensor over the array's own memory: not copied, not converted, read-only where the array is.
+
+        Any strides of whole elements and any alignment (a mapped file's, for one) will do.
+
+        Raises:
+            InvalidArgumentError: for what is no ndarray, a dtype that no Tensor has, strides of broken
+                elements.
         """
         if not isinstance(array, np.ndarray):
-            raise InvalidArgumentError(f"from_numpy: expected an ndarray, got {type(array).__name__}", param="array")
+            raise InvalidArgumentError(
+                f"from_numpy: expected an ndarray, got {type(array).__name__}", param="array"
+            )
         dtype = dtype_of_array(array)
         itemsize = dtype.itemsize
         if array.flags.c_contiguous:
@@ -125,7 +170,8 @@ class Tensor:
         else:
             if any(stride % itemsize for stride in array.strides):
                 raise InvalidArgumentError(
-                    f"from_numpy: strides {array.strides} bytes are not whole elements of {itemsize} bytes", param="array"
+                    f"from_numpy: strides {array.strides} bytes are not whole elements of {itemsize} bytes",
+                    param="array",
                 )
             strides = tuple(stride // itemsize for stride in array.strides)
         storage, offset_bytes = Storage.of_array(array)
@@ -133,6 +179,15 @@ class Tensor:
         if type(array) is np.ndarray and not layout.has_overlap(array.shape, strides):
             tensor.array = array.view()
         return tensor
+
+    @classmethod
+    def from_dlpack(cls, source: Any) -> Tensor:
+        """A tensor over the memory of any object that speaks DLPack (numpy, torch, jax ...), without a copy.
+
+        Raises:
+            InvalidArgumentError: for what does not speak it, is not on the cpu, or has a type we lack.
+        """
+        return cls.from_numpy(dlpack.import_array(source))
 
     # ---------------------------------------------------------------- what it is
 
@@ -151,7 +206,7 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements, which are fewer than the storage's for a view and more for an expanded one."""
+        """Bytes of its elements: fewer than the storage's for a slice, more for an expanded tensor."""
         return self.size * self.dtype.itemsize
 
     @property
@@ -161,16 +216,8 @@ class Tensor:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether writing is refused: its storage is read-only, or an expanded axis makes elements overlap."""
+        """Whether writing is refused: the storage is read-only, or an expanded axis makes it overlap."""
         return self.storage.is_read_only or layout.has_overlap(self.shape, self.strides)
-
-    def numpy(self) -> NDArray:
-        """A numpy view of the same memory, with the dtypes of ml_dtypes for bfloat16 and fp8.
-
-        Raises:
-            DeviceError: where the tensor is not on the cpu.
-        """
-        return self.array.view()
 
     # ---------------------------------------------------------------- views
 
@@ -187,7 +234,7 @@ class Tensor:
         strides = layout.reshaped_strides(self.shape, self.strides, new_shape)
         if strides is None:
             raise InvalidArgumentError(
-                f"view: shape {self.shape} with strides {self.strides} has no view of shape {new_shape}; use reshape",
+                f"view: shape {self.shape} with strides {self.strides} cannot be seen as {new_shape}",
                 param="shape",
             )
         return self._view(new_shape, strides, self.offset)
@@ -221,7 +268,9 @@ class Tensor:
         given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
         order = [layout.check_axis("permute", axis, self.ndim) for axis in given]
         if sorted(order) != list(range(self.ndim)):
-            raise InvalidArgumentError(f"permute: axes {tuple(given)} are not each of {self.ndim} axes once", param="axes")
+            raise InvalidArgumentError(
+                f"permute: axes {tuple(given)} are not each of {self.ndim} axes once", param="axes"
+            )
         shape = tuple(self.shape[axis] for axis in order)
         return self._view(shape, tuple(self.strides[axis] for axis in order), self.offset)
 
@@ -245,7 +294,9 @@ class Tensor:
             axes = layout.check_axes("squeeze", axis, self.ndim)
         for index in axes:
             if self.shape[index] != 1:
-                raise InvalidArgumentError(f"squeeze: axis {index} has size {self.shape[index]}, not 1", param="axis")
+                raise InvalidArgumentError(
+                    f"squeeze: axis {index} has size {self.shape[index]}, not 1", param="axis"
+                )
         kept = [index for index in range(self.ndim) if index not in axes]
         shape = tuple(self.shape[index] for index in kept)
         return self._view(shape, tuple(self.strides[index] for index in kept), self.offset)
@@ -265,17 +316,142 @@ class Tensor:
         """
         return self._view(*layout.expanded_strides("expand", self.shape, self.strides, shape), self.offset)
 
-    # ---------------------------------------------------------------- copies
+    # ---------------------------------------------------------------- copies and writes
 
     def clone(self) -> Tensor:
         """A contiguous, writeable copy in memory of its own."""
-        return _ops().copy(self)  # type: ignore[no-any-return]
+        return _call("copy", self)
 
     def contiguous(self) -> Tensor:
         """This tensor where it is contiguous, else a contiguous copy."""
         return self if self.is_contiguous else self.clone()
 
-    # ---------------------------------------------------------------- as Python values
+    def to(self, *targets: DType | Device | str) -> Tensor:
+        """This tensor on a device, in an element type, or both, in any order; itself where it is so already.
+
+        Example: `tensor.to("cpu", bfloat16)`. How values are converted stands in `runtime.cast`.
+
+        Raises:
+            DeviceError: for a device that this build does not have.
+            InvalidArgumentError: for what names neither a device nor a type.
+        """
+        tensor = self
+        for target in targets:
+            is_device = isinstance(target, Device) or (isinstance(target, str) and Device.is_name(target))
+            tensor = _call("to_device" if is_device else "cast", tensor, target)
+        return tensor
+
+    def __setitem__(self, index: Any, value: Operand) -> None:
+        """Writes a tensor that broadcasts, cast to this type, or a Python number, over `self[index]`.
+
+        Raises:
+            InvalidArgumentError: where the memory is read-only, or shapes or values do not fit.
+        """
+        _call("assign", self[index], value)
+
+    # ---------------------------------------------------------------- arithmetic (runtime.ops)
+
+    __add__, __radd__ = _operator("add"), _operator("add", is_reflected=True)
+    __sub__, __rsub__ = _operator("subtract"), _operator("subtract", is_reflected=True)
+    __mul__, __rmul__ = _operator("multiply"), _operator("multiply", is_reflected=True)
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("divide", is_reflected=True)
+    __floordiv__, __rfloordiv__ = _operator("floor_divide"), _operator("floor_divide", is_reflected=True)
+    __mod__, __rmod__ = _operator("remainder"), _operator("remainder", is_reflected=True)
+    __pow__, __rpow__ = _operator("power"), _operator("power", is_reflected=True)
+    __and__, __rand__ = _operator("bitwise_and"), _operator("bitwise_and", is_reflected=True)
+    __or__, __ror__ = _operator("bitwise_or"), _operator("bitwise_or", is_reflected=True)
+    __xor__, __rxor__ = _operator("bitwise_xor"), _operator("bitwise_xor", is_reflected=True)
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", is_reflected=True)
+    __eq__ = _operator("equal")  # type: ignore[assignment]
+    __ne__ = _operator("not_equal")  # type: ignore[assignment]
+    __lt__, __le__ = _operator("less"), _operator("less_equal")
+    __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
+
+    def __neg__(self) -> Tensor:
+        return _call("negative", self)
+
+    def __abs__(self) -> Tensor:
+        return _call("absolute", self)
+
+    def __invert__(self) -> Tensor:
+        return _call("invert", self)
+
+    def sum(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Sum over an axis, several, or all; of bools and integers in int64."""
+        return _call("sum", self, axis, keepdims)
+
+    def mean(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Mean over an axis, several, or all; of bools and integers in float32."""
+        return _call("mean", self, axis, keepdims)
+
+    def max(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Largest element over an axis, several, or all; NaN where there is one."""
+        return _call("max", self, axis, keepdims)
+
+    def min(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Smallest element over an axis, several, or all; NaN where there is one."""
+        return _call("min", self, axis, keepdims)
+
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
+        """int64 position of the first largest element (or NaN) along an axis, or of all in order."""
+        return _call("argmax", self, axis, keepdims)
+
+    # ---------------------------------------------------------------- as values of others
+
+    def numpy(self) -> NDArray:
+        """A numpy view of the same memory, with the dtypes of ml_dtypes for bfloat16 and fp8.
+
+        Raises:
+            DeviceError: where the tensor is not on the cpu.
+        """
+        return self.array.view()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """A DLPack capsule over the same memory (https://data-apis.org/array-api), which it keeps alive.
+
+        Raises:
+            BufferError: for another device, or read-only memory and a consumer from before DLPack 1.
+        """
+        return dlpack.export_array(
+            self.array, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CPU_DEVICE
+
+    def item(self) -> Scalar:
+        """The only element as a Python number.
+
+        Raises:
+            InvalidArgumentError: where there is not exactly one.
+        """
+        if self.size != 1:
+            raise InvalidArgumentError(f"item: shape {self.shape} has {self.size} elements, not one")
+        value: Scalar = self.reshape(()).tolist()
+        return value
+
+    def tolist(self) -> Any:
+        """The elements as Python numbers, in lists nested as the axes are; a number for a 0-d tensor."""
+        return (self.array.astype(np.float32) if self.dtype.is_floating else self.array).tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
 
     def __len__(self) -> int:
         if not self.shape:

@@ -1,7 +1,7 @@
 """Which device a tensor lives on, and how a user names one.
 
-Only the cpu is built so far. The other two names of the design, `cuda:N` and `emulated:sm_90a`, are understood and
-refused by name: nothing stands in for them.
+Only the cpu is built so far. The other kinds of the design, `cuda:N` and `emulated:sm_90a`, are understood
+and refused by name: nothing stands in for them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 from runtime.errors import DeviceError, InvalidArgumentError
+
+_UNBUILT = re.compile(r"(cuda|emulated)(:\d+|:sm_\d+[af]?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +28,22 @@ class Device:
     def __post_init__(self) -> None:
         if self.type == "cpu":
             return
-        if re.fullmatch(r"cuda(:\d+)?|emulated(:sm_\d+[af]?)?", self.type):
-            family = self.type.partition(":")[0]
+        if unbuilt := _UNBUILT.fullmatch(self.type):
             raise DeviceError(
-                f"device {self.type!r}: {family} devices are not built yet; this version runs on 'cpu' only"
+                f"device {self.type!r}: {unbuilt[1]} devices are not built yet; there is only 'cpu'"
             )
         raise InvalidArgumentError(
             f"device {self.type!r} is not one of 'auto', 'cpu', 'cuda:N', 'emulated:sm_NN'", param="device"
         )
 
     @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a string has the form of a device's name, be the device built or not."""
+        return name in ("auto", "cpu") or _UNBUILT.fullmatch(name) is not None
+
+    @staticmethod
     def parse(name: str | Device) -> Device:
-        """The device meant by a name: "cpu", or "auto" for the best that this machine and this build have (the cpu).
+        """The device meant by a name: "cpu", or "auto" for the best there is, the cpu.
 
         Raises: as the constructor.
         """
