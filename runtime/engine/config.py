@@ -21,8 +21,8 @@ DEFAULT_KV_CACHE_BYTES = 4 << 30
 class EngineConfig:
     """What the user asks for. None: chosen from the model and the free memory.
 
-    max_model_len           most tokens of prompt and output together; None: the model's positions, or what the
-                            KV cache can hold if that is less
+    max_model_len           most tokens of prompt and output together; None: the model's positions, or what
+                            the KV cache can hold if that is less
     max_num_seqs            most sequences in one step
     max_num_batched_tokens  most tokens in one step
     block_size              tokens in one KV block
@@ -50,17 +50,12 @@ class EngineConfig:
             raise RequestError(f"seed must be an integer or None, got {self.seed!r}", param="seed")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise RequestError("give num_blocks or kv_cache_bytes, not both", param="num_blocks")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise RequestError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-                f"max_num_seqs={self.max_num_seqs}, so that every sequence can decode in each step",
-                param="max_num_batched_tokens",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The numbers the engine runs with; one request at ``max_model_len`` always fits ``num_blocks``."""
+    """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
+    every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``."""
 
     max_model_len: int
     max_num_seqs: int
@@ -75,13 +70,13 @@ def resolve(
 ) -> EngineLimits:
     """The limits for a model with this many positions and this many bytes in one KV block (all layers).
 
-    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions or the KV cache cannot hold one
-    request of that length.
+    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions or the KV cache cannot hold
+    one request of that length.
     """
     block_size = config.block_size
     if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
         raise RequestError(
-            f"max_model_len={config.max_model_len} is more than the model's {max_position_embeddings} positions",
+            f"max_model_len={config.max_model_len} exceeds the model's {max_position_embeddings} positions",
             param="max_model_len",
         )
     wanted_len = config.max_model_len or max_position_embeddings
@@ -98,14 +93,14 @@ def resolve(
             needed = -(-wanted_len // block_size) if config.max_model_len is not None else 1
             raise RequestError(
                 f"a request of {needed * block_size} tokens needs {needed} KV blocks of {block_size} tokens "
-                f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower max_model_len "
-                "or raise kv_cache_bytes",
+                f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower "
+                "max_model_len or raise kv_cache_bytes",
                 param="kv_cache_bytes",
             )
         max_model_len = num_blocks * block_size
     return EngineLimits(
         max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,

@@ -1,10 +1,11 @@
 """The engine's errors, as its users catch them.
 
-    XservError
-    ├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`, `.code`
-    │   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
-    ├── QueueFullError          the waiting queue is full: `.retry_after_s`
-    └── EngineDeadError         the engine was closed, or its loop has died
+XservError
+├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`,
+`.code`
+│   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
+├── QueueFullError          the waiting queue is full: `.retry_after_s`
+└── EngineDeadError         the engine was closed, or its loop has died
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ContextLengthExceededError(RequestError):
 
     def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens has room for at most "
-            f"{max_model_len - 1}, so that one can be generated",
+            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens has room for "
+            f"at most {max_model_len - 1}, so that one can be generated",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -43,7 +44,9 @@ class QueueFullError(XservError):
     """The waiting queue holds `max_waiting` requests; worth trying again after `retry_after_s` seconds."""
 
     def __init__(self, max_waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"the waiting queue is full ({max_waiting} requests); retry in {retry_after_s:.0f} s")
+        super().__init__(
+            f"the waiting queue is full ({max_waiting} requests); retry in {retry_after_s:.0f} s"
+        )
         self.max_waiting = max_waiting
         self.retry_after_s = retry_after_s
 

@@ -1,7 +1,7 @@
 """What crosses the line between the engine and its users: plain tagged messages, never pickle.
 
-The same types pass between threads today and, encoded by msgspec, between processes later. Times are seconds of
-``time.monotonic()``; token ids are ints; nothing here is text but ``error`` and names.
+The same types pass between threads today and, encoded by msgspec, between processes later. Times are seconds
+of ``time.monotonic()``; token ids are ints; nothing here is text but ``error`` and names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How one request wants its tokens chosen: vLLM's names, defaults and meanings.
 
 A ``SamplingParams`` is checked when it is made (types, ranges, NaN) and again at admission against the model
-(``validate``: token ids within the vocabulary, lengths). Everything wrong is a ``RequestError`` that names the
-field, the value and the limit. It knows nothing of text: ``stop`` strings are matched in ``runtime.text``.
+(``validate``: token ids within the vocabulary, lengths). Everything wrong is a ``RequestError`` that names
+the field, the value and the limit. It knows nothing of text: ``stop`` strings are matched in
+``runtime.text``.
 """
 
 from __future__ import annotations
@@ -118,9 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:
         """Check what depends on the model: every token id lies in ``[0, vocab_size)``.
@@ -198,9 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         for token_id, value in bias.items():
             if not is_integer(token_id):
-                raise RequestError(
-                    f"logit_bias: {token_id!r:.40} is not a token id", param="logit_bias"
-                )
+                raise RequestError(f"logit_bias: {token_id!r:.40} is not a token id", param="logit_bias")
             if not is_number(value) or not abs(value) <= MAX_LOGIT_BIAS:
                 raise RequestError(
                     f"logit_bias of token {token_id} must be a number between -{MAX_LOGIT_BIAS:g} and "

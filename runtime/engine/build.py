@@ -1,0 +1,98 @@
+"""From a model's name to a running engine: the one place that ``LLM``, the commands and the server use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import models.demo
+from models.generation_config import load_generation_config
+from models.hub import resolve_model
+from models.registry import load_model
+from runtime.device.device import Device
+from runtime.engine.config import EngineConfig, available_memory_bytes, resolve
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineInfo
+from runtime.kv_cache import KVCache
+
+BUNDLED_MODEL_NAME = "xserv-demo"
+
+
+def build_engine(
+    model: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_waiting: int = 1024,
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+    seed: int | None = None,
+) -> Engine:
+    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
+
+    ``seed`` is that of dummy weights (None: 0) and of the generator that draws seeds for requests without one
+    (None: from the OS). The other arguments are ``EngineConfig``'s and ``models.load_model``'s.
+
+    Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
+    """
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        max_waiting=max_waiting,
+        seed=seed,
+    )
+    target = Device.parse(device)
+    folder = resolve_model(None if model is None else str(model))
+    loaded = load_model(
+        folder,
+        device=target,
+        dtype=dtype,
+        load_format=load_format,
+        seed=seed or 0,
+        max_model_len=max_model_len,
+    )
+    spec = loaded.kv_cache_spec(block_size)
+    limits = resolve(
+        config,
+        max_position_embeddings=loaded.config.max_position_embeddings,
+        bytes_per_block=spec.bytes_per_block,
+        available_bytes=available_memory_bytes(),
+    )
+    kv_cache = KVCache(spec, limits.num_blocks, target)
+    info = EngineInfo(
+        model_name=model_name(model, folder),
+        model_path=str(folder),
+        architecture=loaded.config.architecture,
+        device=str(target),
+        dtype=loaded.dtype.name,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=load_generation_config(folder).eos_token_ids,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_waiting=limits.max_waiting,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_cache_bytes=kv_cache.size_bytes,
+        weight_bytes=loaded.weight_bytes,
+    )
+    return Engine(loaded, kv_cache, limits, info, seed)
+
+
+def model_name(model: str | Path | None, folder: Path) -> str:
+    """What users call the model: the hub id as given, a folder's name, or ``xserv-demo`` for the bundled
+    one."""
+    if folder.resolve() == Path(models.demo.__file__).resolve().parent:
+        return BUNDLED_MODEL_NAME
+    if model is not None and not Path(model).exists():
+        return str(model)
+    return folder.resolve().name

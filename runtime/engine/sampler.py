@@ -1,0 +1,152 @@
+"""From logits to token ids: the sampling parameters of the running sequences, kept as columns by row.
+
+A sequence's parameters are written once, when it is given its row; a step gathers the rows that it samples.
+Only sequences with penalties, logit bias, ``min_tokens`` or allowed ids cost more than that. The draw itself
+is ``ops.sample``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.engine.messages import TokenLogprobs
+from runtime.engine.sequence import Sequence
+from runtime.sampling_arrays import SampledTokens, SamplingArrays
+from runtime.tensor import Tensor
+
+_COLUMNS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class Sampler:
+    """Parameters of up to ``max_num_seqs`` running sequences over a vocabulary of ``vocab_size`` ids."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._columns = SamplingArrays.neutral(max_num_seqs)
+        self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
+        self._masked_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
+
+    def load(self, row: int, sequence: Sequence) -> None:
+        """Write a sequence's parameters into its row."""
+        request, params, columns = sequence.request, sequence.request.params, self._columns
+        for name in _COLUMNS:
+            getattr(columns, name)[row] = getattr(params, name)
+        columns.seed[row] = request.seed
+        columns.choice_index[row] = sequence.index
+        # A repetition penalty counts an id once, however often the prompt has it.
+        self._prompt_ids[row] = np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else _NO_IDS
+        bias = params.logit_bias or {}
+        self._bias_ids[row] = np.fromiter(bias.keys(), np.int32, len(bias))
+        self._bias_values[row] = np.fromiter(bias.values(), np.float32, len(bias))
+        masked = {*request.eos_token_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
+        self._masked_ids[row] = np.fromiter(masked, np.int32, len(masked))
+        allowed = params.allowed_token_ids
+        self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
+
+    def gather(self, sequences: Sequences[Sequence]) -> SamplingArrays:
+        """The parameters of one step, a row for each of these running sequences."""
+        rows = [_row(sequence) for sequence in sequences]
+        index = np.array(rows, np.intp)
+        arrays = SamplingArrays.neutral(0)
+        for name in _COLUMNS:
+            setattr(arrays, name, getattr(self._columns, name)[index])
+        arrays.seed = self._columns.seed[index]
+        arrays.choice_index = self._columns.choice_index[index]
+        arrays.position = np.array([sequence.num_output_tokens for sequence in sequences], np.int32)
+        has_penalties = [sequence.request.params.has_penalties for sequence in sequences]
+        if any(has_penalties):
+            arrays.prompt_ids, arrays.prompt_start = _ragged(
+                [self._prompt_ids[row] for row in rows], np.int32
+            )
+            arrays.output_ids, arrays.output_start = _ragged(
+                [s.output_ids if wanted else _NO_IDS for s, wanted in zip(sequences, has_penalties)], np.int32
+            )
+        else:
+            arrays.prompt_start = arrays.output_start = np.zeros(len(rows) + 1, np.int32)
+        self._gather_bias(arrays, sequences, rows)
+        masks = [self._allowed[row] for row in rows]
+        if any(mask is not None for mask in masks):
+            everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+            arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
+        return arrays
+
+    def _gather_bias(self, arrays: SamplingArrays, sequences: Sequences[Sequence], rows: list[int]) -> None:
+        ids: list[NDArray[np.int32]] = []
+        values: list[NDArray[np.float32]] = []
+        for sequence, row in zip(sequences, rows):
+            ids.append(self._bias_ids[row])
+            values.append(self._bias_values[row])
+            if sequence.num_output_tokens < sequence.request.params.min_tokens:
+                masked = self._masked_ids[row]
+                ids[-1] = np.concatenate((ids[-1], masked))
+                values[-1] = np.concatenate((values[-1], np.full(len(masked), -np.inf, np.float32)))
+        if any(map(len, ids)):
+            arrays.bias_ids, arrays.bias_start = _ragged(ids, np.int32)
+            arrays.bias_values = np.concatenate(values)
+        else:
+            arrays.bias_start = np.zeros(len(rows) + 1, np.int32)
+
+
+def sample(logits: Tensor, arrays: SamplingArrays) -> SampledTokens:
+    """One token a row of ``logits [n, vocab_size]`` float32, which stay as they are."""
+    return ops.sample(logits, arrays)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: NDArray[np.int32], num_alternatives: Sequences[int]
+) -> list[TokenLogprobs]:
+    """Log probability and rank of ``token_ids [n]`` under the raw ``logits [n, vocab_size]``, each with as
+    many of the most probable ids as ``num_alternatives`` says."""
+    most = min(max(num_alternatives), logits.shape[1])
+    chosen, ranks, top_ids, top_logprobs = ops.log_softmax_topk(logits, token_ids, most)
+    return [
+        TokenLogprobs(token_id, logprob, rank, ids[:count], logprobs[:count])
+        for token_id, logprob, rank, ids, logprobs, count in zip(
+            token_ids.tolist(),
+            chosen.tolist(),
+            ranks.tolist(),
+            top_ids.tolist(),
+            top_logprobs.tolist(),
+            num_alternatives,
+        )
+    ]
+
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+_NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
+
+
+def _row(sequence: Sequence) -> int:
+    assert sequence.row is not None, "only running sequences are sampled"
+    return sequence.row
+
+
+def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
+    """Bit ``t % 32`` of word ``t // 32`` is set for every allowed id ``t``; ``[ceil(vocab_size / 32)]``."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[allowed] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _ragged(
+    parts: list[NDArray[np.int32]], dtype: type[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The parts in one row, and ``[len(parts) + 1]`` offsets."""
+    start = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([len(part) for part in parts], out=start[1:])
+    return np.concatenate(parts, dtype=dtype), start
