@@ -1,0 +1,46 @@
+"""The program `xserv`, which is `python -m runtime.cli`: chat, generate, serve, tokenize, info, bench.
+
+Typer's own import costs some 70 ms and is most of the start; rich is not used for the help, and everything
+else is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from runtime.commands.bench import bench
+from runtime.commands.chat import chat
+from runtime.commands.generate import generate
+from runtime.commands.group import CommandGroup
+from runtime.commands.info import info
+from runtime.commands.options import with_options
+from runtime.commands.serve import serve
+from runtime.commands.tokenize import tokenize
+
+app = typer.Typer(
+    cls=CommandGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _program(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Chat with a language model, serve it, measure it."""
+    assert not debug  # taken out of the arguments by CommandGroup
+
+
+for _command in (chat, generate, serve, tokenize, info):
+    app.command()(with_options(_command))
+app.add_typer(bench)
+
+
+def main() -> None:
+    """The entry point of the script `xserv`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

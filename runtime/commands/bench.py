@@ -1,0 +1,276 @@
+"""`xserv bench ...`: the flags of the benchmarks, and their reports on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from runtime.commands.options import EngineOptions, with_options
+
+bench = typer.Typer(
+    name="bench", help="Measure: latency, throughput, serve, streaming, peers.", rich_markup_mode=None
+)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
+OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to this file, too.")]
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure: latency, throughput, serve, streaming, peers. What is timed has been verified first."""
+
+
+def latency(
+    engine: EngineOptions,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 8,
+    num_iters_warmup: Annotated[int, typer.Option(help="Runs before the timed ones.")] = 3,
+    num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """How long one batch takes."""
+    from runtime.bench.latency import bench_latency
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_latency(
+            llm,
+            input_len=input_len,
+            output_len=output_len,
+            batch_size=batch_size,
+            num_iters_warmup=num_iters_warmup,
+            num_iters=num_iters,
+        )
+    lines = {"avg latency (s)": report["avg_latency"]}
+    lines.update({f"p{q} latency (s)": value for q, value in report["percentiles"].items()})
+    deliver(report, lines, as_json, output_json)
+
+
+def throughput(
+    engine: EngineOptions,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """How much comes out when all requests are there from the start."""
+    from runtime.bench.throughput import bench_throughput
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_throughput(llm, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    names = (
+        "elapsed_time",
+        "num_requests",
+        "total_num_tokens",
+        "requests_per_second",
+        "tokens_per_second",
+        "output_tokens_per_second",
+    )
+    deliver(report, {name.replace("_", " "): report[name] for name in names}, as_json, output_json)
+
+
+def streaming(
+    engine: EngineOptions,
+    num_requests: Annotated[int, typer.Option(help="Requests of one burst.")] = 32,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 8,
+    num_warmup_rounds: Annotated[int, typer.Option(help="Bursts before the timed ones.")] = 2,
+    num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """A burst: many short requests in the same moment."""
+    from runtime.bench.streaming import bench_streaming
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_streaming(
+            llm,
+            num_requests=num_requests,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            num_warmup_rounds=num_warmup_rounds,
+            num_rounds=num_rounds,
+        )
+    lines = {"burst (s)": report["duration"], "submit wall (ms)": report["submit_wall_ms"]}
+    for name, title in (("add_request", "add request"), ("ttft", "TTFT"), ("e2el", "latency")):
+        for kind in ("mean", "p50", "p99"):
+            lines[f"{kind} {title} (ms)"] = report[f"{kind}_{name}_ms"]
+    lines["completion throughput (tokens/s)"] = report["completion_throughput"]
+    deliver(report, lines, as_json, output_json)
+
+
+def serve(
+    engine: EngineOptions,
+    base_url: Annotated[
+        str | None, typer.Option(help="A running server, http://host:port; without it, our own is started.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many requests.")] = 64,
+    random_input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    random_output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
+    random_vocab_size: Annotated[
+        int, typer.Option(help="With --base-url: ids are drawn from [0, this).")
+    ] = 256,
+    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None,
+    percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles, comma-separated.")] = "99",
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output length.")] = True,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.")] = 1,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
+    result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
+    result_filename: Annotated[
+        str | None, typer.Option(help="Its name; default: made of rate and time.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Load on a server: TTFT, TPOT, ITL, end-to-end latency.
+
+    With --base-url, --model is the name to ask for (default: the first that the server lists), and the key
+    is read from OPENAI_API_KEY. Without it our own server is started with the engine's flags, in a process
+    of its own.
+    """
+    import asyncio
+    from contextlib import ExitStack
+
+    from runtime.bench.child_process import ChildProcess
+    from runtime.bench.serving import Load, bench_serve
+
+    load = Load(
+        num_prompts=num_prompts,
+        random_input_len=random_input_len,
+        random_output_len=random_output_len,
+        random_range_ratio=random_range_ratio,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        seed=engine.seed or 0,
+        num_warmups=num_warmups,
+    )
+    with ExitStack() as stack:
+        vocab_size, model, own = random_vocab_size, engine.model, None
+        if base_url is None:
+            command = [sys.executable, "-m", "runtime.bench.own_server"]
+            own = stack.enter_context(ChildProcess(command, "our server")).ask("start", **engine.arguments())
+            base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]
+            print(f"our own server, in its own process, at {base_url}", file=sys.stderr)
+        report = asyncio.run(
+            bench_serve(
+                base_url,
+                load,
+                vocab_size=vocab_size,
+                model=model,
+                api_key=os.environ.get("OPENAI_API_KEY"),
+                percentile_metrics=tuple(part.strip() for part in percentile_metrics.split(",")),
+                metric_percentiles=_percentiles(metric_percentiles),
+            )
+        )
+    if own is not None:
+        report["environment"] = own["environment"]
+    path = None
+    if save_result:
+        stamp = report["environment"]["date"].replace(":", "")
+        path = result_dir / (
+            result_filename
+            or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
+        )
+    deliver(report, _serve_lines(report), as_json, path)
+
+
+def peers(
+    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 7,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Ours against Hugging Face transformers, in turns, on GPT-2 124M's shape in float32."""
+    from runtime.bench.peers import bench_peers, find_peer_python
+
+    python = find_peer_python(peer_python, Path(__file__).resolve().parents[2])
+    report = bench_peers(python, num_rounds=num_rounds)
+    if output_json is not None:
+        output_json.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(report))
+        return
+    print(f"{'':<20}{'ours':>12}{'peer':>12}{'ratio':>9}   rounds' ratios")
+    for result in report["results"]:
+        ours, theirs = result["ours"], result["peer"]
+        print(
+            f"{result['workload']:<20}{ours['median_tokens_per_second']:>12.1f}"
+            f"{theirs['median_tokens_per_second']:>12.1f}{result['ratio']:>8.2f}x"
+            f"   {min(result['ratios']):.2f} … {max(result['ratios']):.2f}"
+        )
+    versions = report["peer"]
+    print(
+        f"tokens/s, medians of {num_rounds} rounds; transformers {versions['transformers']} on torch "
+        f"{versions['torch']}, {versions['threads']} threads; "
+        f"logits agree to {report['logits_relative_error']:.1e}"
+    )
+
+
+def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: Path | None) -> None:
+    """The report as JSON, or its lines for a person; and to a file when one is named."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(report))
+        return
+    for name, value in lines.items():
+        print(
+            f"{name + ':':<40}{value:>14,.3f}"
+            if isinstance(value, float)
+            else f"{name + ':':<40}{value!s:>14}"
+        )
+    environment = report["environment"]
+    words = [environment[key] for key in ("model", "dtype", "device") if key in environment]
+    print("  ".join(["", *words, f"{environment.get('num_threads', environment['num_cores'])} threads"]))
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0.0 <= value <= 100.0 for value in values):
+        raise typer.BadParameter(f"--metric-percentiles {text!r}: not numbers from 0 to 100, comma-separated")
+    return values
+
+
+def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's lines."""
+    titles = {
+        "completed": "Successful requests",
+        "failed": "Failed requests",
+        "max_concurrency": "Maximum request concurrency",
+        "duration": "Benchmark duration (s)",
+        "total_input_tokens": "Total input tokens",
+        "total_output_tokens": "Total generated tokens",
+        "request_throughput": "Request throughput (req/s)",
+        "output_throughput": "Output token throughput (tok/s)",
+        "total_token_throughput": "Total token throughput (tok/s)",
+    }
+    lines = {title: report[key] for key, title in titles.items() if report[key] is not None}
+    for key, value in report.items():
+        if key.endswith("_ms"):
+            kind, name, _ = key.split("_")
+            lines[f"{kind.capitalize()} {name.upper()} (ms)"] = value
+    return lines
+
+
+for _command in (latency, throughput, serve, streaming, peers):
+    bench.command()(with_options(_command))

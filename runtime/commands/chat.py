@@ -1,0 +1,144 @@
+"""`xserv chat`: the loop around a chat session, on a terminal or on a pipe.
+
+Answers go to stdout and nothing else does; all other words go to stderr. On a pipe each line is a message
+(also one that begins with a slash), and each answer ends with a newline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runtime.commands.options import EngineOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from runtime.commands.chat_session import ChatSession
+
+
+def chat(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+) -> None:
+    """Talk with a model. On a pipe each line is a message, and only answers go to stdout.
+
+    On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.
+    """
+    from runtime.commands.chat_session import ChatSession
+    from runtime.llm import LLM
+
+    is_terminal = sys.stdin.isatty()
+    with LLM(**engine.arguments()) as llm:
+        session = ChatSession(llm, system=system, given=sampling.given())
+        if is_terminal:
+            facts = llm.client.info
+            context = f"{facts.max_model_len} tokens of context"
+            say(f"{facts.model_name} on {facts.device}, {context}. /help lists the commands.")
+            talk(session, terminal_reader())
+        elif not read_pipe(session):
+            raise typer.Exit(1)
+
+
+def say(text: str) -> None:
+    """Words that are not the model's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show_answer(session: ChatSession, message: str) -> bool:
+    """Streams one answer to stdout, and a newline; False when it failed, for a reason said on stderr."""
+    from runtime.commands.group import one_line
+    from runtime.errors import XservError
+
+    try:
+        for text in session.answer(message):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except XservError as error:
+        say(f"error: {one_line(error)}")
+        return False
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    if session.stats.num_dropped_turns:
+        say(f"(the context is full: the oldest {session.stats.num_dropped_turns} turns were forgotten)")
+    if session.stats.finish_reason == "length":
+        say("(the answer was cut at its most tokens)")
+    return True
+
+
+def read_pipe(session: ChatSession) -> bool:
+    """Each line of stdin is a message, empty ones are skipped; False when an answer failed."""
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    all_answered = True
+    for line in sys.stdin:
+        if line.strip():
+            all_answered &= show_answer(session, line.rstrip("\r\n"))
+    return all_answered
+
+
+def talk(session: ChatSession, read: Callable[[], str]) -> None:
+    """Reads until /exit or the end of input. Ctrl-C clears the line or stops the answer, no more."""
+    from runtime.commands.group import one_line
+    from runtime.commands.slash import run_slash
+    from runtime.errors import XservError
+
+    while True:
+        try:
+            message: str | None = read().strip()
+            if not message:
+                continue
+            if message.startswith("/"):
+                reply = run_slash(session, message)
+                if reply.text:
+                    say(reply.text)
+                if reply.is_exit:
+                    return
+                message = reply.message
+            if message:
+                show_answer(session, message)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue
+        except XservError as error:
+            say(f"error: {one_line(error)}")
+
+
+def terminal_reader() -> Callable[[], str]:
+    """Reads messages with line editing and a history that is kept between sessions."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.output import create_output
+
+    from runtime.commands.slash import COMMANDS
+
+    path = history_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(path)),
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+    )
+
+    def read() -> str:
+        lines = [session.prompt("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(session.prompt(". "))
+        return "\n".join(lines)
+
+    return read
+
+
+def history_file() -> Path:
+    """`$XDG_STATE_HOME/xserv/chat_history`, by default under `~/.local/state`."""
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "xserv" / "chat_history"
+    )

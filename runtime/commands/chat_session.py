@@ -1,0 +1,104 @@
+"""One chat with a model: a message in, the answer's text out piece by piece. Knows no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runtime.commands.conversation import Conversation, Message
+from runtime.commands.sampling import sampling_params
+from runtime.errors import InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
+
+MOST_RESERVED_TOKENS = 256
+"""Room kept for the answer when nothing says how long it may be (never more than half the context)."""
+
+
+@dataclass(slots=True)
+class AnswerStats:
+    """The last answer; times in seconds."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    num_dropped_turns: int = 0
+    finish_reason: str | None = None
+
+    def line(self) -> str:
+        """One line for a person."""
+        later = self.num_output_tokens - 1
+        decode_s = self.latency_s - self.ttft_s
+        rate = f", {later / decode_s:.1f} tokens/s after it" if later > 0 and decode_s > 0 else ""
+        return (
+            f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} answered "
+            f"({self.finish_reason}), first after {self.ttft_s * 1e3:.0f} ms{rate}"
+        )
+
+
+class ChatSession:
+    """A conversation with `llm`. `given`: fields of `SamplingParams` that override the model's defaults."""
+
+    def __init__(self, llm: LLM, *, system: str | None = None, given: dict[str, Any] | None = None) -> None:
+        name = llm.client.info.model_name
+        if llm.tokenizer is None:
+            raise UnsupportedError(f"{name} has no tokenizer: it takes token ids, not messages")
+        if not llm.tokenizer.has_chat_template:
+            raise UnsupportedError(f"{name} has no chat template: it completes text (`generate`), no more")
+        self.llm = llm
+        self.conversation = Conversation(system)
+        self.given: dict[str, Any] = {}
+        self.stats = AnswerStats()
+        self.set_sampling(given or {})
+
+    def set_sampling(self, given: dict[str, Any]) -> None:
+        """Replaces the overriding fields; raises `RequestError`, and changes nothing, when one is wrong."""
+        params = sampling_params(self.llm, given, max_tokens=None)
+        if params.n != 1:
+            raise InvalidArgumentError(f"n={params.n}: a chat has one answer", param="n")
+        self.given = given
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """The prompt's token ids, by the model's chat template."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert isinstance(ids, list)
+        return ids
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Asks, and yields the answer's text as it comes.
+
+        Turns that no longer fit the context are forgotten, oldest first (`stats.num_dropped_turns`). An
+        answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt)
+        stays in the conversation as far as it got; one without any text takes its question with it.
+        """
+        params = sampling_params(self.llm, self.given, max_tokens=None)
+        context = self.llm.client.info.max_model_len
+        reserved = min(params.max_tokens or MOST_RESERVED_TOKENS, context // 2)
+        self.conversation.ask(text)
+        ids, num_dropped = self.conversation.fit(self.encode, context - reserved)
+        self.stats = AnswerStats(num_prompt_tokens=len(ids), num_dropped_turns=num_dropped)
+        pieces: list[str] = []
+        start = time.perf_counter()
+        try:
+            for delta in self.llm.stream(ids, params):
+                now = time.perf_counter() - start
+                if delta.token_ids and not self.stats.num_output_tokens:
+                    self.stats.ttft_s = now
+                self.stats.latency_s = now
+                self.stats.num_output_tokens += len(delta.token_ids)
+                self.stats.finish_reason = delta.finish_reason
+                if delta.text:
+                    pieces.append(delta.text)
+                    yield delta.text
+        finally:
+            self.stats.finish_reason = self.stats.finish_reason or "stopped"
+            if pieces or self.stats.finish_reason in ("stop", "length"):
+                self.conversation.answer("".join(pieces))
+            else:
+                self.conversation.take_back()

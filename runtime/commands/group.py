@@ -1,0 +1,81 @@
+"""How every command ends: status 0; or one line on stderr, and status 2 (usage, model, request) or 1."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+MOST_CHARACTERS = 1000
+
+
+class CommandGroup(TyperGroup):
+    """The commands; errors become one line. `--debug`, anywhere before a `--`, shows the traceback."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        arguments, is_debug = _without_debug(list(sys.argv[1:] if args is None else args))
+        try:
+            status = super().main(
+                arguments or ["--help"],
+                prog_name or "xserv",
+                complete_var,
+                False,
+                windows_expand_args,
+                **extra,
+            )
+        except Exception as error:
+            if is_debug:
+                raise
+            print(f"xserv: error: {one_line(error)}", file=sys.stderr)
+            status = exit_status(error)
+        if not standalone_mode:
+            return status
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def exit_status(error: Exception) -> int:
+    """2 for what the user can mend by asking for something else, 1 for what went wrong in doing it."""
+    from models.errors import ModelLoadError
+    from runtime.errors import DeviceError, InvalidArgumentError, UnsupportedError
+    from tokenizer.errors import TokenizerError
+
+    if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # typer's usage errors
+        return int(error.exit_code)
+    usage = (InvalidArgumentError, UnsupportedError, DeviceError, ModelLoadError, TokenizerError)
+    return 2 if isinstance(error, usage) else 1
+
+
+def one_line(error: Exception) -> str:
+    """What is wrong, on one line. Errors that nobody foresaw are named by their class, as bugs."""
+    from runtime.errors import XservError
+    from tokenizer.errors import TokenizerError
+
+    if isinstance(error, typer.Abort):
+        text = "interrupted"
+    elif hasattr(error, "format_message"):  # typer's
+        text = error.format_message()
+    elif isinstance(error, (XservError, TokenizerError)):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = f"internal error: {type(error).__name__}: {error} (--debug shows where)"
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… (--debug shows all)"
+
+
+def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument != "--debug"]
+    return kept + arguments[end:], len(kept) < end

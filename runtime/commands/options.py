@@ -1,0 +1,129 @@
+"""The flags that several commands share, as dataclasses, under vLLM's names.
+
+A command takes such a dataclass as one parameter; `with_options` spreads its fields over the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What `LLM` is made of; the defaults are `LLM`'s own (a test holds them equal)."""
+
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Model; without it, the bundled one."),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        typer.Option(help="Type of the weights; auto: as stored."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 2048
+    block_size: Annotated[int, typer.Option(help="Tokens in one KV block.")] = 16
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-cache-memory-bytes",
+            "--kv-cache-bytes",
+            help="Bytes of the KV cache; default: by free memory.",
+        ),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
+    ] = "auto"
+    seed: Annotated[
+        int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer; default: the model's.")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """`SamplingParams`' fields. None: as in the model's generation config, else `SamplingParams`' default."""
+
+    temperature: Annotated[float | None, typer.Option(help="0: always the most probable token.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus, in (0, 1].")] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable; 0: all.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Least share of the largest probability.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and answer; 1: none.")] = None
+    presence_penalty: Annotated[float | None, typer.Option(help="Over the answer, in [-2, 2].")] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="Over the answer, in [-2, 2].")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = (
+        None
+    )
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="Token id that ends an answer; may be repeated."),
+    ] = None
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = (
+        None
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were named on the command line."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters are spread into one option a field.
+
+    `def f(text: str, engine: EngineOptions)` becomes, for typer, `f(text, *, model=None, device="auto",
+    ...)`.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(
+                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            )
+            continue
+        group = groups[parameter.name]
+        group_hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            assert field.default is not MISSING, f"{group.__name__}.{field.name} needs a default"
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=group_hints[field.name],
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__dict__["__wrapped__"]  # or typer would read the command's own annotations
+    return run

@@ -1,0 +1,21 @@
+"""`xserv serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from runtime.commands.options import EngineOptions
+
+
+def serve(
+    engine: EngineOptions,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo).")
+    ] = None,
+) -> None:
+    """Serve a model at /v1/chat/completions and /v1/completions."""
+    raise NotImplementedError
