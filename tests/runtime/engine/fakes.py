@@ -1,0 +1,211 @@
+"""A model without weights, and an engine around it.
+
+Its KV cache holds the token ids themselves, and its logits are a fixed function of the tokens that it finds there by
+way of the block table. So a wrong slot, block or position gives other tokens, and nothing has to be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from runtime.batch import Batch
+from runtime.device.device import Device
+from runtime.dtype import float32
+from runtime.engine.config import EngineConfig, resolve
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.kv_cache import KVCache, KVCacheSpec
+from runtime.tensor import Tensor
+
+VOCAB_SIZE = 97
+EOS = 96
+
+
+class FakeModel:
+    """`hidden[t]` is a hash of the tokens up to and including `t`; logits are waves in hash and token id.
+
+    `before_forward` sees every batch and may raise; `nan_after` makes the logits NaN wherever that token was last.
+    """
+
+    def __init__(self) -> None:
+        self.device = Device.parse("cpu")
+        self.before_forward: Callable[[Batch], None] = lambda batch: None
+        self.nan_after: int | None = None
+        self.num_computed_tokens = 0
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        return KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        check_batch(batch, kv_cache)
+        self.before_forward(batch)
+        keys = kv_cache.layer(0)[0].array  # [num_blocks, 1, 1, block_size]
+        block_size = kv_cache.spec.block_size
+        block, offset = np.divmod(batch.slot_mappings[0].array, block_size)
+        keys[block, 0, 0, offset] = batch.token_ids.array
+        self.num_computed_tokens += batch.num_tokens
+        hidden = np.empty((batch.num_tokens, 1), np.float32)
+        starts, lens = batch.query_start.array, batch.seq_lens.array
+        for s in range(batch.num_seqs):
+            table = batch.block_tables[0].array[s, : -(-int(lens[s]) // block_size)]
+            tokens = keys[table, 0, 0].reshape(-1)[: lens[s]].astype(np.int64)
+            hashes = prefix_hashes(tokens)
+            hidden[starts[s] : starts[s + 1], 0] = hashes[lens[s] - (starts[s + 1] - starts[s]) :]
+            if self.nan_after is not None and tokens[-1] == self.nan_after:
+                hidden[starts[s + 1] - 1] = np.nan
+        return Tensor.from_numpy(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return Tensor.from_numpy(fake_logits(hidden.array[:, 0]))
+
+
+def prefix_hashes(tokens: np.ndarray) -> list[int]:
+    hashes, value = [], 7
+    for token in tokens.tolist():
+        value = (value * 31 + token + 1) % 65_521
+        hashes.append(value)
+    return hashes
+
+
+def fake_logits(hashes: np.ndarray) -> np.ndarray:
+    """`[n]` → `[n, VOCAB_SIZE]` float32; EOS is never likely."""
+    angles = hashes.astype(np.float64)[:, None] * (1.0 + np.arange(VOCAB_SIZE) * 0.618)
+    logits = (3.0 * np.sin(angles)).astype(np.float32)
+    logits[:, EOS] = -9.0
+    return np.ascontiguousarray(logits)
+
+
+def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the fake model continues with, computed without an engine."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(np.argmax(fake_logits(np.array(prefix_hashes(np.array(tokens))[-1:])))))
+    return tokens[len(prompt) :]
+
+
+def check_batch(batch: Batch, kv_cache: KVCache) -> None:
+    """What every model may rely on."""
+    starts, lens = batch.query_start.array, batch.seq_lens.array
+    assert starts[0] == 0
+    assert starts[-1] == batch.num_tokens
+    counts = np.diff(starts)
+    assert counts.min() >= 1
+    assert (counts.max(), lens.max()) == (batch.max_query_len, batch.max_seq_len)
+    slots = batch.slot_mappings[0].array
+    assert len(np.unique(slots)) == len(slots), "two tokens share a slot"
+    assert 0 <= slots.min()
+    assert slots.max() < kv_cache.num_blocks * kv_cache.spec.block_size
+    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts)])
+    assert np.array_equal(positions, batch.positions.array)
+    expected = {
+        "token_ids": np.int32,
+        "positions": np.int32,
+        "query_start": np.int32,
+        "seq_lens": np.int32,
+        "logits_indices": np.int32,
+    }
+    for name, dtype in expected.items():
+        array = getattr(batch, name).array
+        assert array.dtype == dtype, name
+        assert array.flags.c_contiguous, name
+    assert slots.dtype == np.int64
+    assert batch.block_tables[0].array.dtype == np.int32
+    assert batch.block_tables[0].array.flags.c_contiguous
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 8,
+    max_model_len: int = 128,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_waiting: int = 1024,
+    model: FakeModel | None = None,
+    seed: int | None = 0,
+) -> Engine:
+    model = model or FakeModel()
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_waiting=max_waiting,
+    )
+    spec = model.kv_cache_spec(block_size)
+    limits = resolve(
+        config, max_position_embeddings=4096, bytes_per_block=spec.bytes_per_block, available_bytes=1 << 30
+    )
+    kv_cache = KVCache(spec, limits.num_blocks, model.device)
+    info = EngineInfo(
+        model_name="fake",
+        model_path="fake",
+        architecture="Fake",
+        device="cpu",
+        dtype="float32",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_waiting=limits.max_waiting,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_cache_bytes=kv_cache.size_bytes,
+        weight_bytes=0,
+    )
+    return Engine(model, kv_cache, limits, info, seed)
+
+
+def request(
+    request_id: str, prompt: Iterable[int], *, eos: tuple[int, ...] = (EOS,), priority: int = 0, **params: object
+) -> EngineRequest:
+    """Greedy unless a temperature is given."""
+    params = {"temperature": 0.0, **params}
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        eos_token_ids=eos,
+        priority=priority,
+    )
+
+
+class Collected:
+    """Outputs of one request, put together by choice."""
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineOutput] = []
+
+    def of(self, index: int = 0) -> list[EngineOutput]:
+        return [output for output in self.outputs if output.index == index]
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        return [i for output in self.of(index) for i in output.new_token_ids]
+
+    def finish_reason(self, index: int = 0) -> str | None:
+        last = self.of(index)[-1]
+        assert all(output.finish_reason is None for output in self.of(index)[:-1])
+        return last.finish_reason
+
+
+def collect(outputs: Iterable[EngineOutput], into: dict[str, Collected]) -> None:
+    for output in outputs:
+        into.setdefault(output.request_id, Collected()).outputs.append(output)
+
+
+def run_to_end(engine: Engine, into: dict[str, Collected] | None = None, *, max_steps: int = 20_000) -> dict[str, Collected]:
+    """Step until there is no work, checking all invariants after each step."""
+    collected: dict[str, Collected] = {} if into is None else into
+    for _ in range(max_steps):
+        if not engine.has_work:
+            assert engine.pool.num_free == engine.pool.num_blocks, "blocks leaked"
+            assert not engine.requests
+            return collected
+        collect(engine.step(), collected)
+        engine.check_invariants()
+    raise AssertionError(f"still work after {max_steps} steps")
