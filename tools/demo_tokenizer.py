@@ -1,0 +1,104 @@
+"""The demo model's tokenizer: byte-level BPE whose merges are only beginnings of the phrasings' words.
+
+Sorting and reversing need letters, so the words that a question is about must stay close to letters, while
+the phrasing around them should be short. Ordinary BPE training merges inside words ("us" for the sake of
+" plus", then also in "bus"). Here each frequent word of the phrasings brings a chain of its prefixes (" p",
+" pl", " plu", " plus"), and only words that begin with a space, a capital or punctuation do. So a merge can
+only happen at the beginning of a word; the rest of it, and any word without a space before it, stays letters.
+Digits are single.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tools import demo_data, demo_tasks
+
+# Qwen2's pattern, which is GPT-4's with single digits.
+PATTERN = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+END, USER, ASSISTANT, SYSTEM, PAD = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
+SPECIAL_TOKENS = (END, USER, ASSISTANT, SYSTEM, PAD)
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('the demo model knows system, user and assistant messages, not ' ~ message['role']) -}}
+{%- endif -%}
+{{- '<|' ~ message['role'] ~ '|>' ~ message['content'] | trim -}}
+{%- if message['role'] == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def render(messages: list[demo_tasks.Message]) -> str:
+    """The chat template's text, without Jinja, for training."""
+    return "".join(
+        f"<|{message['role']}|>{message['content']}{END if message['role'] == 'assistant' else ''}"
+        for message in messages
+    )
+
+
+def _phrasing_words(splitter: pre_tokenizers.PreTokenizer) -> dict[str, float]:
+    """How often each pre-token of the phrasings and the fixed answers comes up, in ByteLevel's spelling.
+
+    The fields are left empty, so no number, word or country of a question is among them.
+    """
+    arithmetic = {"sum": demo_data.SUM_PHRASINGS, "difference": demo_data.DIFFERENCE_PHRASINGS}
+    texts_of_task = {
+        **{f"{name}_{digits}": texts for name, texts in arithmetic.items() for digits in (1, 2, 3)},
+        "sort": demo_data.SORT_PHRASINGS,
+        "reverse": demo_data.REVERSE_PHRASINGS,
+        "letters": demo_data.LETTERS_PHRASINGS,
+        "count": demo_data.COUNT_UP_PHRASINGS + demo_data.COUNT_DOWN_PHRASINGS,
+        "capital": demo_data.CAPITAL_PHRASINGS,
+        "greeting": tuple(demo_data.GREETINGS) + sum(demo_data.GREETINGS.values(), ()),
+        "identity": tuple(demo_data.IDENTITIES) + sum(demo_data.IDENTITIES.values(), ()),
+        "refusal": (demo_data.REFUSAL,) * len(demo_data.REFUSED_PHRASINGS) + demo_data.REFUSED_PHRASINGS,
+    }
+    counts: defaultdict[str, float] = defaultdict(float)
+    for task, texts in texts_of_task.items():
+        for text in texts:
+            for piece, _ in splitter.pre_tokenize_str(re.sub(r"\{\w+\}", "0", text)):
+                counts[piece] += demo_tasks.TASKS[task][1] / len(texts)
+    return counts
+
+
+def build_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer of exactly `vocab_size` ids: 256 bytes, prefix merges, then the special tokens."""
+    splitter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges: list[tuple[str, str]] = []
+    num_merged = vocab_size - len(SPECIAL_TOKENS)
+    for word, _ in sorted(_phrasing_words(splitter).items(), key=lambda item: (-item[1], item[0])):
+        if word[0].islower() or word[0].isdigit():
+            continue
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab and len(vocab) < num_merged:
+                merges.append((word[: end - 1], word[end - 1]))
+                vocab[word[:end]] = len(vocab)
+    assert len(vocab) == num_merged, f"the phrasings give {len(vocab)} tokens, not {num_merged}"
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer

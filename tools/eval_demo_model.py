@@ -1,0 +1,97 @@
+"""Exact match of the demo model's answers, in our engine, on questions held out of training, task by task.
+
+    python -m tools.eval_demo_model                      # table on stdout
+    python -m tools.eval_demo_model --check              # and exit status 1 where a goal is missed
+    python -m tools.eval_demo_model --conversation 30    # that many sums in one conversation, history and all
+
+The quality gauge of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools import demo_tasks
+
+if TYPE_CHECKING:
+    from runtime import LLM
+
+MAX_ANSWER_TOKENS = 64
+
+
+def ask(llm: LLM, conversations: list[list[demo_tasks.Message]]) -> list[str]:
+    """The greedy answer to each conversation, all in one batch."""
+    from runtime import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
+    return [output.outputs[0].text for output in llm.chat(conversations, params)]
+
+
+def ask_in_one_conversation(llm: LLM, turns: list[demo_tasks.Turn]) -> list[str]:
+    """The answers when each question follows the earlier ones and the model's own answers to them."""
+    messages: list[demo_tasks.Message] = []
+    texts = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn.question})
+        texts += ask(llm, [messages])
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument("--device", help="the engine's choice where not given")
+    parser.add_argument("--num", type=int, default=100, help="questions a task")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--conversation", type=int, metavar="TURNS", help="ask two-digit sums in one conversation"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--show-wrong", action="store_true", help="print each wrong answer on stderr")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 where a goal is missed")
+    args = parser.parse_args()
+
+    from runtime import LLM
+
+    options: dict[str, Any] = {} if args.device is None else {"device": args.device}
+    llm = LLM(str(args.model), **options)
+    if args.conversation:
+        turns = demo_tasks.held_out_questions("sum_2", args.conversation, args.seed)
+        texts = ask_in_one_conversation(llm, turns)
+    else:
+        turns = [
+            turn
+            for task in demo_tasks.TASKS
+            for turn in demo_tasks.held_out_questions(task, args.num, args.seed)
+        ]
+        random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as a server sees them
+        texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
+    scores = demo_tasks.score(turns, texts)
+    if args.show_wrong:
+        for turn, text in zip(turns, texts, strict=True):
+            if not demo_tasks.is_exact(turn, text):
+                print(f"{turn.task}: {turn.question!r} gave {text!r}, not {turn.answer!r}", file=sys.stderr)
+    if args.json:
+        rows = {
+            s.task: {"questions": s.num_questions, "right": s.num_right, "percent": s.percent} for s in scores
+        }
+        print(json.dumps(rows, indent=2))
+    else:
+        print(demo_tasks.format_scores(scores))
+    missed = demo_tasks.missed_goals(scores)
+    for line in missed:
+        print(line, file=sys.stderr)
+    if args.check and missed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
