@@ -1,0 +1,25 @@
+"""Text to token ids and back: byte-level and SentencePiece-style BPE, incremental decoding, chat templates.
+
+    from tokenizer import IncrementalDecoder, Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    decoder = IncrementalDecoder(tokenizer, prompt_ids=ids)
+    text = decoder.push([9906]) + decoder.flush()
+
+Nothing here knows of models, engines or servers. `regex` and `jinja2` are imported when they are first
+needed.
+"""
+
+from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerError, TokenizerFileError
+from tokenizer.incremental import IncrementalDecoder
+from tokenizer.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplateError",
+    "IncrementalDecoder",
+    "TokenIdError",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerFileError",
+]

@@ -1,0 +1,36 @@
+"""The errors that this package raises.
+
+TokenizerError(ValueError)
+├── TokenizerFileError      a file of the model folder cannot be read, or asks for what is not implemented
+├── TokenIdError            an id that no vocabulary can hold (negative, too large, not an integer)
+└── ChatTemplateError       a chat template is missing, does not compile, or refuses the conversation
+"""
+
+from __future__ import annotations
+
+
+class TokenizerError(ValueError):
+    """The base of every error that this package raises on purpose."""
+
+
+class TokenizerFileError(TokenizerError):
+    """A tokenizer file is malformed or asks for something that is not implemented.
+
+    `file` is the file's name, `field` the path of the offending field inside it ("model.unk_token"), and `problem`
+    says what is wrong with the value.
+    """
+
+    def __init__(self, file: str, field: str, problem: str) -> None:
+        self.file = file
+        self.field = field
+        self.problem = problem
+        where = f"{file}: {field}: " if field else f"{file}: "
+        super().__init__(where + problem)
+
+
+class TokenIdError(TokenizerError):
+    """A token id that no vocabulary can hold: negative, 2**32 or more, or not an integer."""
+
+
+class ChatTemplateError(TokenizerError):
+    """A chat template is missing, does not compile, fails while rendering, or refuses the conversation."""

@@ -1,0 +1,81 @@
+"""The Jinja environment of chat templates. Imports jinja2, so it is itself imported only when a template is
+rendered."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from tokenizer.chat_template import strftime_now, to_json
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: marks what the assistant said; here only its content
+    counts."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_rendered")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` without names that begin with an underscore: they would lead into Python's
+    internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in Jinja, so that namespace(self=...) works
+        self, positional = args[0], args[1:]
+        attributes = dict(*positional, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name!r}: it begins with an underscore"
+        )
+
+
+class _Dict:
+    """`dict(...)` and `dict.fromkeys(...)`, and nothing else of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The environment that transformers gives to chat templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment

@@ -1,0 +1,170 @@
+"""Normalizers: what is done to a piece of text before it is cut into words.
+
+A normalizer takes the text and whether it stands at the very start of the input, and returns both anew: a
+Metaspace pre-tokenizer with the scheme "first" asks whether the first character still comes from the input's
+first character.
+
+Supported: NFC, NFD, NFKC, NFKD, Prepend, Replace, Lowercase, Strip, StripAccents, Nmt, ByteLevel, Sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tokenizer import unicode_tables
+from tokenizer.byte_level import to_byte_level
+from tokenizer.json_fields import Fields
+from tokenizer.patterns import (
+    Pattern,
+    PatternError,
+    compile_literal,
+    compile_pattern,
+    compile_raw,
+    find_spans,
+)
+
+Normalizer = Callable[[str, bool], tuple[str, bool]]
+"""(text, is_at_start) → (text, is_at_start)."""
+
+_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+_TYPES = (*_FORMS, "Prepend", "Replace", "Lowercase", "Strip", "StripAccents", "Nmt", "ByteLevel", "Sequence")
+
+
+def build_normalizer(fields: Fields | None) -> Normalizer | None:
+    """The normalizer that the "normalizer" object describes, or None when there is nothing to do.
+
+    Raises `TokenizerFileError` for a type that is not supported.
+    """
+    if fields is None:
+        return None
+    kind = fields.one_of("normalizer", _TYPES)
+    for form in _FORMS:
+        if kind == form:
+            fields.known(["type"])
+            return functools.partial(_unicode_form, form)
+    if kind == "Sequence":
+        fields.known(["type", "normalizers"])
+        parts = [build_normalizer(part) for part in fields.objects("normalizers")]
+        return functools.partial(_sequence, [part for part in parts if part is not None])
+    if kind == "Prepend":
+        fields.known(["type", "prepend"])
+        return functools.partial(_prepend, fields.string("prepend"))
+    if kind == "Replace":
+        fields.known(["type", "pattern", "content"])
+        return functools.partial(_replace, read_pattern(fields), fields.string("content"))
+    if kind == "Strip":
+        fields.known(["type", "strip_left", "strip_right"])
+        return functools.partial(_strip, fields.boolean("strip_left"), fields.boolean("strip_right"))
+    fields.known(["type"])
+    simple: dict[str, Normalizer] = {
+        "Lowercase": _lowercase,
+        "StripAccents": _strip_accents,
+        "Nmt": _nmt,
+        "ByteLevel": _byte_level,
+    }
+    return simple[kind]
+
+
+def read_pattern(fields: Fields) -> Pattern:
+    """The field "pattern": `{"String": ...}` or `{"Regex": ...}`."""
+    pattern = fields.object("pattern")
+    pattern.known(["String", "Regex"])
+    if len(pattern.values) != 1:
+        fields.wrong("pattern", "an object with either String or Regex")
+    if "String" in pattern.values:
+        return compile_literal(pattern.string("String"))
+    try:
+        return compile_pattern(pattern.string("Regex"))
+    except PatternError as error:
+        pattern.fail("Regex", str(error))
+
+
+def replace_spans(pattern: Pattern, content: str, text: str) -> str:
+    """`text` with each match of `pattern` replaced by `content`, which is literal."""
+    return "".join(
+        content if is_match else text[start:end] for start, end, is_match in find_spans(pattern, text)
+    )
+
+
+def _sequence(parts: list[Normalizer], text: str, is_at_start: bool) -> tuple[str, bool]:
+    for part in parts:
+        text, is_at_start = part(text, is_at_start)
+    return text, is_at_start
+
+
+@functools.cache
+def _barriers(is_compatibility: bool) -> Any:
+    barriers = unicode_tables.NORMALIZATION_BARRIERS
+    if is_compatibility:
+        barriers += unicode_tables.COMPATIBILITY_BARRIERS
+    return compile_raw(f"([{barriers}])")
+
+
+def _unicode_form(
+    form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str, is_at_start: bool
+) -> tuple[str, bool]:
+    if text.isascii():
+        return text, is_at_start
+    barriers = _barriers("K" in form)
+    if barriers.search(text) is None:
+        return unicodedata.normalize(form, text), is_at_start
+    return "".join(
+        _normalize_piece(form, piece, i) for i, piece in enumerate(barriers.split(text))
+    ), is_at_start
+
+
+def _normalize_piece(form: Literal["NFC", "NFD", "NFKC", "NFKD"], piece: str, index: int) -> str:
+    """Odd pieces are the barriers themselves, which stay as they are."""
+    return piece if index % 2 else unicodedata.normalize(form, piece)
+
+
+def _prepend(prefix: str, text: str, is_at_start: bool) -> tuple[str, bool]:
+    return (prefix + text if text else text), is_at_start
+
+
+def _replace(pattern: Pattern, content: str, text: str, is_at_start: bool) -> tuple[str, bool]:
+    if is_at_start and (match := pattern.for_text(text).match(text)) is not None:
+        is_at_start = len(match.group()) <= 1 and content != ""
+    return replace_spans(pattern, content, text), is_at_start
+
+
+def _lowercase(text: str, is_at_start: bool) -> tuple[str, bool]:
+    # Character by character: str.lower alone would make a final sigma.
+    return text.replace("Σ", "σ").lower(), is_at_start
+
+
+def _strip(left: bool, right: bool, text: str, is_at_start: bool) -> tuple[str, bool]:
+    if left:
+        stripped = text.lstrip(unicode_tables.WHITE_SPACE)
+        is_at_start = is_at_start and len(stripped) == len(text)
+        text = stripped
+    return (text.rstrip(unicode_tables.WHITE_SPACE) if right else text), is_at_start
+
+
+@functools.cache
+def _combining_marks() -> Any:
+    return compile_raw(f"[{unicode_tables.COMBINING_MARKS}]+")
+
+
+def _strip_accents(text: str, is_at_start: bool) -> tuple[str, bool]:
+    marks = _combining_marks()
+    is_at_start = is_at_start and marks.match(text) is None
+    return marks.sub("", text), is_at_start
+
+
+_NMT_REMOVED = (*range(0x01, 0x09), 0x0B, *range(0x0E, 0x20), 0x7F, 0x8F, 0x9F)
+_NMT_SPACES = (0x09, 0x0A, 0x0C, 0x0D, 0x1680, *range(0x200B, 0x2010), 0x2028, 0x2029, 0x2581, 0xFEFF, 0xFFFD)
+_NMT_TABLE: dict[int, str | None] = {**dict.fromkeys(_NMT_REMOVED), **dict.fromkeys(_NMT_SPACES, " ")}
+
+
+def _nmt(text: str, is_at_start: bool) -> tuple[str, bool]:
+    """SentencePiece's "nmt": control characters go, other white space becomes a space."""
+    is_at_start = is_at_start and ord(text[0]) not in _NMT_REMOVED if text else is_at_start
+    return text.translate(_NMT_TABLE), is_at_start
+
+
+def _byte_level(text: str, is_at_start: bool) -> tuple[str, bool]:
+    return to_byte_level(text), is_at_start

@@ -1,0 +1,379 @@
+"""The tokenizer: text to token ids and back.
+
+A text goes through five stations, each in a file of its own: added tokens are cut out (`added_tokens`), what
+is left is normalized (`normalizers`), cut into words (`pre_tokenizers`), each word is encoded (`bpe`), and
+special ids are put around the result (`post_processors`). `decoders` leads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from tokenizer.added_tokens import AddedToken, AddedTokenFinder
+from tokenizer.bpe import BpeModel, WordCache
+from tokenizer.byte_level import replace_surrogates, to_byte_level
+from tokenizer.chat_template import render_chat
+from tokenizer.decoders import build_decoder
+from tokenizer.errors import ChatTemplateError, TokenIdError
+from tokenizer.json_fields import Fields, shown
+from tokenizer.loading import TokenizerFiles, read_folder
+from tokenizer.normalizers import build_normalizer
+from tokenizer.post_processors import PostProcessor, build_post_processor
+from tokenizer.pre_tokenizers import build_pre_tokenizer, byte_level_step, pre_tokenize
+
+_ID_LIMIT = 1 << 32
+
+
+class Tokenizer:
+    """A byte-level or SentencePiece-style BPE tokenizer, equal to the `tokenizers` library's id for id.
+
+    Threads may share it.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        """Build from what `loading.read_folder` read. Raises `TokenizerFileError` for what is not
+        supported."""
+        fields = files.tokenizer
+        _check_top_level(fields)
+        self._model = BpeModel(fields.object("model"))
+        self._normalizer = build_normalizer(fields.optional_object("normalizer"))
+        self._steps = build_pre_tokenizer(fields.optional_object("pre_tokenizer"))
+        self._post_processor = build_post_processor(fields.optional_object("post_processor"))
+        self.decoder = build_decoder(fields.optional_object("decoder"))
+        self.chat_templates: Mapping[str, str] = dict(files.chat_templates)
+        """The chat templates by name; the usual one is "default"."""
+
+        self._id_to_added: dict[int, AddedToken] = {}
+        self._added_ids: dict[str, int] = {}
+        self._add_tokens(fields, files)
+        self._named_tokens = {name: token.content for name, token in files.named_tokens.items()}
+        self._special_texts = {token.content for token in self._id_to_added.values() if token.is_special}
+        self._set_added_bos_eos(files)
+        self._index_tokens()
+
+        is_mapped_last = bool(self._steps) and self._steps[-1] is byte_level_step
+        if is_mapped_last:  # the mapping to bytes happens once for each word, on the way into the cache
+            self._steps = self._steps[:-1]
+            self._words = WordCache(lambda word: self._model.encode_word(to_byte_level(word)))
+        else:
+            self._words = WordCache(self._model.encode_word)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Tokenizer:
+        """Read a model folder. Raises `TokenizerFileError`, which names file and field."""
+        return cls(read_folder(Path(folder)))
+
+    @classmethod
+    def from_file(cls, file: str | Path) -> Tokenizer:
+        """Read one `tokenizer.json` alone, without the files around it."""
+        return cls(TokenizerFiles(Fields.read(Path(file))))
+
+    # Vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id, added tokens included."""
+        return self._vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, or None."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, or None."""
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id that fills a batch, or None."""
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """The id that stands for what the vocabulary lacks, or None."""
+        return self._named_id("unk_token")
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """ "bos_token", "eos_token", ... with the strings that they name."""
+        return dict(self._named_tokens)
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        return self._special_ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token's string as the decoder sees it, or None."""
+        return self._tokens.get(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token's string, or None."""
+        token_id = self._added_ids.get(token)
+        return token_id if token_id is not None else self._model.vocab.get(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds in the middle of a text; none for an id outside the vocabulary."""
+        return self._bytes[token_id]
+
+    # Encoding
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
+        """The ids of `text`.
+
+        With `split_special_tokens` the text of a special token ("<|im_end|>" typed by a user) is ordinary
+        text; added tokens that are not special ("<think>") are still found, as in transformers. Lone
+        surrogates are encoded as U+FFFD.
+        """
+        return self._post_processor.process(self._encode(text, split_special_tokens), add_special_tokens)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """The ids of `text`, in which no added token is found, special or not, and to which none is added."""
+        ids: list[int] = []
+        self._encode_piece(_valid(text), True, ids)
+        return ids
+
+    def _encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        for piece, start, token_id in self._finder.split(_valid(text), split_special_tokens):
+            if token_id >= 0:
+                ids.append(token_id)
+            elif self._normalized_finder is None:
+                self._encode_piece(piece, start == 0, ids)
+            else:
+                self._encode_normalized(piece, start == 0, split_special_tokens, ids)
+        return ids
+
+    def _encode_normalized(
+        self, text: str, is_at_start: bool, is_special_split: bool, ids: list[int]
+    ) -> None:
+        if self._normalizer is not None:
+            text, is_at_start = self._normalizer(text, is_at_start)
+        assert self._normalized_finder is not None
+        for piece, start, token_id in self._normalized_finder.split(text, is_special_split):
+            if token_id >= 0:
+                ids.append(token_id)
+            else:
+                self._encode_words(piece, is_at_start and start == 0, ids)
+
+    def _encode_piece(self, text: str, is_at_start: bool, ids: list[int]) -> None:
+        if text and self._normalizer is not None:
+            text, is_at_start = self._normalizer(text, is_at_start)
+        if text:
+            self._encode_words(text, is_at_start, ids)
+
+    def _encode_words(self, text: str, is_at_start: bool, ids: list[int]) -> None:
+        words = pre_tokenize(self._steps, text, is_at_start)
+        ids.extend(chain.from_iterable(map(self._words.__getitem__, words)))
+
+    # Decoding
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+
+        Ids that the vocabulary does not hold add nothing, as in the `tokenizers` library: a model's
+        embedding may be padded beyond the vocabulary. Raises `TokenIdError` for ids that no vocabulary can
+        hold.
+        """
+        if self.decoder.is_byte_level:
+            return b"".join(self.bytes_of(ids, skip_special_tokens)).decode("utf-8", "replace")
+        events: list[str | None] = []
+        for token in self.tokens_of(ids, skip_special_tokens):
+            events += (token, None)
+        for stage in self.decoder.start():
+            events = stage.feed(events) + stage.finish()
+        return "".join([event for event in events if event is not None])
+
+    def bytes_of(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[bytes]:
+        """The bytes of each id, as `token_bytes` gives them."""
+        table, skipped = self._bytes, self._special_ids if skip_special_tokens else ()
+        return (table[_checked(token_id)] for token_id in ids if token_id not in skipped)
+
+    def tokens_of(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[str]:
+        """The strings of the ids that the vocabulary holds."""
+        skipped = self._special_ids if skip_special_tokens else ()
+        for token_id in ids:
+            token = self._tokens.get(_checked(token_id))
+            if token is not None and token_id not in skipped:
+                yield token
+
+    # Chat
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder holds a chat template."""
+        return bool(self.chat_templates)
+
+    def chat_template(self, name: str | None = None, has_tools: bool = False) -> str:
+        """The template of that name; without a name the one for tools where there is one, or the default.
+
+        Raises `ChatTemplateError` when there is none.
+        """
+        if name is None:
+            name = "tool_use" if has_tools and "tool_use" in self.chat_templates else "default"
+        if name not in self.chat_templates:
+            known = ", ".join(sorted(self.chat_templates)) or "none"
+            raise ChatTemplateError(f"the tokenizer has no chat template {name!r} (it has: {known})")
+        return self.chat_templates[name]
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool | str = ...,
+        tokenize: Literal[True] = ...,
+        chat_template: str | None = ...,
+        **template_kwargs: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool | str = ...,
+        *,
+        tokenize: Literal[False],
+        chat_template: str | None = ...,
+        **template_kwargs: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[int] | str:
+        """Render a conversation, and encode it unless `tokenize` is false.
+
+        `chat_template` is a template, or the name of one of the folder's. `template_kwargs` are names that
+        the template may read ("enable_thinking", "documents", ...). The template writes its special tokens
+        itself, so none are added.
+        Raises `ChatTemplateError`.
+        """
+        if chat_template is None or chat_template in self.chat_templates:
+            chat_template = self.chat_template(chat_template, has_tools=tools is not None)
+        documents = template_kwargs.pop("documents", None)
+        text = render_chat(
+            chat_template,
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self._named_tokens, **template_kwargs},
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    # Construction
+
+    def _add_tokens(self, fields: Fields, files: TokenizerFiles) -> None:
+        listed = fields.objects("added_tokens") if fields.get("added_tokens") is not None else []
+        for entry in listed:
+            self._add_token(AddedToken.read(entry), entry.count("id"), fields)
+        for token_id, token in files.config_tokens:
+            self._add_token(token, token_id, Fields({}, "tokenizer_config.json", "added_tokens_decoder"))
+        for token in [*files.named_tokens.values(), *files.extra_special_tokens]:
+            # A named token that no vocabulary holds stays a mere name: its id would lie outside the model's
+            # embedding.
+            if token.content not in self._added_ids and token.content in self._model.vocab:
+                self._add_token(token, self._model.vocab[token.content], fields)
+
+    def _add_token(self, token: AddedToken, declared_id: int, source: Fields) -> None:
+        if not token.content:
+            return
+        known_id = self.token_to_id(token.content)
+        if known_id is None:
+            size = len(self._model.vocab)
+            last = max(self._id_to_added, default=-1)
+            known_id = last + 1 if last >= size else size
+        if known_id != declared_id:
+            problem
+            = f"the token {shown(token.content)} is declared with id {declared_id}, but its id is {known_id}" source.fail("added_tokens" if not source.path else str(declared_id), problem)
+        self._id_to_added[known_id] = token
+        self._added_ids[token.content] = known_id
+
+    def _set_added_bos_eos(self, files: TokenizerFiles) -> None:
+        """tokenizer_config.json's add_bos_token and add_eos_token, where given, replace the post-processor."""
+        if files.add_bos_token is None and files.add_eos_token is None:
+            return
+        bos = [self.bos_token_id] if files.add_bos_token else []
+        eos = [self.eos_token_id] if files.add_eos_token else []
+        before, after = ([i for i in ids if i is not None] for ids in (bos, eos))
+        self._post_processor = PostProcessor(([before, None, after],))
+
+    def _index_tokens(self) -> None:
+        self._tokens = {token_id: token for token, token_id in self._model.vocab.items()}
+        plain: list[tuple[str, int, AddedToken]] = []
+        normalized: list[tuple[str, int, AddedToken]] = []
+        for token_id, token in self._id_to_added.items():
+            text = token.content
+            if token.is_normalized and self._normalizer is not None:
+                text = self._normalizer(text, True)[0]
+            (normalized if token.is_normalized else plain).append((text, token_id, token))
+            self._tokens[token_id] = text
+        self._finder = AddedTokenFinder(plain)
+        self._normalized_finder = AddedTokenFinder(normalized) if normalized else None
+        special = self._special_texts
+        self._special_ids = frozenset(
+            token_id for token_id in self._id_to_added if self._tokens[token_id] in special
+        )
+        self._vocab_size = max(self._tokens, default=-1) + 1
+        self._bytes = _TokenBytes(self)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._named_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes by id, made when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        found = self[token_id] = self._tokenizer.decoder.token_bytes(token)
+        return found
+
+
+def _check_top_level(fields: Fields) -> None:
+    if fields.string("version", "1.0") != "1.0":
+        fields.wrong("version", '"1.0"')
+    for name in ("truncation", "padding"):
+        if fields.get(name) is not None:
+            fields.fail(name, f"is not supported, found {shown(fields.get(name))}")
+
+
+def _checked(token_id: int) -> int:
+    if not 0 <= token_id < _ID_LIMIT:
+        raise TokenIdError(f"the token id {token_id} is not between 0 and 2**32 - 1")
+    return token_id
+
+
+def _valid(text: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return replace_surrogates(text)
+    return text
