@@ -1,0 +1,114 @@
+"""Drives a model's `forward` directly, as the engine's runner would, with pages in any order and any
+chunking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from models.base import Model
+from runtime.batch import Batch
+from runtime.dtype import DType
+from runtime.kv_cache import KVCache
+from runtime.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+
+
+class ModelDriver:
+    """Some sequences over one model and one KV cache; their blocks are drawn at random from a shuffled
+    pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        num_sequences: int = 1,
+        *,
+        block_size: int = 16,
+        max_tokens: int = 128,
+        seed: int = 0,
+        kv_dtype: DType | None = None,
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        blocks_each = -(-max_tokens // block_size)
+        num_blocks = num_sequences * blocks_each + 5  # some are never used
+        self.kv_cache = KVCache(model.kv_cache_spec(block_size, kv_dtype), num_blocks, model.device)
+        free = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
+        self.block_tables = free[: num_sequences * blocks_each].reshape(num_sequences, blocks_each)
+        self.num_tokens = [0] * num_sequences  # in the cache
+
+    def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Array]:
+        """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`."""
+        starts = {sequence: self.num_tokens[sequence] for sequence in chunks}
+        positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
+        slots = {
+            s: self.block_tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size
+            for s, at in positions.items()
+        }
+        lengths = [len(ids) for ids in chunks.values()]
+        for sequence, ids in chunks.items():
+            self.num_tokens[sequence] += len(ids)
+        seq_lens = [self.num_tokens[sequence] for sequence in chunks]
+        num_tokens = sum(lengths)
+        batch = Batch(
+            token_ids=tensor(np.concatenate([np.array(ids) for ids in chunks.values()]), np.int32),
+            positions=tensor(np.concatenate(list(positions.values())), np.int32),
+            query_start=tensor(np.cumsum([0, *lengths]), np.int32),
+            seq_lens=tensor(np.array(seq_lens), np.int32),
+            slot_mappings=(tensor(np.concatenate(list(slots.values())), np.int64),),
+            block_tables=(tensor(self.block_tables[list(chunks)], np.int32),),
+            logits_indices=tensor(np.arange(num_tokens), np.int32),
+            max_query_len=max(lengths),
+            max_seq_len=max(seq_lens),
+        )
+        hidden = self.model.forward(batch, self.kv_cache)
+        assert hidden.shape == (num_tokens, self.model.config.hidden_size)
+        logits = self.model.compute_logits(hidden).numpy()
+        assert logits.shape == (num_tokens, self.model.config.vocab_size)
+        assert logits.dtype == np.float32
+        rows = np.split(logits, np.cumsum(lengths)[:-1])
+        return dict(zip(chunks, rows, strict=True))
+
+
+def tensor(values: Array, dtype: Any) -> Tensor:
+    return Tensor.from_numpy(np.ascontiguousarray(values, dtype))
+
+
+def logits_of(
+    model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any
+) -> Array:
+    """Logits `[len(ids), vocab_size]` of one sequence, fed at once or in chunks of the given sizes."""
+    driver = ModelDriver(model, **options)
+    rows, start = [], 0
+    for size in chunk_sizes or [len(ids)]:
+        rows.append(driver.step({0: ids[start : start + size]})[0])
+        start += size
+    assert start == len(ids)
+    return np.concatenate(rows)
+
+
+def greedy(
+    model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any
+) -> tuple[list[int], Array]:
+    """The greedy continuation, and the logits `[num_new_tokens, vocab_size]` that each token was chosen
+    from."""
+    driver = ModelDriver(model, **options)
+    ids: Sequence[int] = prompt
+    chosen, rows = [], []
+    for _ in range(num_new_tokens):
+        row = driver.step({0: ids})[0][-1]
+        chosen.append(int(row.argmax()))
+        rows.append(row)
+        ids = chosen[-1:]
+    return chosen, np.stack(rows)
+
+
+def relative_error(ours: Array, theirs: Array) -> float:
+    """max|a - b| / max|b|; infinite where anything is not finite, so that NaN fails every comparison."""
+    assert ours.shape == theirs.shape
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return float("inf")
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())

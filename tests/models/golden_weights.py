@@ -1,0 +1,39 @@
+"""The weights of the golden models, made again from a seed wherever they are needed.
+
+`tools/generate_reference.py` gives them to transformers, the tests write them into model folders. They come
+from the raw 64-bit stream of PCG64, which numpy promises never to change, and from exact float32
+arithmetic, so every machine makes the same bits. Needs numpy alone.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
+    """One tensor, float32: norms around one, biases of a few tenths, matrices that keep activations near
+    one."""
+    raw = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
+    uniform = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # [-1, 1)
+    uniform = uniform.reshape(shape)
+    if name.endswith(".bias"):
+        return uniform * np.float32(0.25)
+    if len(shape) == 1:
+        return np.float32(1.0) + uniform * np.float32(0.5)
+    if "wte" in name or "embed_tokens" in name or "wpe" in name:
+        return uniform
+    fan_in = shape[0] if name.split(".")[-2].startswith("c_") else shape[1]  # GPT-2 stores [inputs, outputs]
+    return uniform * np.float32(math.sqrt(3.0 / fan_in))
+
+
+def rounded_to_bfloat16(array: Array) -> Array:
+    """float32 values rounded to the nearest bfloat16, ties to even; finite values only."""
+    bits = array.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)

@@ -1,0 +1,303 @@
+"""A folder's weights against its config: every offender named, harmless extras accepted, shards checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.config import load_config
+from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.registry import MODEL_CLASSES
+from runtime.dtype import bfloat16, float32
+from tests.models.folders import (
+    CASES,
+    Array,
+    change_config,
+    golden_tensors,
+    load_golden,
+    write_model,
+    write_safetensors,
+    write_shards,
+)
+
+LLAMA = load_golden("llama_default")  # untied
+TIED = load_golden("llama_tied_gqa4")
+GPT2 = load_golden("gpt2_gelu_new")  # tied
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def fitted(folder: Path) -> Checkpoint:
+    config = load_config(folder)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.fit(MODEL_CLASSES[config.architecture].tensor_layout(config))
+    return checkpoint
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_has_the_names_and_shapes_of_transformers(case: str) -> None:
+    golden = load_golden(case)
+    config = load_config(golden.folder)
+    assert dict(MODEL_CLASSES[config.architecture].tensor_layout(config).shapes) == golden.shapes
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Array]], Any], golden: Any = LLAMA) -> Path:
+    """A model folder whose tensors were changed in place."""
+    write_model(folder, golden)
+    tensors = golden_tensors(golden)
+    change(tensors)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def problems_of(folder: Path) -> tuple[str, ...]:
+    with pytest.raises(WeightsError) as caught:
+        fitted(folder)
+    for problem in caught.value.problems:
+        assert problem in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return caught.value.problems
+
+
+def test_a_missing_tensor(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path, lambda tensors: tensors.pop(DOWN))
+    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' [48, 72] is missing",)
+
+
+def test_a_left_over_tensor(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path, lambda tensors: tensors.update(extra=np.ones(3, np.float32)))
+    # Others have the prefix, so this name is taken as it stands.
+    assert problems_of(folder) == ("model.safetensors: tensor 'extra' is left over",)
+
+
+def test_a_misshapen_tensor(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path, lambda tensors: tensors.update({DOWN: tensors[DOWN].T}))
+    assert problems_of(folder) == (
+        f"model.safetensors: tensor '{DOWN}' is [72, 48], but the config asks for [48, 72]",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(np.int64, "I64"), (np.bool_, "BOOL")])
+def test_a_wrong_typed_tensor(tmp_path: Path, dtype: Any, name: str) -> None:
+    folder = rewrite(tmp_path, lambda tensors: tensors.update({DOWN: tensors[DOWN].astype(dtype)}))
+    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' is {name}, not F32, F16 or BF16",)
+
+
+def test_another_vocabulary_than_the_configs(tmp_path: Path) -> None:
+    write_model(tmp_path, LLAMA)
+    change_config(tmp_path, vocab_size=98)
+    assert problems_of(tmp_path) == (
+        f"model.safetensors: tensor '{EMBED}' is [97, 48], but the config asks for [98, 48]",
+        f"model.safetensors: tensor '{HEAD}' is [97, 48], but the config asks for [98, 48]",
+    )
+
+
+def test_all_offenders_are_listed_at_once(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Array]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.9.mlp.down_proj.weight"] = np.ones(3, np.float32)
+        tensors[DOWN] = tensors[DOWN][:, :-1].astype(np.int64)
+
+    problems = problems_of(rewrite(tmp_path, spoil))
+    assert len(problems) == 4
+    for part in ("model.norm.weight", "layers.9", "is [48, 71]", "is I64"):
+        assert sum(part in problem for problem in problems) == 1
+
+
+def test_many_offenders_are_counted(tmp_path: Path) -> None:
+    write_model(tmp_path, LLAMA)
+    change_config(tmp_path, num_hidden_layers=20)
+    with pytest.raises(
+        WeightsError, match=r"162 tensors do not fit the config:(?s:.*)\.\.\. and 112 more$"
+    ) as caught:
+        fitted(tmp_path)
+    assert len(caught.value.problems) == 18 * 9
+
+
+def test_harmless_buffers_are_passed_over(tmp_path: Path) -> None:
+    def add_buffers(tensors: dict[str, Array]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+        tensors["model.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    fitted(rewrite(tmp_path / "llama", add_buffers))
+
+    def add_masks(tensors: dict[str, Array]) -> None:
+        tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 96, 96), np.bool_)
+        tensors["transformer.h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
+
+    fitted(rewrite(tmp_path / "gpt2", add_masks, GPT2))
+
+
+def without_prefix(tensors: dict[str, Array], prefix: str) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(("golden", "prefix"), [(GPT2, "transformer."), (LLAMA, "model."), (TIED, "model.")])
+def test_names_without_the_prefix(tmp_path: Path, golden: Any, prefix: str) -> None:
+    checkpoint = fitted(rewrite(tmp_path, lambda tensors: without_prefix(tensors, prefix), golden))
+    for name, array in golden_tensors(golden).items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+
+
+def test_a_stored_copy_of_the_tied_table(tmp_path: Path) -> None:
+    def add_head(tensors: dict[str, Array]) -> None:
+        tensors[HEAD] = tensors[EMBED].copy()
+
+    fitted(rewrite(tmp_path / "same", add_head, TIED))
+
+    def add_other_head(tensors: dict[str, Array]) -> None:
+        add_head(tensors)
+        tensors[HEAD][3, 5] += 1
+
+    (problem,) = problems_of(rewrite(tmp_path / "other", add_other_head, TIED))
+    assert problem.startswith(f"model.safetensors: tensor '{HEAD}' differs from '{EMBED}'")
+
+    def add_short_head(tensors: dict[str, Array]) -> None:
+        tensors[HEAD] = tensors[EMBED][:-1]
+
+    (problem,) = problems_of(rewrite(tmp_path / "short", add_short_head, TIED))
+    assert problem == f"model.safetensors: tensor '{HEAD}' is [96, 64], but the config asks for [97, 64]"
+
+
+def test_a_tied_table_stored_under_the_heads_name_only(tmp_path: Path) -> None:
+    def rename(tensors: dict[str, Array]) -> None:
+        tensors[HEAD] = tensors.pop("transformer.wte.weight")
+
+    checkpoint = fitted(rewrite(tmp_path, rename, GPT2))
+    np.testing.assert_array_equal(
+        checkpoint.array("transformer.wte.weight"), golden_tensors(GPT2)["transformer.wte.weight"]
+    )
+
+
+def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path, lambda tensors: tensors.pop(HEAD))
+    assert problems_of(folder) == (f"model.safetensors: tensor '{HEAD}' [97, 48] is missing",)
+
+
+def test_main_dtype_is_that_of_most_elements(tmp_path: Path) -> None:
+    write_model(tmp_path, LLAMA, "BF16")
+    tensors = golden_tensors(LLAMA, "BF16")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    checkpoint = fitted(tmp_path)
+    assert checkpoint.main_dtype() is bfloat16
+    assert checkpoint.dtype("model.norm.weight") is float32
+
+
+# ---------------------------------------------------------------- shards
+
+
+def sharded(folder: Path, golden: Any = LLAMA) -> dict[str, dict[str, Array]]:
+    """A model folder in two shards; returns them."""
+    write_model(folder, golden)
+    (folder / "model.safetensors").unlink()
+    tensors = list(golden_tensors(golden).items())
+    middle = len(tensors) // 2
+    shards = {
+        "model-00001-of-00002.safetensors": dict(tensors[:middle]),
+        "model-00002-of-00002.safetensors": dict(tensors[middle:]),
+    }
+    write_shards(folder, shards)
+    return shards
+
+
+def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    checkpoint = fitted(tmp_path)
+    for name, array in golden_tensors(LLAMA).items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"model-00002-of-00002.safetensors: the file is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_truncated_shard(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    path = tmp_path / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(
+        WeightsError, match=r"model-00002-of-00002.safetensors: tensor .* the file is truncated"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    shards = sharded(tmp_path)
+    placed = {name: shard for shard, tensors in shards.items() for name in tensors}
+    (first_file, first), (second_file, second) = shards.items()
+    second[EMBED] = first[EMBED]
+    write_shards(tmp_path, shards, placed)
+    with pytest.raises(WeightsError) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.problems == (f"{second_file}: tensor '{EMBED}' is stored in {first_file} already",)
+
+
+def test_an_index_that_does_not_say_where_things_are(tmp_path: Path) -> None:
+    shards = sharded(tmp_path)
+    (first, in_first), (second, in_second) = shards.items()
+    placed = dict.fromkeys(in_first, first) | dict.fromkeys(in_second, second)
+    placed[EMBED] = second  # elsewhere
+    del placed["model.norm.weight"]  # stored, but not placed
+    placed["ghost"] = first  # placed, but not stored
+    write_shards(tmp_path, shards, placed)
+    with pytest.raises(WeightsError) as caught:
+        open_checkpoint(tmp_path)
+    assert sorted(caught.value.problems) == sorted(
+        [
+            f"{first}: tensor '{EMBED}' should be in {second}, says model.safetensors.index.json",
+            f"{second}: tensor 'model.norm.weight' is not in model.safetensors.index.json",
+            f"{first}: tensor 'ghost' is missing, model.safetensors.index.json places it here",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..\\x.safetensors",
+        "..",
+        "",
+        "C:x",
+        3,
+        None,
+    ],
+)
+def test_an_index_that_points_outside_the_folder(tmp_path: Path, shard: Any) -> None:
+    folder = tmp_path / "model"
+    sharded(folder)
+    write_safetensors(tmp_path / "secret.safetensors", {EMBED: np.ones(3, np.float32)})
+    write_shards(folder, {}, {EMBED: shard})
+    with pytest.raises(
+        ConfigError, match=f"places '{EMBED}' in {re.escape(repr(shard))}, which is no file name of"
+    ):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": "x"}'])
+def test_an_index_without_a_map(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match="weight_map must be an object"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(
+        ModelLoadError, match=r"has neither model.safetensors nor .*pytorch_model.bin cannot be used"
+    ):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,355 @@
+"""config.json and generation_config.json: both spellings, transformers' defaults, and refusal by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.config import load_config, parse_config
+from models.errors import ConfigError
+from models.generation_config import load_generation_config
+from models.json_fields import read_json_object
+from models.rope_config import RopeConfig
+from runtime.dtype import bfloat16, float16, float32
+from tests.models.folders import CASES, GOLDENS
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 100,
+    "n_positions": 64,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+}
+
+
+def variant(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """`base` with fields replaced; `...` removes one."""
+    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+
+
+def like(kind: str, **changes: Any) -> dict[str, Any]:
+    names = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    return variant(LLAMA, architectures=[names[kind]], model_type=kind, **changes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_spellings_of_a_config_mean_the_same(case: str) -> None:
+    newer = read_json_object(GOLDENS / case / "config.json")
+    older = read_json_object(GOLDENS / case / "config_older.json")
+    assert "torch_dtype" in older
+    assert "dtype" not in older
+    assert "rope_parameters" not in older
+    assert parse_config(older) == parse_config(newer)
+
+
+def test_absent_fields_take_the_defaults_of_transformers() -> None:
+    config = parse_config(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
+    assert config.rope == RopeConfig(10000.0)
+    assert not config.tie_word_embeddings
+    assert config.dtype is None
+    assert config.eos_token_ids == ()
+    assert config.layer_windows == (None, None, None)
+
+    config = parse_config(GPT2)
+    assert (config.intermediate_size, config.norm_eps, config.activation) == (192, 1e-5, "tanh")
+    assert config.tie_word_embeddings
+    assert config.rope is None
+    assert config.attention_scales == (12**-0.5, 12**-0.5)
+
+    assert parse_config(like("mistral")).layer_windows == (4096,) * 3
+    assert parse_config(like("mistral", sliding_window=None)).layer_windows == (None,) * 3
+    assert parse_config(like("qwen2")).attention_bias
+    assert parse_config(like("qwen2", sliding_window=9)).sliding_window is None
+    assert parse_config(like("qwen3")).head_dim == 128
+    assert parse_config(like("qwen3")).qk_norm
+
+
+def test_architecture_comes_from_model_type_where_no_architecture_is_named() -> None:
+    assert parse_config(variant(LLAMA, architectures=...)).architecture == "LlamaForCausalLM"
+    assert parse_config(variant(LLAMA, model_type=...)).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gelu", "erf"),
+        ("gelu_new", "tanh"),
+        ("gelu_pytorch_tanh", "tanh"),
+        ("gelu_fast", "tanh"),
+        ("quick_gelu", "sigmoid"),
+    ],
+)
+def test_the_three_gelus(name: str, kind: str) -> None:
+    assert parse_config(variant(GPT2, activation_function=name)).activation == kind
+
+
+def test_sliding_windows_by_layer() -> None:
+    values = like("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert parse_config(values).layer_windows == (None, 8, 8)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert parse_config({**values, "layer_types": kinds}).layer_windows == (8, None, 8)
+    assert (
+        parse_config(like("qwen3", use_sliding_window=True, max_window_layers=0)).layer_windows == (4096,) * 3
+    )
+
+
+def test_attention_scales_of_gpt2() -> None:
+    by_layer = parse_config(variant(GPT2, scale_attn_by_inverse_layer_idx=True))
+    assert by_layer.attention_scales == (12**-0.5, 12**-0.5 / 2)
+    assert parse_config(variant(GPT2, scale_attn_weights=False)).attention_scales == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, bfloat16),
+        ({"torch_dtype": "float16"}, float16),
+        ({"torch_dtype": "torch.float32"}, float32),
+        ({"dtype": "auto"}, None),
+    ],
+)
+def test_dtype_in_either_spelling(fields: dict[str, Any], dtype: Any) -> None:
+    assert parse_config({**LLAMA, **fields}).dtype is dtype
+
+
+def test_token_ids_may_be_one_or_several() -> None:
+    config = parse_config({**LLAMA, "eos_token_id": [5, 6, 5], "bos_token_id": 1, "pad_token_id": -1})
+    assert (config.eos_token_ids, config.bos_token_id, config.pad_token_id) == ((5, 6), 1, None)
+
+
+def test_rope_spellings() -> None:
+    assert parse_config({**LLAMA, "rope_theta": 5e5}).rope == RopeConfig(5e5)
+    linear = RopeConfig(10000.0, "linear", 4.0)
+    assert parse_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4}}).rope == linear
+    assert parse_config({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}).rope == linear
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    expected = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 128)
+    assert parse_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": llama3}).rope == expected
+    assert parse_config({**LLAMA, "rope_parameters": {**llama3, "rope_theta": 5e5}}).rope == expected
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # missing, of another type, out of range
+    (variant(LLAMA, hidden_size=...), "hidden_size is missing"),
+    (variant(LLAMA, hidden_size=None), "hidden_size is missing"),
+    (variant(LLAMA, vocab_size=...), "vocab_size is missing"),
+    (variant(LLAMA, intermediate_size=...), "intermediate_size is missing"),
+    (variant(LLAMA, max_position_embeddings=...), "max_position_embeddings is missing"),
+    (variant(GPT2, n_layer=...), "n_layer is missing"),
+    (variant(GPT2, n_embd=48.0), "n_embd must be an integer, not 48.0"),
+    (variant(LLAMA, hidden_size="64"), "hidden_size must be an integer, not '64'"),
+    (variant(LLAMA, hidden_size=True), "hidden_size must be an integer, not True"),
+    (variant(LLAMA, num_hidden_layers=0), "num_hidden_layers must be from 1 to 16384, not 0"),
+    (variant(LLAMA, vocab_size=10**9), "vocab_size must be from 1 to 16777216, not 1000000000"),
+    (variant(LLAMA, vocab_size=10**100), "vocab_size must be .* not one of 333 bits"),
+    (variant(LLAMA, rms_norm_eps=math.nan), "rms_norm_eps must be finite, at least 0, not nan"),
+    (variant(LLAMA, rms_norm_eps=-1e-5), "rms_norm_eps must be finite, at least 0, not -1e-05"),
+    (variant(LLAMA, rms_norm_eps=10**400), "rms_norm_eps must be finite"),
+    (variant(LLAMA, tie_word_embeddings="yes"), "tie_word_embeddings must be true or false, not 'yes'"),
+    (variant(LLAMA, hidden_act=3), "hidden_act must be a string, not 3"),
+    (variant(LLAMA, eos_token_id="</s>"), "eos_token_id must be a token id"),
+    (variant(LLAMA, eos_token_id=[1, 2.5]), "eos_token_id must be a token id"),
+    # numbers that do not go together
+    (variant(LLAMA, num_attention_heads=5), "num_attention_heads = 5 must divide hidden_size = 64"),
+    (variant(LLAMA, num_key_value_heads=3), "num_key_value_heads = 3 must divide num_attention_heads = 4"),
+    (variant(LLAMA, head_dim=15), "head_dim must be even for rotary positions, not 15"),
+    (variant(GPT2, n_head=5), "n_head = 5 must divide n_embd = 48"),
+    (variant(GPT2, hidden_size=64), "n_embd is 48, but hidden_size is 64"),
+    (
+        variant(LLAMA, dtype="bfloat16", torch_dtype="float16"),
+        "dtype is 'bfloat16', but torch_dtype is 'float16'",
+    ),
+    (variant(LLAMA, dtype="float64"), "dtype 'float64' is not one of"),
+    # architectures
+    (
+        variant(LLAMA, architectures=["MixtralForCausalLM"], model_type="mixtral"),
+        "MixtralForCausalLM.*not supported",
+    ),
+    (
+        variant(LLAMA, architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification.*not supp",
+    ),
+    (variant(LLAMA, architectures=..., model_type="gemma2"), "model_type 'gemma2' is not supported"),
+    (variant(LLAMA, architectures=..., model_type=...), "architectures is missing, and model_type too"),
+    (variant(LLAMA, architectures="LlamaForCausalLM"), "architectures must be a list of names"),
+    (variant(LLAMA, model_type="qwen2"), "model_type 'qwen2' contradicts the architecture LlamaForCausalLM"),
+    # features that are not there
+    (
+        variant(LLAMA, quantization_config={"quant_method": "awq"}),
+        "quantization_config = .*awq.* is not supported",
+    ),
+    (variant(LLAMA, hidden_act="gelu"), "hidden_act 'gelu' is not supported; supported are silu, swish"),
+    (variant(GPT2, activation_function="relu"), "activation_function 'relu' is not supported"),
+    (variant(GPT2, add_cross_attention=True), "add_cross_attention = True is not supported"),
+    (variant(LLAMA, final_logit_softcapping=30.0), "final_logit_softcapping = 30.0 is not supported"),
+    (variant(LLAMA, attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not supported"),
+    (variant(LLAMA, num_local_experts=8), "num_local_experts = 8 is not supported"),
+    (variant(LLAMA, num_experts=64), "num_experts = 64 is not supported"),
+    (variant(LLAMA, sliding_window=4096), "sliding_window = 4096 is not supported for LlamaForCausalLM"),
+    (
+        variant(LLAMA, layer_types=["sliding_attention"] * 3),
+        r"layer_types \[0\] = 'sliding_attention', but the",
+    ),
+    (variant(LLAMA, residual_multiplier=0.22), "residual_multiplier = 0.22 is not supported"),
+    (like("mistral", attention_bias=True), "attention_bias = True is not supported for MistralForCausalLM"),
+    (like("mistral", sliding_window=0), "sliding_window must be from 1 to .*, not 0"),
+    (like("qwen2", attention_bias=False), "attention_bias = False is not supported for Qwen2ForCausalLM"),
+    (like("qwen3", layer_types=["full_attention"]), "layer_types must be a list of 3 names"),
+    (
+        like("qwen3", layer_types=["linear_attention"] * 3),
+        r"layer_types \[0\] = 'linear_attention' is not supported",
+    ),
+    (
+        like("qwen3", layer_types=["sliding_attention"] * 3),
+        r"layer_types \[0\] .* sliding window of that layer is None",
+    ),
+    # rotary positions
+    (
+        variant(LLAMA, rope_scaling={"type": "yarn", "factor": 4.0}),
+        "rope_scaling: rope_type 'yarn' is not supported",
+    ),
+    (
+        variant(LLAMA, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "rope_type 'dynamic' is not supported",
+    ),
+    (
+        variant(LLAMA, rope_parameters={"rope_type": "longrope"}),
+        "rope_parameters: rope_type 'longrope' is not",
+    ),
+    (variant(LLAMA, partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not supported"),
+    (variant(LLAMA, rope_parameters={"partial_rotary_factor": 0.25}), "partial_rotary_factor other than 1"),
+    (variant(LLAMA, rope_scaling={"type": "linear"}), "factor is missing"),
+    (
+        variant(LLAMA, rope_scaling={"type": "linear", "factor": 0.5}),
+        "factor must be finite, at least 1, not 0.5",
+    ),
+    (
+        variant(LLAMA, rope_scaling={"type": "default", "mrope_section": [16, 24, 24]}),
+        "mrope_section is not supported",
+    ),
+    (
+        variant(LLAMA, rope_scaling={**LLAMA3_ROPE, "attention_factor": 2.0}),
+        "attention_factor is not supported",
+    ),
+    (
+        variant(LLAMA, rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}),
+        "high_freq_factor 1 must be greater",
+    ),
+    (variant(LLAMA, rope_theta=0.0), "rope_theta must be finite, greater than 0, not 0.0"),
+    (
+        variant(LLAMA, rope_theta=1e6, rope_parameters={"rope_theta": 1e4}),
+        "rope_theta is 1e.06, but rope_parameters",
+    ),
+    (
+        variant(LLAMA, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        "separate entry for each layer type",
+    ),
+    (variant(LLAMA, rope_scaling=[1]), r"rope_scaling must be an object, not \[1\]"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_wrong_or_not_supported_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="^some/config.json: .*" + message):
+        parse_config(values, "some/config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not JSON .*line 1"),
+        (b"", "not JSON"),
+        (b"[]", "must hold a JSON object, not list"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"vocab_size": 1' + b"0" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        load_config(tmp_path)
+
+
+def test_no_folder_and_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: the file is missing"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
+        load_config(tmp_path / "nowhere")
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    generation = {
+        "eos_token_id": [3, 4],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "x": 1,
+    }
+    write(tmp_path, {**LLAMA, "eos_token_id": 9, "pad_token_id": 7}, generation)
+    config = load_generation_config(tmp_path)
+    assert config.eos_token_ids == (3, 4)
+    assert config.pad_token_id == 7
+    assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 0.6, 20, 0.95)
+    assert config.repetition_penalty is None
+
+
+def test_without_generation_config_the_ids_are_the_models(tmp_path: Path) -> None:
+    write(tmp_path, {**LLAMA, "eos_token_id": 9, "bos_token_id": 1})
+    config = load_generation_config(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id, config.do_sample) == ((9,), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": math.nan}, "temperature must be finite"),
+        ({"temperature": -0.5}, "temperature must be finite, at least 0, not -0.5"),
+        ({"top_p": 1.5}, "top_p must be finite, at least 0, at most 1, not 1.5"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"eos_token_id": {}}, "eos_token_id must be a token id"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be from 1"),
+    ],
+)
+def test_a_bad_generation_config(tmp_path: Path, generation: dict[str, Any], message: str) -> None:
+    write(tmp_path, LLAMA, generation)
+    with pytest.raises(ConfigError, match=f"generation_config.json: {message}"):
+        load_generation_config(tmp_path)

@@ -1,0 +1,116 @@
+"""Small random models of every family against Hugging Face transformers (`tools/generate_reference.py`).
+
+float32 within 1e-4 and bfloat16 within 2e-2 of the largest logit, the same best token at every position,
+and the same greedy continuation; where bfloat16's diverges, each token is among the other's five best.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.base import Model
+from models.registry import load_model
+from runtime.dtype import bfloat16, float16, float32
+from tests.models.driver import Array, ModelDriver, greedy, logits_of, relative_error
+from tests.models.folders import CASES, Golden, load_golden, write_model
+
+
+def load_case(folder: Path, case: str, stored_as: str = "F32", dtype: str = "auto") -> tuple[Golden, Model]:
+    golden = load_golden(case)
+    return golden, load_model(write_model(folder, golden, stored_as), dtype=dtype)
+
+
+def check_logits(ours: Array, theirs: Array, tolerance: float) -> None:
+    assert relative_error(ours, theirs) <= tolerance
+    np.testing.assert_array_equal(ours.argmax(1), theirs.argmax(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_logits_and_greedy_continuation(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case)
+    assert model.dtype is float32
+    check_logits(logits_of(model, golden.prompt_ids), golden.logits["float32"], 1e-4)
+    chosen, _ = greedy(model, golden.prompt_ids, len(golden.greedy_ids["float32"]), seed=1)
+    assert chosen == golden.greedy_ids["float32"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case)
+    ids, rng = golden.prompt_ids, np.random.default_rng(len(case))
+    cuts = np.sort(rng.choice(np.arange(1, len(ids)), 4, replace=False))
+    random_sizes = np.diff([0, *cuts, len(ids)]).tolist()
+    for seed, sizes in enumerate(([1] * len(ids), random_sizes)):
+        logits = logits_of(model, ids, sizes, block_size=8, seed=seed)
+        check_logits(logits, golden.logits["float32"], 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("stored_as", "dtype"), [("BF16", "auto"), ("F32", "bfloat16")])
+def test_bfloat16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
+    golden, model = load_case(tmp_path, case, stored_as, dtype)
+    assert model.dtype is bfloat16
+    assert model.kv_cache_spec(16).dtype is bfloat16
+    theirs = golden.logits["bfloat16"]
+    ours = logits_of(model, golden.prompt_ids)
+    assert relative_error(ours, theirs) <= 2e-2
+    # A best token may only change where the two best lie closer together than the allowed error.
+    margin = np.diff(np.partition(theirs, -2, axis=1)[:, -2:], axis=1)[:, 0]
+    is_clear = margin > 4e-2 * np.abs(theirs).max()
+    assert is_clear.any()
+    np.testing.assert_array_equal(ours.argmax(1)[is_clear], theirs.argmax(1)[is_clear])
+    check_divergence(golden, model)
+
+
+def check_divergence(golden: Golden, model: Model) -> None:
+    expected = golden.greedy_ids["bfloat16"]
+    chosen, logits = greedy(model, golden.prompt_ids, len(expected))
+    at = next((i for i, (a, b) in enumerate(zip(chosen, expected, strict=True)) if a != b), None)
+    if at is not None:
+        assert expected[at] in np.argsort(logits[at])[-5:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_rounded_to_bfloat16_with_float32_pages(tmp_path: Path, case: str) -> None:
+    """With float32 pages, all that bfloat16 does is to round the weights: then float32's tolerance holds."""
+    golden, model = load_case(tmp_path, case, "BF16")
+    logits = logits_of(model, golden.prompt_ids, kv_dtype=float32)
+    check_logits(logits, golden.logits["bfloat16"], 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES[::4])
+@pytest.mark.parametrize(("stored_as", "dtype"), [("F16", "auto"), ("BF16", "float16")])
+def test_float16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
+    golden, model = load_case(tmp_path, case, stored_as, dtype)
+    assert model.dtype is float16
+    assert relative_error(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"]) <= 4e-3
+
+
+@pytest.mark.parametrize("case", CASES[::4])
+def test_bfloat16_widened_to_float32(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case, "BF16", "float32")
+    assert model.dtype is float32
+    check_logits(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"], 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES[::3])
+def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case)
+    ids = golden.prompt_ids
+    driver = ModelDriver(model, 3, block_size=8, seed=3)
+    reversed_ids = ids[::-1]
+    driver.step({1: reversed_ids[:5]})
+    first = driver.step({0: ids[:7], 1: reversed_ids[5:6], 2: ids})
+    second = driver.step({1: reversed_ids[6:], 0: ids[7:]})
+    check_logits(first[2], golden.logits["float32"], 1e-4)
+    check_logits(np.concatenate([first[0], second[0]]), golden.logits["float32"], 1e-4)
+    assert relative_error(second[1], logits_of(model, reversed_ids)[6:]) <= 1e-4
+
+
+def test_the_older_spelling_runs_the_same(tmp_path: Path) -> None:
+    golden = load_golden("llama_llama3_gqa4")
+    model = load_model(write_model(tmp_path, golden, config="config_older.json"))
+    check_logits(logits_of(model, golden.prompt_ids), golden.logits["float32"], 1e-4)

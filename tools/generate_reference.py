@@ -1,0 +1,287 @@
+"""Makes the goldens of tests/models from Hugging Face transformers; needs the extra `reference` (torch,
+transformers).
+
+    python tools/generate_reference.py            # writes tests/models/goldens/<case>/
+
+Each case is a small random model of one family: `config.json` as transformers writes it now,
+`config_older.json` as it wrote it before version 5, `golden.json` (tensor names and shapes, the seed of the
+weights, the prompt, greedy continuations) and `logits.npz` (the prompt's logits `[tokens, vocabulary]`, in
+float32 arithmetic). Every model is run twice: with its float32 weights, and with the same weights rounded
+to bfloat16.
+
+transformers' own reading of the older spelling must give the same logits, or nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16  # noqa: E402
+
+GOLDENS = ROOT / "tests" / "models" / "goldens"
+NUM_NEW_TOKENS = 24
+
+# Fields of every config that carry no information for a language model.
+_SAYS_NOTHING = (
+    "_name_or_path",
+    "chunk_size_feed_forward",
+    "id2label",
+    "is_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+)
+
+
+def gpt2(**changes: Any) -> transformers.GPT2Config:
+    fields = {"vocab_size": 97, "n_positions": 96, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
+    return transformers.GPT2Config(**{**fields, **changes})
+
+
+def decoder(config_class: type, **changes: Any) -> Any:
+    fields = {
+        "vocab_size": 97,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return config_class(**{**fields, **changes})
+
+
+def llama(**changes: Any) -> Any:
+    return decoder(transformers.LlamaConfig, **changes)
+
+
+def mistral(**changes: Any) -> Any:
+    return decoder(transformers.MistralConfig, **changes)
+
+
+def qwen2(**changes: Any) -> Any:
+    return decoder(transformers.Qwen2Config, **changes)
+
+
+def qwen3(**changes: Any) -> Any:
+    return decoder(transformers.Qwen3Config, **changes)
+
+
+def heads(queries: int, keys: int) -> dict[str, int]:
+    return {"num_attention_heads": queries, "num_key_value_heads": keys}
+
+
+def sizes(hidden: int, inner: int) -> dict[str, int]:
+    return {"hidden_size": hidden, "intermediate_size": inner}
+
+
+def linear_rope(factor: float, theta: float = 10000.0) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "linear", "rope_theta": theta, "factor": factor}}
+
+
+def llama3_rope(original: int, factor: float, low: float, high: float, theta: float) -> dict[str, Any]:
+    return {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
+    }
+
+
+def cases() -> dict[str, tuple[Any, int]]:
+    """Each case's config and the length of its prompt, in tokens."""
+    tied = {"tie_word_embeddings": True}
+    return {
+        "gpt2_gelu_new": (gpt2(n_embd=48, n_head=3, activation_function="gelu_new"), 37),
+        "gpt2_gelu_erf": (
+            gpt2(n_embd=60, n_head=5, n_inner=100, activation_function="gelu", tie_word_embeddings=False),
+            24,
+        ),
+        "gpt2_quick_gelu": (gpt2(n_embd=32, n_head=1, n_inner=52, activation_function="quick_gelu"), 19),
+        "gpt2_pytorch_tanh": (
+            gpt2(
+                n_embd=56,
+                n_head=7,
+                activation_function="gelu_pytorch_tanh",
+                scale_attn_by_inverse_layer_idx=True,
+                layer_norm_epsilon=1e-3,
+            ),
+            33,
+        ),
+        "gpt2_unscaled": (gpt2(n_embd=36, n_head=9, scale_attn_weights=False, n_layer=3), 21),
+        "llama_default": (llama(**sizes(48, 72), **heads(3, 3), rms_norm_eps=1e-5), 35),
+        "llama_tied_gqa4": (llama(**sizes(64, 100), **heads(4, 1), **tied), 20),
+        "llama_linear_gqa2": (
+            llama(**sizes(60, 52), **heads(6, 3), attention_bias=True, **linear_rope(4.0)),
+            40,
+        ),
+        "llama_llama3_gqa4": (
+            llama(
+                **sizes(48, 84), **heads(4, 1), head_dim=32, mlp_bias=True, **llama3_rope(64, 8, 1, 4, 5e5)
+            ),
+            44,
+        ),
+        "llama_llama3_odd": (
+            llama(
+                **sizes(70, 60), **heads(5, 5), num_hidden_layers=3, **tied, **llama3_rope(24, 32, 1, 4, 1e4)
+            ),
+            29,
+        ),
+        "mistral_window": (mistral(**sizes(40, 64), **heads(4, 2), head_dim=16, sliding_window=7), 41),
+        "mistral_window_odd": (
+            mistral(**sizes(54, 64), **heads(9, 3), sliding_window=17, num_hidden_layers=3, **tied),
+            46,
+        ),
+        "mistral_full": (
+            mistral(**sizes(48, 70), **heads(3, 1), sliding_window=None, **linear_rope(2.0)),
+            18,
+        ),
+        "mistral_wide_window": (mistral(**sizes(32, 48), **heads(4, 4), sliding_window=100), 26),
+        "qwen2_tied": (qwen2(**sizes(48, 80), **heads(6, 2), **tied), 31),
+        "qwen2_odd": (qwen2(**sizes(56, 44), **heads(7, 7), rope_parameters={"rope_theta": 1e6}), 22),
+        "qwen2_window": (
+            qwen2(
+                **sizes(64, 72),
+                **heads(8, 2),
+                num_hidden_layers=3,
+                use_sliding_window=True,
+                sliding_window=6,
+                max_window_layers=1,
+            ),
+            34,
+        ),
+        "qwen2_llama3": (qwen2(**sizes(40, 56), **heads(2, 1), **llama3_rope(32, 4, 1, 4, 1e5)), 27),
+        "qwen3_odd": (qwen3(**sizes(36, 60), **heads(5, 5), head_dim=16), 30),
+        "qwen3_tied_gqa4": (
+            qwen3(**sizes(44, 68), **heads(4, 1), head_dim=24, attention_bias=True, **tied),
+            25,
+        ),
+        "qwen3_gqa2_linear": (
+            qwen3(**sizes(72, 48), **heads(6, 3), head_dim=8, rms_norm_eps=1e-5, **linear_rope(8.0, 1e6)),
+            39,
+        ),
+        "qwen3_layer_types": (
+            qwen3(
+                **sizes(48, 64),
+                **heads(4, 2),
+                head_dim=12,
+                num_hidden_layers=4,
+                use_sliding_window=True,
+                sliding_window=9,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            ),
+            43,
+        ),
+    }
+
+
+def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same config as versions of transformers before 5 wrote it."""
+    older = dict(fields)
+    older["torch_dtype"] = older.pop("dtype", None) or "float32"
+    rope = older.pop("rope_parameters", None)
+    if rope is not None:
+        older["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if scaling["rope_type"] == "linear":
+            scaling = {"type": "linear", "factor": scaling["factor"]}
+        older["rope_scaling"] = scaling if scaling.get("rope_type") != "default" else None
+    kinds = older.get("layer_types")
+    if kinds is not None and kinds == sorted(kinds):  # full layers first: max_window_layers says the same
+        del older["layer_types"]
+    older["transformers_version"] = "4.40.0"
+    return older
+
+
+def load(config: Any, seed: int, is_rounded: bool) -> Any:
+    """The transformers model of a config with the golden weights of a seed, in float32."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            array = golden_tensor(name, tuple(parameter.shape), seed)
+            parameter.copy_(torch.from_numpy(rounded_to_bfloat16(array) if is_rounded else array))
+    return model.eval()
+
+
+def run(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
+    """Logits `[tokens, vocabulary]` of the prompt, and the greedy continuation."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = model(ids).logits[0].numpy()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    assert np.isfinite(logits).all()
+    return logits, output[0, len(prompt) :].tolist()
+
+
+def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None:
+    folder = GOLDENS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    family = type(config).__name__.removesuffix("Config")
+    config.architectures = ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
+    config.dtype = "float32"
+    config.to_json_file(folder / "config.json", use_diff=False)
+    fields = json.loads((folder / "config.json").read_text())
+    for key in _SAYS_NOTHING:
+        fields.pop(key, None)
+    fields = {key: value for key, value in fields.items() if not key.startswith("summary_")}
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+    (folder / "config_older.json").write_text(json.dumps(older_spelling(fields), indent=1) + "\n")
+
+    raw = np.random.PCG64(seed).random_raw(num_prompt_tokens)
+    prompt = (raw % np.uint64(config.vocab_size)).tolist()
+    logits, greedy = {}, {}
+    for weights in ("float32", "bfloat16"):
+        spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
+                     for file in ("config.json", "config_older.json")]  # fmt: skip
+        results = [run(load(spelling, seed, weights == "bfloat16"), prompt) for spelling in spellings]
+        assert np.array_equal(results[0][0], results[1][0]), (
+            f"{name}: the two spellings differ in transformers"
+        )
+        logits[weights], greedy[weights] = results[0]
+    model = load(spellings[0], seed, is_rounded=False)
+    golden = {
+        "seed": seed,
+        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "prompt_ids": prompt,
+        "greedy_ids": greedy,
+        "tensors": {key: list(tensor.shape) for key, tensor in model.named_parameters()},
+    }
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+    np.savez(folder / "logits.npz", **logits)
+    top = np.sort(logits["float32"], axis=1)
+    print(
+        f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}"
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):
+        make_case(name, config, num_prompt_tokens, seed)
+
+
+if __name__ == "__main__":
+    main()
