@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runtime.commands.options import EngineOptions, SamplingOptions
+from runtime.commands.options import LlmOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from runtime.commands.chat_session import ChatSession
 
 
 def chat(
-    engine: EngineOptions,
+    llm_options: LlmOptions,
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
@@ -33,7 +33,7 @@ def chat(
     from runtime.llm import LLM
 
     is_terminal = sys.stdin.isatty()
-    with LLM(**engine.arguments()) as llm:
+    with LLM(**llm_options.arguments()) as llm:
         session = ChatSession(llm, system=system, given=sampling.given())
         if is_terminal:
             facts = llm.client.info

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.commands.options import EngineOptions, SamplingOptions
+from runtime.commands.options import LlmOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from runtime.llm import RequestOutput
 
 
 def generate(
-    engine: EngineOptions,
+    llm_options: LlmOptions,
     sampling: SamplingOptions,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be repeated.")] = None,
     prompt_file: Annotated[
@@ -50,7 +50,7 @@ def generate(
     from runtime.commands.sampling import sampling_params
     from runtime.llm import LLM
 
-    with LLM(**engine.arguments()) as llm:
+    with LLM(**llm_options.arguments()) as llm:
         params = sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
         if chat:
             prompts = [

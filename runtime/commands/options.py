@@ -16,7 +16,7 @@ import typer
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What `LLM` is made of; the defaults are `LLM`'s own (a test holds them equal)."""
+    """What an engine is built of; the defaults are `build_engine`'s own (a test holds them equal)."""
 
     model: Annotated[
         str | None,
@@ -47,16 +47,22 @@ class EngineOptions:
     seed: Annotated[
         int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")
     ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `build_engine`, or of `LLM`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmOptions(EngineOptions):
+    """What `LLM` is made of: an engine, and a tokenizer."""
+
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer; default: the model's.")
     ] = None
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")
     ] = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,4 +18,6 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions."""
-    raise NotImplementedError
+    from server import run
+
+    run.serve(host=host, port=port, served_model_name=served_model_name, **engine.arguments())
