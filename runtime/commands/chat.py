@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,9 +56,10 @@ def show_answer(session: ChatSession, message: str) -> bool:
     from runtime.errors import XservError
 
     try:
-        for text in session.answer(message):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        with closing(session.answer(message)) as pieces:
+            for text in pieces:
+                sys.stdout.write(text)
+                sys.stdout.flush()
     except XservError as error:
         say(f"error: {one_line(error)}")
         return False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
-from runtime.errors import InvalidArgumentError, UnsupportedError
+from runtime.errors import InvalidArgumentError
+from runtime.text.chat import chat_prompt
 
 if TYPE_CHECKING:
     from runtime.llm import LLM
@@ -44,16 +46,12 @@ class ChatSession:
     """A conversation with `llm`. `given`: fields of `SamplingParams` that override the model's defaults."""
 
     def __init__(self, llm: LLM, *, system: str | None = None, given: dict[str, Any] | None = None) -> None:
-        name = llm.client.info.model_name
-        if llm.tokenizer is None:
-            raise UnsupportedError(f"{name} has no tokenizer: it takes token ids, not messages")
-        if not llm.tokenizer.has_chat_template:
-            raise UnsupportedError(f"{name} has no chat template: it completes text (`generate`), no more")
         self.llm = llm
         self.conversation = Conversation(system)
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()
         self.set_sampling(given or {})
+        self.encode([{"role": "user", "content": "?"}])  # a model that cannot chat says so at once
 
     def set_sampling(self, given: dict[str, Any]) -> None:
         """Replaces the overriding fields; raises `RequestError`, and changes nothing, when one is wrong."""
@@ -64,19 +62,17 @@ class ChatSession:
 
     def encode(self, messages: list[Message]) -> list[int]:
         """The prompt's token ids, by the model's chat template."""
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        assert isinstance(ids, list)
-        return ids
+        return chat_prompt(self.llm.tokenizer, messages)
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str) -> Generator[str, None, None]:
         """Asks, and yields the answer's text as it comes.
 
         Turns that no longer fit the context are forgotten, oldest first (`stats.num_dropped_turns`). An
         answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt)
         stays in the conversation as far as it got; one without any text takes its question with it.
         """
+        if self.conversation.is_open:  # an interrupt came at an awkward moment
+            self.conversation.take_back()
         params = sampling_params(self.llm, self.given, max_tokens=None)
         context = self.llm.client.info.max_model_len
         reserved = min(params.max_tokens or MOST_RESERVED_TOKENS, context // 2)
@@ -86,16 +82,17 @@ class ChatSession:
         pieces: list[str] = []
         start = time.perf_counter()
         try:
-            for delta in self.llm.stream(ids, params):
-                now = time.perf_counter() - start
-                if delta.token_ids and not self.stats.num_output_tokens:
-                    self.stats.ttft_s = now
-                self.stats.latency_s = now
-                self.stats.num_output_tokens += len(delta.token_ids)
-                self.stats.finish_reason = delta.finish_reason
-                if delta.text:
-                    pieces.append(delta.text)
-                    yield delta.text
+            with closing(self.llm.stream(ids, params)) as deltas:
+                for delta in deltas:
+                    now = time.perf_counter() - start
+                    if delta.token_ids and not self.stats.num_output_tokens:
+                        self.stats.ttft_s = now
+                    self.stats.latency_s = now
+                    self.stats.num_output_tokens += len(delta.token_ids)
+                    self.stats.finish_reason = delta.finish_reason
+                    if delta.text:
+                        pieces.append(delta.text)
+                        yield delta.text
         finally:
             self.stats.finish_reason = self.stats.finish_reason or "stopped"
             if pieces or self.stats.finish_reason in ("stop", "length"):

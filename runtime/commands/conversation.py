@@ -17,6 +17,11 @@ class Conversation:
         self.system = system
         self.turns: list[list[Message]] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the last turn waits for its answer."""
+        return bool(self.turns) and len(self.turns[-1]) == 1
+
     def ask(self, text: str) -> None:
         """Opens a turn."""
         self.turns.append([{"role": "user", "content": text}])

@@ -1,0 +1,57 @@
+"""A stand-in for `LLM` that answers what a function says, one character a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from runtime.engine.sampling_params import SamplingParams
+from runtime.text.pipeline import TextDelta
+
+
+class FakeTokenizer:
+    """One id a character; the template writes `role:content;` for each message, then `assistant:`."""
+
+    has_chat_template = True
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
+        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return [ord(character) for character in text + "assistant:" * options["add_generation_prompt"]]
+
+
+@dataclass
+class FakeLLM:
+    """`reply` makes the answer from the prompt's text. Records prompts, and streams closed early."""
+
+    model_path: Path
+    reply: Callable[[str], str]
+    max_model_len: int = 200
+    tokenizer: Any = field(default_factory=FakeTokenizer)
+    prompts: list[str] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    num_stopped: int = 0
+
+    @property
+    def client(self) -> Any:
+        info = SimpleNamespace(
+            model_name="fake", model_path=str(self.model_path), max_model_len=self.max_model_len, device="cpu"
+        )
+        stats = SimpleNamespace(num_steps=1, prompt_tokens=2, generation_tokens=3, kv_cache_usage=0.25)
+        return SimpleNamespace(info=info, stats=lambda: stats)
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+        text = "".join(map(chr, prompt))
+        self.prompts.append(text)
+        self.params.append(params)
+        answer = self.reply(text)
+        has_ended = False
+        try:
+            for character in answer:
+                yield TextDelta(text=character, token_ids=[ord(character)])
+            has_ended = True
+            yield TextDelta(finish_reason="stop")
+        finally:
+            self.num_stopped += not has_ended
