@@ -31,10 +31,10 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
     if name_or_path is None:
         return BUNDLED_MODEL
     name = str(name_or_path)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path.home() / name[2:] if name.startswith("~/") else Path(name)
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise ModelNotFoundError(f"{name}: is a file; a model is the folder that holds config.json")
     if isinstance(name_or_path, Path) or not _REPOSITORY_ID.fullmatch(name) or ".." in name or "--" in name:
         raise ModelNotFoundError(f"{name!r}: there is no such folder, and it is no hub id (owner/name)")
@@ -55,13 +55,18 @@ def _download(repository: str) -> Path:
             f"{repository}: neither a local folder nor a repository of the hub that you may read (a private"
             " one needs `hf auth login`)"
         ) from None
-    except errors.LocalEntryNotFoundError:
+    except errors.IncompleteSnapshotError as error:
+        raise HubOfflineError(
+            f"{repository}: the hub cannot be reached, and only a part of the model is in the local cache"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
+        answer = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+        if isinstance(answer, errors.HfHubHTTPError):
+            raise HubError(f"{repository}: the hub answered {answer.response.status_code}") from error
         raise HubOfflineError(
             f"{repository}: no such local folder, and the hub cannot be reached; give a folder, or no"
             " model at all for the bundled one"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        raise HubError(f"{repository}: the hub answered {error.response.status_code}") from error
-    except (errors.HFValidationError, OSError) as error:
-        raise HubError(f"{repository}: the download failed ({type(error).__name__})") from error
+        ) from error
+    except Exception as error:  # whatever else a download may meet: connections, disks, checksums
+        raise HubError(f"{repository}: the download failed ({type(error).__name__}: {error})") from error
     return Path(folder)

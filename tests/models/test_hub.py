@@ -1,0 +1,202 @@
+"""From a name to a folder: the bundled model, folders as they are, and a hub that is a server of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from models.errors import ModelLoadError, ModelNotFoundError
+from models.hub import resolve_model
+
+ROOT = Path(models.__file__).parent.parent
+COMMIT = "a" * 40
+WANTED = {
+    "README.md": b"a model",
+    "chat_template.jinja": b"{{ messages }}",
+    "config.json": b"{}",
+    "merges.txt": b"a b",
+    "model.safetensors": b"\0" * 1000,
+}
+UNWANTED = {
+    "consolidated.safetensors": b"the weights again",
+    "modeling_x.py": b"code",
+    "original/params.json": b"{}",
+    "pytorch_model.bin": b"a pickle",
+}
+
+
+def test_no_name_is_the_bundled_model() -> None:
+    assert resolve_model(None) == ROOT / "models" / "demo"
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(tmp_path) == tmp_path
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("owner/name") == Path("owner/name")  # before any hub is asked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/no/such/folder",
+        "./model",
+        "a/b/c",
+        "",
+        " ",
+        "a b",
+        "../x",
+        "a/..",
+        "a--b/c",
+        "https://x/y",
+        "a\nb",
+        "ä/b",
+    ],
+)
+def test_what_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no such folder, and it is no hub id"):
+        resolve_model(name)
+
+
+def test_a_path_is_never_a_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no such folder"):
+        resolve_model(Path("owner/name"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelNotFoundError, match="is a file; a model is the folder"):
+        resolve_model(tmp_path / "file")
+    assert issubclass(ModelNotFoundError, ModelLoadError)
+
+
+@dataclass
+class Hub:
+    """What the small server saw, and how to ask it."""
+
+    url: str = ""
+    downloaded: list[str] = field(default_factory=list)
+
+    def resolve(self, names: list[str], home: Path) -> tuple[list[list[Any]], str]:
+        """`resolve_model` of each name, in a process of its own -> ([kind or error, text, files], stderr)."""
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "0",
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, *names],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return json.loads(done.stdout), done.stderr
+
+
+ASK = """
+import json, os, sys
+from models.errors import ModelLoadError
+from models.hub import resolve_model
+results = []
+for name in sys.argv[1:]:
+    try:
+        folder = resolve_model(name)
+        results.append(["folder", str(folder), sorted(os.listdir(folder))])
+    except ModelLoadError as error:
+        results.append([type(error).__name__, str(error), []])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    state = Hub()
+    files = {**WANTED, **UNWANTED}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if "/gated" in path:
+                self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            elif "/absent" in path:
+                self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            elif "/broken" in path:
+                self.answer(500, b"it broke")
+            elif path.startswith("/api/models/owner/model/revision"):
+                self.answer(200, json.dumps({"id": "owner/model", "sha": COMMIT}).encode())
+            elif path.startswith("/api/models/owner/model/tree"):
+                tree = [
+                    {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                    for name, body in files.items()
+                ]
+                self.answer(200, json.dumps(tree).encode())
+            elif f"/owner/model/resolve/{COMMIT}/" in path:
+                name = path.partition(f"{COMMIT}/")[2]
+                if self.command == "GET":
+                    state.downloaded.append(name)
+                etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
+                self.answer(200, files[name], {"ETag": etag, "X-Repo-Commit": COMMIT})
+            else:
+                self.answer(404, b"{}")
+
+        do_HEAD = do_GET
+
+        def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Stay quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_hub_id_is_downloaded_once_and_found_again(hub: Hub, tmp_path: Path) -> None:
+    ids = ["owner/model", "owner/gated", "owner/absent", "owner/broken"]
+    (downloaded, gated, absent, broken), progress = hub.resolve(ids, tmp_path)
+    assert downloaded[0] == "folder"
+    assert downloaded[2] == sorted(hub.downloaded) == sorted(WANTED)
+    assert "100%" in progress
+    assert (gated[0], absent[0], broken[0]) == ("GatedModelError", "ModelNotFoundError", "HubError")
+    assert "owner/gated: the repository is gated; accept its licence" in gated[1]
+    assert "owner/absent: neither a local folder nor a repository" in absent[1]
+    assert broken[1] == "owner/broken: the hub answered 500"
+
+    hub.url = "http://127.0.0.1:9"  # nobody listens there
+    (again, other), _ = hub.resolve(["owner/model", "owner/other"], tmp_path)
+    assert again == downloaded
+    assert other[0] == "HubOfflineError"
+    assert "owner/other: no such local folder, and the hub cannot be reached" in other[1]
+
+    Path(again[1], "model.safetensors").unlink()
+    ((partial, message, _),), _ = hub.resolve(["owner/model"], tmp_path)
+    assert partial == "HubOfflineError"
+    assert "only a part of the model is in the local cache" in message

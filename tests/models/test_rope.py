@@ -1,0 +1,62 @@
+"""Rotary tables: closed forms of each kind, and precision far into the context."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from models.rope import inverse_frequencies, make_rope_table
+from models.rope_config import RopeConfig
+
+
+def test_default_frequencies_are_powers_of_theta() -> None:
+    frequencies = inverse_frequencies(RopeConfig(10000.0), 8)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, [1.0, 0.1, 0.01, 0.001], rtol=2e-7)
+
+
+def test_linear_divides_positions() -> None:
+    plain, scaled = (make_rope_table(RopeConfig(1e4, kind, 4.0), 16, 200) for kind in ("default", "linear"))
+    np.testing.assert_array_equal(scaled.cos.numpy()[::4][:50], plain.cos.numpy()[:50])
+    np.testing.assert_array_equal(scaled.sin.numpy()[::4][:50], plain.sin.numpy()[:50])
+
+
+def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+    rope = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    plain = inverse_frequencies(RopeConfig(5e5), 128).astype(np.float64)
+    scaled = inverse_frequencies(rope, 128).astype(np.float64)
+    wavelengths = 2 * math.pi / plain
+    is_short, is_long = wavelengths < 8192 / 4, wavelengths > 8192
+    is_between = ~is_short & ~is_long
+    assert is_short.any()
+    assert is_long.any()
+    assert is_between.any()
+    np.testing.assert_array_equal(scaled[is_short], plain[is_short])
+    np.testing.assert_allclose(scaled[is_long], plain[is_long] / 8, rtol=1e-7)
+    blend = (8192 / wavelengths[is_between] - 1) / 3
+    np.testing.assert_allclose(
+        scaled[is_between], (1 - blend) * plain[is_between] / 8 + blend * plain[is_between], rtol=1e-6
+    )
+
+
+def test_the_table_turns_each_pair_by_position_times_frequency() -> None:
+    table = make_rope_table(RopeConfig(10000.0), 64, 4096)
+    assert table.cos.shape == table.sin.shape == (4096, 32)
+    assert not table.interleaved
+    cos, sin = table.cos.numpy().astype(np.float64), table.sin.numpy().astype(np.float64)
+    np.testing.assert_array_equal(cos[0], 1.0)
+    np.testing.assert_array_equal(sin[0], 0.0)
+    np.testing.assert_allclose(cos**2 + sin**2, 1.0, atol=2e-7)
+    angles = np.arange(4096)[:, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    # An angle is rounded to float32 twice, at most 4096 * 2^-23 in all.
+    np.testing.assert_allclose(cos, np.cos(angles), atol=4096 * 2.0**-23)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=4096 * 2.0**-23)
+
+
+@pytest.mark.parametrize("position", [1, 1000, 131071])
+def test_the_first_pair_turns_by_exactly_its_position(position: int) -> None:
+    table = make_rope_table(RopeConfig(5e5), 4, position + 1)
+    assert table.cos.numpy()[position, 0] == np.float32(math.cos(position))
+    assert table.sin.numpy()[position, 0] == np.float32(math.sin(position))
