@@ -54,6 +54,8 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         "/no/such/folder",
         "./model",
+        "~nobody/x",
+        "a\0b",
         "a/b/c",
         "",
         " ",
