@@ -12,7 +12,7 @@ import typer
 from runtime.commands.options import LlmOptions, SamplingOptions
 
 if TYPE_CHECKING:
-    from runtime.llm import RequestOutput
+    from runtime.llm import Logprob, RequestOutput
 
 
 def generate(
@@ -58,14 +58,18 @@ def generate(
                 for text in prompts
             ]
         outputs = llm.generate(prompts, params)
+        failed = [c.error for output in outputs for c in output.outputs if c.finish_reason == "error"]
         for prompt_index, output in enumerate(outputs):
             for completion in completions(output):
                 if as_json:
                     print(json.dumps({"prompt_index": prompt_index, **completion}, ensure_ascii=False))
-                elif completion["text"] is not None:
+                elif llm.tokenizer is not None:
                     print(completion["text"])
                 else:
                     print(" ".join(map(str, completion["token_ids"])))
+    if failed:
+        print(f"xserv: error: {len(failed)} completions failed: {failed[0]}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def completions(output: RequestOutput) -> list[dict[str, Any]]:
@@ -81,8 +85,23 @@ def completions(output: RequestOutput) -> list[dict[str, Any]]:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
+        if completion.logprobs is not None:
+            item["cumulative_logprob"] = completion.cumulative_logprob
+            item["logprobs"] = [
+                _logprobs(token_id, entry)
+                for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
         found.append(item)
     return found
+
+
+def _logprobs(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+    def plain(token: int) -> dict[str, Any]:
+        found = entry[token]
+        return {"token_id": token, "token": found.decoded_token, "logprob": found.logprob, "rank": found.rank}
+
+    top = [plain(token) for token in sorted(entry, key=lambda token: entry[token].rank)]
+    return {**plain(token_id), "top_logprobs": top}
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:

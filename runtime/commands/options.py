@@ -49,8 +49,9 @@ class EngineOptions:
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `build_engine`, or of `LLM`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

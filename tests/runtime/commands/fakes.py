@@ -42,6 +42,9 @@ class FakeLLM:
         stats = SimpleNamespace(num_steps=1, prompt_tokens=2, generation_tokens=3, kv_cache_usage=0.25)
         return SimpleNamespace(info=info, stats=lambda: stats)
 
+    def default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0)
+
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         text = "".join(map(chr, prompt))
         self.prompts.append(text)
