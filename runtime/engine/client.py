@@ -61,9 +61,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """End a request: its blocks are free within one step, each open choice gets a last output with
-        ``finish_reason="abort"``. Unknown and finished ids are ignored."""
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one choice of it: the blocks are free within one step, each open choice that this
+        ends gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
         ...
 
     def stats(self) -> EngineStats:
@@ -134,11 +134,11 @@ class ThreadEngineClient:
             self._num_submitted += 1
             self._enqueue(partial(self._admit, prepared))
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, index: int | None = None) -> None:
         """See ``EngineClient.cancel``."""
         with self._condition:
             if request_id in self._open:
-                self._enqueue(partial(self._engine.cancel, request_id))
+                self._enqueue(partial(self._engine.cancel, request_id, index))
 
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason
 from runtime.engine.runner import Model, Runner, Sampled
-from runtime.engine.sampling_params import SamplingParams, check_token_ids, is_integer
 from runtime.engine.scheduler import Chunk, Scheduler
-from runtime.engine.sequence import Request, Sequence
+from runtime.engine.sequence import Request, Sequence, State
 from runtime.kv_cache import KVCache
 
 logger = logging.getLogger("xserv.engine")
@@ -66,39 +66,8 @@ class Engine:
         return self.scheduler.has_work
 
     def prepare(self, request: EngineRequest) -> Request:
-        """Check a request in every respect that does not depend on the engine's state. Thread-safe.
-
-        Raises ``ContextLengthExceededError``, ``RequestError``.
-        """
-        if not isinstance(request.request_id, str) or not request.request_id:
-            raise RequestError("request_id must be a string, not empty", param="request_id")
-        if not isinstance(request.params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
-        if not is_integer(request.priority):
-            raise RequestError(f"priority must be an integer, got {request.priority!r:.80}", param="priority")
-        prompt_ids = as_token_ids("prompt", request.prompt_token_ids, self.info.vocab_size)
-        max_model_len = self.limits.max_model_len
-        if len(prompt_ids) >= max_model_len:
-            raise ContextLengthExceededError(len(prompt_ids), max_model_len)
-        params = request.params
-        params.validate(self.info.vocab_size)
-        check_token_ids("eos_token_ids", request.eos_token_ids, self.info.vocab_size)
-        room = max_model_len - len(prompt_ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} does not fit: a prompt of {len(prompt_ids)} tokens leaves "
-                f"{room} of the context of {max_model_len}",
-                param="min_tokens",
-            )
-        return Request(
-            request.request_id,
-            prompt_ids,
-            params,
-            eos_token_ids=request.eos_token_ids,
-            priority=request.priority,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            arrival_s=request.arrival_time_s or time.monotonic(),
-        )
+        """See ``runtime.engine.admission.prepare``. Thread-safe."""
+        return prepare(request, self.info)
 
     def add(self, request: EngineRequest) -> None:
         """Check a request and put it in the waiting queue. Raises as ``prepare`` does."""
@@ -121,11 +90,24 @@ class Engine:
         self.num_unscheduled += 1
         self.scheduler.add(request.sequences[0])
 
-    def cancel(self, request_id: str) -> list[EngineOutput]:
-        """End a request now, free its blocks; one output with "abort" for each open choice. Unknown ids:
-        none."""
+    def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
+        """End a request (or one choice of it) now and free its blocks.
+
+        Returns one output with "abort" for each choice that it ended; none for unknown ids.
+        """
         request = self.requests.get(request_id)
-        return [] if request is None else self._end(request, "abort")
+        if request is None:
+            return []
+        if index is None or request.params.n == 1:
+            return self._end(request, "abort")
+        outputs = [
+            self._end_choice(sequence, "abort")
+            for sequence in request.open_sequences
+            if sequence.index == index
+        ]
+        if request.sequences[0].is_finished:
+            self._release_held(request)
+        return outputs
 
     def cancel_all(self) -> list[EngineOutput]:
         return [output for request_id in list(self.requests) for output in self.cancel(request_id)]
@@ -188,7 +170,7 @@ class Engine:
                 "a closed request is queued"
             )
         for request in self.requests.values():
-            assert any(not sequence.is_finished for sequence in request.sequences), "an ended request is open"
+            assert request.open_sequences, "an ended request is open"
         unscheduled = sum(not request.was_scheduled for request in self.requests.values())
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
 
@@ -237,8 +219,7 @@ class Engine:
             sequence.first_token_s = now
             if sequence.index == 0:
                 self._counters.prompt_tokens += request.num_prompt_tokens
-                for sibling in request.sequences[1:]:
-                    self.scheduler.add(sibling)
+                self._release_held(request)
         sequence.append(sampled.token_id)
         sequence.last_token_s = now
         self._counters.generation_tokens += 1
@@ -259,31 +240,33 @@ class Engine:
             )
         ]
 
+    def _release_held(self, request: Request) -> None:
+        """Let the choices queue that waited for the first one to compute the prompt."""
+        for sequence in request.sequences:
+            if sequence.state is State.HELD:
+                self.scheduler.add(sequence)
+
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         """End every open choice of a request."""
-        outputs = []
-        for sequence in request.sequences:
-            if sequence.is_finished:
-                continue
-            self._finish(sequence)
-            self._counters.errors += reason == "error"
-            outputs.append(
-                EngineOutput(
-                    request_id=request.request_id,
-                    index=sequence.index,
-                    new_token_ids=[],
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    finish_reason=reason,
-                    error=error,
-                    times=sequence.times(),
-                )
-            )
-        return outputs
+        return [self._end_choice(sequence, reason, error) for sequence in request.open_sequences]
+
+    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineOutput:
+        self._finish(sequence)
+        self._counters.errors += reason == "error"
+        return EngineOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            new_token_ids=[],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            finish_reason=reason,
+            error=error,
+            times=sequence.times(),
+        )
 
     def _finish(self, sequence: Sequence) -> None:
         request = sequence.request
         self.scheduler.finish(sequence)
-        if all(sibling.is_finished for sibling in request.sequences):
+        if not request.open_sequences:
             del self.requests[request.request_id]
             self._mark_scheduled(request)
 
@@ -303,21 +286,3 @@ def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
     if sequence.num_output_tokens >= request.max_tokens:
         return "length", None
     return None, None
-
-
-def as_token_ids(field: str, token_ids: Sequences[int], vocab_size: int) -> NDArray[np.int32]:
-    """Checked ids as ``[num_tokens]`` int32, a copy. Raises ``RequestError`` naming the field."""
-    if isinstance(token_ids, np.ndarray):
-        token_ids = token_ids.tolist()
-    if not isinstance(token_ids, (list, tuple)):
-        raise RequestError(
-            f"{field} must be a list of token ids, got {type(token_ids).__name__}", param=field
-        )
-    if not token_ids:
-        raise RequestError(f"{field} must have at least one token", param=field)
-    for kind in set(map(type, token_ids)) - {int}:
-        if kind is bool or not issubclass(kind, np.integer):
-            raise RequestError(f"{field} must hold integers, got {kind.__name__}", param=field)
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        check_token_ids(field, token_ids, vocab_size)
-    return np.array(token_ids, np.int32)

@@ -87,6 +87,10 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
 
+    @property
+    def open_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
 
 class Sequence:
     """One choice of a request.

@@ -1,7 +1,8 @@
 """A model without weights, and an engine around it.
 
-Its KV cache holds the token ids themselves, and its logits are a fixed function of the tokens that it finds there by
-way of the block table. So a wrong slot, block or position gives other tokens, and nothing has to be trained.
+Its KV cache holds the token ids themselves, and its logits are a fixed function of the tokens that it finds
+there by way of the block table. So a wrong slot, block or position gives other tokens, and nothing has to be
+trained.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ EOS = 96
 class FakeModel:
     """`hidden[t]` is a hash of the tokens up to and including `t`; logits are waves in hash and token id.
 
-    `before_forward` sees every batch and may raise; `nan_after` makes the logits NaN wherever that token was last.
+    `before_forward` sees every batch and may raise; `nan_after` makes the logits NaN wherever that token was
+    last.
     """
 
     def __init__(self) -> None:
@@ -162,7 +164,12 @@ def make_engine(
 
 
 def request(
-    request_id: str, prompt: Iterable[int], *, eos: tuple[int, ...] = (EOS,), priority: int = 0, **params: object
+    request_id: str,
+    prompt: Iterable[int],
+    *,
+    eos: tuple[int, ...] = (EOS,),
+    priority: int = 0,
+    **params: object,
 ) -> EngineRequest:
     """Greedy unless a temperature is given."""
     params = {"temperature": 0.0, **params}
@@ -198,7 +205,9 @@ def collect(outputs: Iterable[EngineOutput], into: dict[str, Collected]) -> None
         into.setdefault(output.request_id, Collected()).outputs.append(output)
 
 
-def run_to_end(engine: Engine, into: dict[str, Collected] | None = None, *, max_steps: int = 20_000) -> dict[str, Collected]:
+def run_to_end(
+    engine: Engine, into: dict[str, Collected] | None = None, *, max_steps: int = 20_000
+) -> dict[str, Collected]:
     """Step until there is no work, checking all invariants after each step."""
     collected: dict[str, Collected] = {} if into is None else into
     for _ in range(max_steps):

@@ -14,7 +14,6 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduler import Chunk
 from runtime.engine.sequence import Sequence
 from tests.runtime.engine.fakes import (
-    EOS,
     VOCAB_SIZE,
     Collected,
     FakeModel,
@@ -50,7 +49,9 @@ def test_a_prompt_is_computed_once_and_in_chunks_of_the_budget() -> None:
     model = FakeModel()
     sizes: list[int] = []
     model.before_forward = lambda batch: sizes.append(batch.num_tokens)
-    one(make_engine(model=model, max_num_batched_tokens=32), random_prompt(random.Random(0), 70), max_tokens=3)
+    one(
+        make_engine(model=model, max_num_batched_tokens=32), random_prompt(random.Random(0), 70), max_tokens=3
+    )
     assert sizes == [32, 32, 6, 1, 1]
 
 
@@ -139,7 +140,9 @@ def test_stop_ids_and_eos() -> None:
 
 def test_min_tokens_keeps_stop_ids_away() -> None:
     expected = greedy([5, 6], 12)
-    result = one(make_engine(), [5, 6], max_tokens=12, min_tokens=5, eos=(expected[0],), stop_token_ids=[expected[1]])
+    result = one(
+        make_engine(), [5, 6], max_tokens=12, min_tokens=5, eos=(expected[0],), stop_token_ids=[expected[1]]
+    )
     assert not {expected[0], expected[1]} & set(result.token_ids()[:5])
     assert len(result.token_ids()) >= 5
 
@@ -150,9 +153,13 @@ def test_logit_bias_allowed_ids_and_penalties_reach_the_sampler() -> None:
     assert set(allowed.token_ids()) <= {3, 40, 96}
     assert len(set(allowed.token_ids())) > 1
     # A heavy bias draws 42 until the penalties outweigh it; then every id comes at most once.
-    result = one(make_engine(), [1], max_tokens=30, logit_bias={42: 1.5}, frequency_penalty=2.0, presence_penalty=2.0)
+    result = one(
+        make_engine(), [1], max_tokens=30, logit_bias={42: 1.5}, frequency_penalty=2.0, presence_penalty=2.0
+    )
     free = one(make_engine(), [1], max_tokens=30, logit_bias={42: 1.5})
-    assert max(map(result.token_ids().count, result.token_ids())) < max(map(free.token_ids().count, free.token_ids()))
+    assert max(map(result.token_ids().count, result.token_ids())) < max(
+        map(free.token_ids().count, free.token_ids())
+    )
     prompt = list(range(60))
     repeated = one(make_engine(), prompt, max_tokens=20, repetition_penalty=1e6)
     assert not set(repeated.token_ids()) & set(prompt)
@@ -161,7 +168,9 @@ def test_logit_bias_allowed_ids_and_penalties_reach_the_sampler() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     prompt = [9, 8, 7]
-    result = one(make_engine(), prompt, max_tokens=6, logprobs=3, temperature=0.7, seed=4, logit_bias={5: 3.0})
+    result = one(
+        make_engine(), prompt, max_tokens=6, logprobs=3, temperature=0.7, seed=4, logit_bias={5: 3.0}
+    )
     tokens = list(prompt)
     for output in result.outputs:
         (entry,) = output.logprobs or []
@@ -182,7 +191,9 @@ def check_logprobs(entry: object, context: list[int], num_top: int) -> None:
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 8, 50])
 @pytest.mark.parametrize("budget", [3, 8, 64])
-def test_prompt_logprobs_whatever_the_chunks(prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_whatever_the_chunks(
+    prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("runtime.engine.runner.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
     prompt = random_prompt(random.Random(3), prompt_len)
     engine = make_engine(max_num_batched_tokens=budget)
@@ -228,7 +239,9 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt() -> Non
 
 def test_choices_share_the_prompt_and_differ() -> None:
     model = FakeModel()
-    engine = make_engine(model=model, num_blocks=64, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64)
+    engine = make_engine(
+        model=model, num_blocks=64, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64
+    )
     prompt = random_prompt(random.Random(1), 50)
     engine.add(request("x", prompt, n=4, max_tokens=8, temperature=1.0, seed=11))
     results: dict[str, Collected] = {}
@@ -277,7 +290,11 @@ def hundred_requests(rng: random.Random) -> list[EngineRequest]:
     for i in range(100):
         params: dict[str, object] = {"max_tokens": rng.randrange(1, 50)}
         if i % 2:
-            params |= {"temperature": rng.uniform(0.3, 1.5), "seed": rng.randrange(2**40), "n": rng.choice([1, 1, 1, 3])}
+            params |= {
+                "temperature": rng.uniform(0.3, 1.5),
+                "seed": rng.randrange(2**40),
+                "n": rng.choice([1, 1, 1, 3]),
+            }
             params |= rng.choice([{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}])
         params |= rng.choice(
             [
@@ -331,7 +348,8 @@ def test_priority_is_admitted_first_and_preempted_last() -> None:
 
 @pytest.mark.parametrize("num_steps", range(8))
 def test_cancel_in_every_state(num_steps: int) -> None:
-    """Waiting, held behind its first choice, in the middle of the prompt, decoding, after preemption, finished."""
+    """Waiting, held behind its first choice, in the middle of the prompt, decoding, after preemption,
+    finished."""
     engine = make_engine(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=16)
     results: dict[str, Collected] = {}
     engine.add(request("other", [3] * 10, max_tokens=60))
@@ -441,12 +459,23 @@ def test_stats_and_times() -> None:
     assert stats.kv_cache_usage == 2 / 64
     outputs = run_to_end(engine)["x"].outputs
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.generation_tokens, stats.num_requests, stats.num_errors) == (9, 6, 1, 0)
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.num_requests, stats.num_errors) == (
+        9,
+        6,
+        1,
+        0,
+    )
     assert stats.num_steps >= 4
     times = [output.times for output in outputs if output.times]
     assert len(times) == 2
     for each in times:
-        assert each.arrival_s <= each.first_scheduled_s <= each.first_token_s <= each.last_token_s <= stats.last_step_s
+        assert (
+            each.arrival_s
+            <= each.first_scheduled_s
+            <= each.first_token_s
+            <= each.last_token_s
+            <= stats.last_step_s
+        )
 
 
 def test_logits_of_every_position_in_chunks() -> None:

@@ -1,0 +1,71 @@
+"""What is checked before a request gets anywhere near the loop, so that nothing bad reaches it.
+
+It depends on the request and on ``EngineInfo`` alone: any client can ask beforehand, on any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.messages import EngineInfo, EngineRequest
+from runtime.engine.sampling_params import SamplingParams, check_token_ids, is_integer
+from runtime.engine.sequence import Request
+
+
+def prepare(request: EngineRequest, info: EngineInfo) -> Request:
+    """The engine's record of a request, all of whose fields are sound and whose ``max_tokens`` ends with the
+    context.
+
+    Raises ``ContextLengthExceededError``, ``RequestError``.
+    """
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise RequestError("request_id must be a string, not empty", param="request_id")
+    if not isinstance(request.params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
+    if not is_integer(request.priority):
+        raise RequestError(f"priority must be an integer, got {request.priority!r:.80}", param="priority")
+    prompt_ids = as_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    room = info.max_model_len - len(prompt_ids)
+    if room < 1:
+        raise ContextLengthExceededError(len(prompt_ids), info.max_model_len)
+    params = request.params
+    params.validate(info.vocab_size)
+    check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
+    if params.min_tokens > room:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} does not fit: a prompt of {len(prompt_ids)} tokens leaves "
+            f"{room} of the context of {info.max_model_len}",
+            param="min_tokens",
+        )
+    return Request(
+        request.request_id,
+        prompt_ids,
+        params,
+        eos_token_ids=request.eos_token_ids,
+        priority=request.priority,
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        arrival_s=request.arrival_time_s or time.monotonic(),
+    )
+
+
+def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Checked ids as ``[num_tokens]`` int32, a copy. Raises ``RequestError`` naming the field."""
+    if isinstance(token_ids, np.ndarray):
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, (list, tuple)):
+        raise RequestError(
+            f"{field} must be a list of token ids, got {type(token_ids).__name__}", param=field
+        )
+    if not token_ids:
+        raise RequestError(f"{field} must have at least one token", param=field)
+    for kind in set(map(type, token_ids)) - {int}:
+        if not issubclass(kind, np.integer):  # a bool is no id
+            raise RequestError(f"{field} must hold integers, got {kind.__name__}", param=field)
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        check_token_ids(field, token_ids, vocab_size)
+    return np.array(token_ids, np.int32)

@@ -1,0 +1,445 @@
+"""``LLM``: a model in this process, for scripts and notebooks.
+
+    from runtime import LLM, SamplingParams
+
+    with LLM() as llm:
+        outputs = llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=20))
+        print(outputs[0].outputs[0].text)
+
+It is one more user of ``EngineClient``: prompts become ids here, ids become text here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from runtime.engine.admission import prepare
+from runtime.engine.client import EngineClient, ThreadEngineClient
+from runtime.engine.errors import QueueFullError, RequestError
+from runtime.engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    RequestTimes,
+    TokenLogprobs,
+)
+from runtime.engine.sampling_params import SamplingParams, is_integer
+from runtime.text.chat import chat_prompt
+from runtime.text.load import load_tokenizer
+from runtime.text.pipeline import TextDelta, TextPipeline
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, its token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token under the raw logits; ``rank`` 1 is the most probable."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice.
+
+    logprobs            for each token of ``token_ids``, the token and its alternatives by id; None if not
+                        asked for
+    cumulative_logprob  the sum over ``token_ids``; None if not asked for
+    finish_reason       "stop", "length", "abort", or "error" (then ``error`` says what happened)
+    stop_reason         the stop string or stop id; None for EOS
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    times: RequestTimes | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its choices. ``prompt`` is None when ids were given; ``prompt_logprobs[0]`` is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class LLM:
+    """A loaded model with its engine in a thread of this process; a context manager.
+
+    model      folder, hub id, or None: the bundled model
+    device     "auto", "cpu", ...
+    dtype      of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
+    seed       of dummy weights and of requests without a seed; None: fresh ones each run
+    tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
+
+    The other arguments are those of ``runtime.engine.build.build_engine``. Raises ``ModelLoadError``,
+    ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_waiting: int = 1024,
+        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        seed: int | None = 0,
+        tokenizer: Tokenizer | str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+    ) -> None:
+        from runtime.engine.build import build_engine
+
+        engine = build_engine(
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            max_waiting=max_waiting,
+            load_format=load_format,
+            seed=seed,
+        )
+        self.tokenizer: Tokenizer | None
+        if skip_tokenizer_init:
+            self.tokenizer = None
+        elif tokenizer is None:
+            self.tokenizer = load_tokenizer(engine.info.model_path)
+        elif isinstance(tokenizer, (str, Path)):
+            from tokenizer import Tokenizer as TokenizerClass
+
+            self.tokenizer = TokenizerClass.from_pretrained(tokenizer)
+        else:
+            self.tokenizer = tokenizer
+        self.client: EngineClient = ThreadEngineClient(engine)
+        self._request_ids = itertools.count()
+        self._finalizer = weakref.finalize(self, self.client.close)
+
+    def close(self) -> None:
+        """Stop the engine. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends, over ``SamplingParams``' defaults."""
+        from models.generation_config import load_generation_config
+
+        config = load_generation_config(self.client.info.model_path)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        if config.do_sample is False:
+            values = {"repetition_penalty": values.get("repetition_penalty", 1.0), "temperature": 0.0}
+        if config.max_new_tokens is not None:
+            values["max_tokens"] = config.max_new_tokens
+        return SamplingParams(**values)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all together; the results are in the prompts' order.
+
+        prompts   one prompt or a list of them (a flat list of ints is one prompt)
+        params    one for all, or one a prompt; None: ``default_sampling_params()``
+        use_tqdm  show progress on stderr, when that is a terminal and there is more than one prompt
+
+        Every prompt and its parameters are checked before the first is computed. Raises ``RequestError``,
+        ``ContextLengthExceededError``, ``EngineDeadError``.
+        """
+        listed = _as_list(prompts)
+        jobs = [self._job(prompt, each) for prompt, each in zip(listed, self._params_for(listed, params))]
+        return self._run(jobs, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """The token ids of a conversation, by the model's chat template. Raises ``RequestError``."""
+        return chat_prompt(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **template_kwargs,
+        )
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Complete one prompt, with ``n=1``, and yield what comes as it comes; the last delta has a
+        ``finish_reason``. The request starts with the first ``next``; closing the iterator cancels it. Raises
+        as ``generate`` does."""
+        job = self._job(prompt, params or self.default_sampling_params())
+        if job.params.n != 1:
+            raise RequestError(f"stream has one choice, got n={job.params.n}", param="n")
+        return self._stream(job)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """The raw logits after each of 1 … ``max_model_len`` tokens: ``[num_tokens, vocab_size]`` float32.
+
+        Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        """
+        return self.client.logits(token_ids)
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text, token_ids = self._encode(prompt)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+        request = EngineRequest(
+            request_id=f"llm-{next(self._request_ids)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.client.info.eos_token_ids,
+        )
+        return _Job(request, text, self.tokenizer)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
+            return self._encode(prompt["prompt"])
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer: give token ids instead of text", param="prompt")
+        return prompt, self.tokenizer.encode(prompt)
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterable[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return itertools.repeat(params, len(prompts))
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(params)} params", param="params")
+        return params
+
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        open_jobs: dict[str, _Job] = {}
+        waiting = iter(jobs)
+        window = self.client.info.max_waiting
+        for job in jobs:
+            prepare(job.request, self.client.info)
+        try:
+            with _progress(len(jobs), use_tqdm) as advance:
+                for job in itertools.islice(waiting, window):
+                    self._submit(job, outputs, open_jobs)
+                while open_jobs:
+                    output = outputs.get()
+                    job = open_jobs[output.request_id]
+                    if self._receive(job, output):
+                        del open_jobs[job.request_id]
+                        advance()
+                        for following in itertools.islice(waiting, 1):
+                            self._submit(following, outputs, open_jobs)
+        finally:  # an interrupt, or a prompt that was refused
+            for request_id in open_jobs:
+                self.client.cancel(request_id)
+        return [job.result() for job in jobs]
+
+    def _submit(
+        self, job: _Job, outputs: queue.SimpleQueue[EngineOutput], open_jobs: dict[str, _Job]
+    ) -> None:
+        while True:
+            try:
+                self.client.submit(job.request, outputs.put)
+            except QueueFullError as error:  # others use the engine too
+                time.sleep(error.retry_after_s)
+            else:
+                open_jobs[job.request_id] = job
+                return
+
+    def _receive(self, job: _Job, output: EngineOutput) -> bool:
+        """Take one output; True when the engine is done with the request."""
+        if job.receive(output).should_cancel:
+            self.client.cancel(job.request_id, output.index)
+        return job.num_running == 0
+
+    def _stream(self, job: _Job) -> Iterator[TextDelta]:
+        outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        self._submit(job, outputs, {})
+        try:
+            while not job.pipelines[0].is_finished:
+                delta = job.receive(outputs.get())
+                if delta.token_ids or delta.text or delta.finish_reason is not None:
+                    yield delta
+        finally:
+            if job.num_running:
+                self.client.cancel(job.request_id)
+
+
+class _Job:
+    """One request on its way: its choices as they grow."""
+
+    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.params = params
+        self.prompt = prompt
+        self.num_running = params.n
+        self.pipelines = [TextPipeline(tokenizer, params, request.prompt_token_ids) for _ in range(params.n)]
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        has_logprobs = params.logprobs is not None
+        self._choices = [
+            CompletionOutput(
+                index,
+                logprobs=[] if has_logprobs else None,
+                cumulative_logprob=0.0 if has_logprobs else None,
+            )
+            for index in range(params.n)
+        ]
+
+    def receive(self, output: EngineOutput) -> TextDelta:
+        """Take one output of the engine; what it adds to its choice."""
+        if output.finish_reason is not None:
+            self.num_running -= 1
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs
+            ]
+        choice = self._choices[output.index]
+        if output.times is not None:
+            choice.times = output.times
+        delta = self.pipelines[output.index].push(output)
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        for entry in delta.logprobs or ():
+            assert choice.logprobs is not None
+            assert choice.cumulative_logprob is not None
+            choice.logprobs.append(self._by_id(entry))
+            choice.cumulative_logprob += entry.logprob
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            choice.error = output.error
+        return delta
+
+    def result(self) -> RequestOutput:
+        return RequestOutput(
+            self.request_id, self.prompt, self.request.prompt_token_ids, self._choices, self._prompt_logprobs
+        )
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token itself first, then the alternatives, most probable first."""
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+            found.setdefault(token_id, Logprob(logprob, rank, self._token_text(token_id)))
+        return found
+
+    def _token_text(self, token_id: int) -> str | None:
+        if self._tokenizer is None or not self.params.detokenize:
+            return None
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and all(is_integer(item) for item in listed):
+        return [listed]
+    for item in listed:
+        if not isinstance(item, (str, Mapping)) and not hasattr(item, "__iter__"):
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, got {item!r:.80}", param="prompts"
+            )
+    return listed
+
+
+@contextlib.contextmanager
+def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that each call advances by one; nothing where nobody would see it."""
+    import sys
+
+    if not is_wanted or total < 2 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)

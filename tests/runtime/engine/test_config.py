@@ -1,0 +1,81 @@
+"""Sizing of the KV cache, and the refusals with numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from runtime.engine.config import EngineConfig, available_memory_bytes, resolve
+from runtime.engine.errors import RequestError
+
+GIB = 1 << 30
+
+
+def sized(positions: int = 4096, bytes_per_block: int = 1 << 20, available: int = 64 * GIB, **config: int):
+    return resolve(
+        EngineConfig(**config),
+        max_position_embeddings=positions,
+        bytes_per_block=bytes_per_block,
+        available_bytes=available,
+    )
+
+
+def test_default_is_bounded_by_memory_by_need_and_by_the_cap() -> None:
+    assert sized(available=8 * GIB).num_blocks == 2 * GIB >> 20  # a quarter of what is free
+    assert sized(available=1024 * GIB).num_blocks == 4 * GIB >> 20  # the cap
+    assert sized(positions=100, max_num_seqs=3).num_blocks == 3 * 7  # all that three sequences can use
+
+
+def test_explicit_sizes() -> None:
+    assert sized(num_blocks=300).num_blocks == 300
+    assert sized(kv_cache_bytes=300 << 20).num_blocks == 300
+    with pytest.raises(RequestError, match="not both"):
+        sized(num_blocks=1, kv_cache_bytes=1)
+
+
+def test_the_context_is_cut_to_the_pool_only_when_nobody_asked_for_it() -> None:
+    assert sized(num_blocks=10).max_model_len == 160
+    assert sized(num_blocks=10, max_model_len=160).max_model_len == 160
+    with pytest.raises(RequestError, match=r"11 KV blocks.*has 10") as caught:
+        sized(num_blocks=10, max_model_len=161)
+    assert caught.value.param == "kv_cache_bytes"
+
+
+def test_no_block_at_all_is_refused() -> None:
+    with pytest.raises(RequestError, match="KV cache has 0"):
+        sized(kv_cache_bytes=1000)
+    with pytest.raises(RequestError, match="KV cache has 0"):
+        sized(available=1 << 20)
+
+
+def test_more_than_the_models_positions_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"4097.*4096") as caught:
+        sized(max_model_len=4097)
+    assert caught.value.param == "max_model_len"
+
+
+def test_every_sequence_can_decode_in_each_step() -> None:
+    assert sized(max_num_seqs=256, max_num_batched_tokens=16).max_num_seqs == 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "num_blocks",
+        "kv_cache_bytes",
+        "max_waiting",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, math.nan, "1"])
+def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 1 << 20 < available_memory_bytes() < 1 << 50

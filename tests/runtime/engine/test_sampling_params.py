@@ -1,0 +1,148 @@
+"""Every field of SamplingParams: default, limits, wrong types, and the way through JSON."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import SamplingParams
+
+
+def test_defaults_are_vllms() -> None:
+    assert msgspec.to_builtins(SamplingParams()) == {
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": None,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+    }
+
+
+FIELDS_AND_BAD_VALUES = {
+    "n": [0, -1, 129, 10**9, 1.5, True, None, "1", math.nan],
+    "presence_penalty": [-2.1, 2.1, math.nan, math.inf, "0", None, True],
+    "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf, "0", None, False],
+    "repetition_penalty": [0.0, -1.0, math.nan, math.inf, "1", None],
+    "temperature": [-0.1, math.nan, math.inf, "1", None, True],
+    "top_p": [0.0, 1.1, -1, math.nan, None],
+    "top_k": [-2, 1.5, 2**31, True, None, math.nan],
+    "min_p": [-0.1, 1.1, math.nan, None],
+    "seed": [2**63, -(2**63) - 1, 1.0, True, "1"],
+    "stop": ["", [""], 5, [5], ["a"] * 65, ["x" * 1025], b"a"],
+    "stop_token_ids": [5, [1.5], ["a"], [True], "ab"],
+    "ignore_eos": [0, 1, None, "true"],
+    "max_tokens": [0, -1, 1.5, True, math.nan, 2**31],
+    "min_tokens": [-1, 17, None, 0.5, True],
+    "logprobs": [-1, 21, True, 1.0],
+    "prompt_logprobs": [-1, 21, True, 1.0],
+    "detokenize": [0, None],
+    "skip_special_tokens": [1, None],
+    "include_stop_str_in_output": [1, None],
+    "logit_bias": [
+        [1],
+        {"a": 1},
+        {1: "a"},
+        {1: 100.5},
+        {1: math.nan},
+        {1: -math.inf},
+        {True: 1},
+        {1.5: 1},
+        5,
+    ],
+    "allowed_token_ids": [[], [1.5], 5, [None]],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in FIELDS_AND_BAD_VALUES.items() for value in values]
+)
+def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name.split("_")[0]) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
+    assert isinstance(caught.value, ValueError)
+
+
+def test_every_field_has_bad_values() -> None:
+    assert set(FIELDS_AND_BAD_VALUES) == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n": 128},
+        {"temperature": 0},
+        {"temperature": 100.0},
+        {"top_k": -1},
+        {"top_k": np.int64(5)},
+        {"top_p": np.float32(0.5)},
+        {"max_tokens": None},
+        {"min_tokens": 16},
+        {"seed": -1},
+        {"seed": 2**63 - 1},
+        {"logprobs": 0},
+        {"stop": "x"},
+        {"stop": []},
+        {"stop": ("a", "b")},
+        {"logit_bias": {5: -100, 6: 100.0}},
+        {"stop_token_ids": []},
+    ],
+)
+def test_edge_values_are_taken_and_survive_messages(params: dict[str, object]) -> None:
+    made = SamplingParams(**params)  # type: ignore[arg-type]
+    assert msgspec.json.decode(msgspec.json.encode(made), type=SamplingParams) == made
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SamplingParams) == made
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"best_of": 2}', type=SamplingParams)
+
+
+def test_decoding_checks_too() -> None:
+    with pytest.raises(msgspec.ValidationError, match="top_p"):
+        msgspec.json.decode(b'{"top_p": 2}', type=SamplingParams)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_validate_knows_the_vocabulary() -> None:
+    SamplingParams(stop_token_ids=[9], logit_bias={9: 1.0}, allowed_token_ids=[0]).validate(10)
+    for name, value in (("stop_token_ids", [10]), ("logit_bias", {-1: 1.0}), ("allowed_token_ids", [10])):
+        with pytest.raises(RequestError, match="vocabulary of 10") as caught:
+            SamplingParams(**{name: value}).validate(10)  # type: ignore[arg-type]
+        assert caught.value.param == name
+
+
+def test_greedy_and_penalties() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
+    assert not SamplingParams().has_penalties
+    assert SamplingParams(repetition_penalty=1.1).has_penalties
+    assert SamplingParams(presence_penalty=-0.1).has_penalties
