@@ -1,0 +1,108 @@
+"""The fields of OpenAI's and vLLM's requests that do nothing here: the ones taken without effect, and the
+ones refused.
+
+Everything else is a field of `server.schema`, and honoured; a field that is nowhere is refused as unknown.
+Both tables are the documentation: nothing is ignored that is not in the first one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from server.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A field that OpenAI clients send and that cannot change an answer here: its type is checked, no
+    more."""
+
+    type: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """A field refused by name, unless it has a value that asks for nothing."""
+
+    reason: str
+    harmless: tuple[Any, ...] = ()
+    """Values that ask for what happens anyway; null always is one."""
+
+
+ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
+    "user": Accepted(str, "a name for the end user, for OpenAI's abuse monitoring"),
+    "safety_identifier": Accepted(str, "the same under its newer name"),
+    "store": Accepted(bool, "nothing is stored, whatever is asked"),
+    "metadata": Accepted(dict[str, str], "labels of stored completions"),
+    "service_tier": Accepted(str, "there is one tier"),
+    "prompt_cache_key": Accepted(str, "a routing hint; there is one engine"),
+    "prompt_cache_retention": Accepted(str, "a hint about how long to keep a prompt's cache"),
+    "prompt_cache_options": Accepted(dict[str, Any], "the same, newer"),
+    "parallel_tool_calls": Accepted(bool, "no tool calls are made out of the text yet"),
+}
+
+_BEAM_SEARCH = "beam search is not built"
+_CONSTRAINED = "constrained decoding is not built yet"
+
+NOT_BUILT: dict[str, NotBuilt] = {
+    # OpenAI's
+    "response_format": NotBuilt(_CONSTRAINED, ({"type": "text"},)),
+    "tool_choice": NotBuilt('tool calls cannot be forced yet; only "none" and "auto"', ("none", "auto")),
+    "functions": NotBuilt("the older form of tools; send tools"),
+    "function_call": NotBuilt("the older form of tool_choice", ("none",)),
+    "suffix": NotBuilt("insertion before a suffix is not built"),
+    "best_of": NotBuilt("choosing the best of several candidates is not built", (1,)),
+    "modalities": NotBuilt("only text is made", (["text"],)),
+    "audio": NotBuilt("only text is made"),
+    "prediction": NotBuilt("predicted outputs are not built"),
+    "web_search_options": NotBuilt("there is no web search"),
+    "moderation": NotBuilt("there is no moderation"),
+    "reasoning_effort": NotBuilt(
+        "not built; where the model's chat template knows it, send it within chat_template_kwargs"
+    ),
+    "verbosity": NotBuilt("not built", ("medium",)),
+    # vLLM's
+    "chat_template": NotBuilt("a template comes with the model, never with a request"),
+    "use_beam_search": NotBuilt(_BEAM_SEARCH, (False,)),
+    "length_penalty": NotBuilt(_BEAM_SEARCH, (1, 1.0)),
+    "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
+    "bad_words": NotBuilt("not built; logit_bias can ban single tokens", ([],)),
+    "truncate_prompt_tokens": NotBuilt("a prompt is never cut"),
+    "structured_outputs": NotBuilt(_CONSTRAINED),
+    "guided_json": NotBuilt(_CONSTRAINED),
+    "guided_regex": NotBuilt(_CONSTRAINED),
+    "guided_choice": NotBuilt(_CONSTRAINED),
+    "guided_grammar": NotBuilt(_CONSTRAINED),
+}
+
+
+def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """The request without the fields of both tables, which are checked here.
+
+    A field that the schema itself has (chat's `tool_choice`) is checked and stays. Raises `ApiError` 400: a
+    wrong type, or a field of the second table that asks for something."""
+    kept = {}
+    for name, value in request.items():
+        if (not_built := NOT_BUILT.get(name)) is not None:
+            if value is not None and not _is_among(value, not_built.harmless):
+                raise invalid(
+                    name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter"
+                )
+            if name in schema.__struct_fields__:
+                kept[name] = value
+        elif (accepted := ACCEPTED_WITHOUT_EFFECT.get(name)) is not None:
+            try:
+                msgspec.convert(value, accepted.type | None)
+            except msgspec.ValidationError:
+                raise invalid(name, f"Invalid type for {name}.", "invalid_type") from None
+        else:
+            kept[name] = value
+    return kept
+
+
+def _is_among(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Equality that knows True from 1, as JSON does."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless)

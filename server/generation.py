@@ -1,0 +1,179 @@
+"""One HTTP request's way through the engine: its prompts admitted, its choices' text as it comes, its end.
+
+    generation.start()                        # every prompt admitted, or a typed error
+    with closing(generation):
+        async for pieces in generation:       # all that has come since the last round
+            ...
+
+`close` ends whatever still runs, so a client that goes away, an error and a cancelled task all free the
+request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from runtime.engine.client import EngineClient
+from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from runtime.engine.sampling_params import SamplingParams
+from runtime.text.pipeline import TextDelta, TextPipeline
+from server.bridge import LoopBridge
+from tokenizer import Tokenizer
+
+
+class GenerationError(Exception):
+    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open."""
+
+    def __init__(self, message: str, *, is_shutdown: bool) -> None:
+        super().__init__(message)
+        self.is_shutdown = is_shutdown
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came for one choice: `choice` counts over all prompts (prompt × n + index within the prompt)."""
+
+    choice: int
+    delta: TextDelta
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt's state. `open_choices` still owe text to the client; `running_choices` still run in the
+    engine (a choice that met a stop string is no longer open, and runs until the engine has heard of
+    it)."""
+
+    number: int
+    request_id: str
+    token_ids: list[int]
+    pipelines: list[TextPipeline]
+    open_choices: set[int]
+    running_choices: set[int] = field(default_factory=set)
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """All choices of all prompts of one request.
+
+    request_id      prefix of the engine's request ids
+    prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
+
+    `num_prompt_tokens` and `num_completion_tokens` count over all of them; `prompt_logprobs(i)` is there
+    before the first piece of prompt i."""
+
+    client: EngineClient
+    bridge: LoopBridge
+    tokenizer: Tokenizer | None
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    arrival_time_s: float
+    priority: int = 0
+    num_completion_tokens: int = 0
+    has_left: bool = False
+    _prompts: list[_Prompt] = field(default_factory=list)
+    _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        """Takes time in proportion to the prompts (each choice's decoder begins where its prompt ends)."""
+        choices = range(self.params.n)
+        self._prompts = [
+            _Prompt(
+                number=number,
+                request_id=f"{self.request_id}-{number}",
+                token_ids=token_ids,
+                pipelines=[TextPipeline(self.tokenizer, self.params, token_ids) for _ in choices],
+                open_choices=set(choices),
+            )
+            for number, token_ids in enumerate(self.prompts)
+        ]
+
+    def start(self) -> None:
+        """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`
+        raises."""
+        eos_token_ids = self.client.info.eos_token_ids
+        for prompt in self._prompts:
+            request = EngineRequest(
+                request_id=prompt.request_id,
+                prompt_token_ids=prompt.token_ids,
+                params=self.params,
+                eos_token_ids=eos_token_ids,
+                priority=self.priority,
+                arrival_time_s=self.arrival_time_s,
+            )
+            try:
+                self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
+            except BaseException:
+                self.close()
+                raise
+            prompt.running_choices.update(prompt.open_choices)
+
+    def close(self) -> None:
+        """End what is still open. May be called again."""
+        for prompt in self._prompts:
+            prompt.open_choices.clear()
+            self._stop(prompt)
+
+    def leave(self) -> None:
+        """The client has gone away: free the blocks now, and end the iteration."""
+        self.has_left = True
+        self.close()
+        self._arrived.set()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
+
+    def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
+        """Those of prompt `number`, which must have been asked for and come."""
+        logprobs = self._prompts[number].logprobs
+        assert logprobs is not None
+        return logprobs
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """Lists of pieces, in order, until every choice has finished or the client has left.
+
+        Raises `GenerationError` when the engine could not finish a choice.
+        """
+        while any(prompt.open_choices for prompt in self._prompts):
+            await self._arrived.wait()
+            self._arrived.clear()
+            outputs, self._outputs = self._outputs, []
+            pieces = [
+                self._push(prompt, output)
+                for prompt, output in outputs
+                if output.index in prompt.open_choices
+            ]
+            if pieces:
+                yield pieces
+
+    def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
+        if output.finish_reason is not None:
+            prompt.running_choices.discard(output.index)
+        self._outputs.append((prompt, output))
+        self._arrived.set()
+
+    def _stop(self, prompt: _Prompt) -> None:
+        """End what the engine still does for a prompt of which nothing more is wanted."""
+        if prompt.running_choices:
+            prompt.running_choices.clear()
+            self.client.cancel(prompt.request_id)
+
+    def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
+        if output.finish_reason == "error":
+            raise GenerationError(output.error or "the engine reported an error", is_shutdown=False)
+        if output.finish_reason == "abort":
+            raise GenerationError("the engine was stopped", is_shutdown=True)
+        if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it
+            prompt.logprobs = output.prompt_logprobs
+        delta = prompt.pipelines[output.index].push(output)
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            prompt.open_choices.discard(output.index)
+            if not prompt.open_choices:
+                self._stop(prompt)
+        return Piece(prompt.number * self.params.n + output.index, delta)

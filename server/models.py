@@ -1,0 +1,42 @@
+"""`GET /v1/models`, `GET /v1/models/{id}` and `GET /health`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.engine.errors import EngineDeadError
+from server.errors import engine_unavailable
+from server.responses import Model, ModelList
+from server.service import Service
+
+
+def _model(service: Service) -> Model:
+    return Model(
+        id=service.model_name,
+        created=service.created,
+        max_model_len=service.client.info.max_model_len,
+    )
+
+
+async def list_models(request: Request) -> Response:
+    models = ModelList(data=[_model(request.app.state.service)])
+    return Response(msgspec.json.encode(models), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """404 unless it is the served model. The id may hold slashes, as hub ids do."""
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["model_id"])
+    return Response(msgspec.json.encode(_model(service)), media_type="application/json")
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine's loop lives, else 503. Never waits for a step."""
+    service: Service = request.app.state.service
+    try:
+        service.client.stats()
+    except EngineDeadError:
+        raise engine_unavailable() from None
+    return Response(b'{"status":"ok"}', media_type="application/json")

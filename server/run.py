@@ -1,0 +1,132 @@
+"""From a model's name to a running server, and down again.
+
+`serve` is what `xserv serve` calls. The port is taken before the model is loaded, so that a port in use
+costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: no new requests, the
+running ones may finish within `drain_timeout_s`; a second signal ends at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from models.generation_config import GenerationConfig, load_generation_config
+from runtime.engine.build import build_engine
+from runtime.engine.client import ThreadEngineClient
+from runtime.errors import XservError
+from runtime.text.load import load_tokenizer
+from server.app import create_app
+from server.config import ServerConfig
+
+
+class ServerStartError(XservError):
+    """The address cannot be listened on."""
+
+
+def serve(
+    model: str | Path | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    max_body_bytes: int = ServerConfig.max_body_bytes,
+    drain_timeout_s: float = 10.0,
+    log_level: str = "warning",
+    **engine_options: Any,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM; then returns.
+
+    model              None: the bundled one; a folder; a hub id
+    port               0: any free one; the line printed when ready names it
+    served_model_name  the name in the API; None: the folder's or the hub id
+    max_body_bytes     larger request bodies are answered with 413
+    drain_timeout_s    how long running requests may go on after the signal
+    engine_options     `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
+
+    Raises `ServerStartError`, and what `build_engine` and `Tokenizer.from_pretrained` raise.
+    """
+    with closing(listen(host, port)) as listener:
+        engine = build_engine(model, **engine_options)
+        folder = Path(engine.info.model_path)
+        tokenizer = load_tokenizer(folder)
+        client = ThreadEngineClient(engine)
+        try:
+            app = create_app(
+                client,
+                tokenizer,
+                model_name=served_model_name,
+                default_sampling=sampling_defaults(load_generation_config(folder)),
+                config=ServerConfig(max_body_bytes=max_body_bytes),
+            )
+            settings = uvicorn.Config(
+                app,
+                log_level=log_level,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            )
+            _Server(settings, served_model_name or engine.info.model_name).run(sockets=[listener])
+        finally:
+            client.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which says when it is ready, and which a signal ends without being raised again."""
+
+    def __init__(self, config: uvicorn.Config, model_name: str) -> None:
+        super().__init__(config)
+        self.model_name = model_name
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets is not None
+        host, port = sockets[0].getsockname()[:2]
+        shown_host = f"[{host}]" if ":" in host else host
+        print(f"Serving {self.model_name} at http://{shown_host}:{port}/v1", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. Raises `ServerStartError`, which says what to do."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise ServerStartError(f"{host!r} is not an address of this machine") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reasons = {
+            errno.EADDRINUSE: f"port {port} of {host} is in use; choose another (0: any free one)",
+            errno.EADDRNOTAVAIL: f"{host} is not an address of this machine",
+            errno.EACCES: f"port {port} needs rights that this user does not have; choose one above 1023",
+        }
+        reason = reasons.get(error.errno or 0, f"cannot listen on port {port} of {host}")
+        raise ServerStartError(reason) from None
+    return listener
+
+
+def sampling_defaults(config: GenerationConfig) -> dict[str, float | int]:
+    """What the model's authors recommend, by `SamplingParams`' names; as in vLLM, `do_sample` has no say."""
+    recommended = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "max_tokens": config.max_new_tokens,
+    }
+    return {name: value for name, value in recommended.items() if value is not None}

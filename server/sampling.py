@@ -1,0 +1,126 @@
+"""From a request's fields to `SamplingParams`: the request's value, else the model's generation config's,
+else OpenAI's default. Ranges are checked by `SamplingParams` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from server.errors import ApiError, from_engine, invalid
+from server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "min_tokens",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+"""Fields that mean to the engine what they mean in the request."""
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; a chat goes on to the end of the context."""
+
+DEFAULTS_OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""What a model's generation config may decide where the request is silent."""
+
+
+def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any], **extra: Any) -> SamplingParams:
+    """Raises `ApiError` 400 naming the field."""
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    elif request.max_tokens not in (None, max_tokens):
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; send one.")
+    logprobs = None
+    if request.logprobs:
+        logprobs = request.top_logprobs or 0
+    elif request.top_logprobs is not None and request.top_logprobs != 0:
+        raise invalid("top_logprobs", "top_logprobs asks for logprobs to be true.")
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}.")
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    renamed = {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {}
+    return _params(request, {"max_tokens": None, **defaults}, limit | {"logprobs": logprobs} | extra, renamed)
+
+
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], **extra: Any
+) -> SamplingParams:
+    """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is drawn, for the caller to
+    drop: the engine has no request without output."""
+    limit = {}
+    if request.max_tokens is not None:
+        limit = {"max_tokens": request.max_tokens or 1}
+    prompt_logprobs = {}
+    if request.echo and request.prompt_logprobs is None and request.logprobs is not None:
+        prompt_logprobs = {"prompt_logprobs": request.logprobs}
+    return _params(
+        request,
+        {**defaults, "max_tokens": COMPLETION_MAX_TOKENS},
+        limit | {"logprobs": request.logprobs} | prompt_logprobs | extra,
+        {},
+    )
+
+
+def _params(
+    request: GenerationRequest,
+    defaults: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> SamplingParams:
+    fields = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    fields.update(asked)
+    if request.logit_bias is not None:
+        fields["logit_bias"] = _logit_bias(request.logit_bias)
+    try:
+        return SamplingParams(**fields)
+    except RequestError as error:
+        raise from_engine(error, renamed) from None
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON has only strings for keys: "50256" is token 50256."""
+    by_id = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid("logit_bias", f"logit_bias: {key[:40]!r} is not a token id.")
+        by_id[int(key)] = value
+    return by_id
+
+
+def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:
+    """Whether a stream ends with the usage, and whether every chunk carries it. Raises `ApiError` 400."""
+    options = request.stream_options
+    if options is None:
+        return False, False
+    if not request.stream:
+        raise invalid("stream_options", "stream_options is only for stream: true.")
+    if options.include_obfuscation:
+        raise invalid(
+            "stream_options.include_obfuscation",
+            "Padding of the stream is not built.",
+            "unsupported_parameter",
+        )
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+__all__ = ["DEFAULTS_OF_MODEL", "ApiError", "chat_params", "completion_params", "stream_flags"]

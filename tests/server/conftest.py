@@ -1,0 +1,74 @@
+"""Fixtures: a server on the fake engine, whose tokens are bytes; OpenAI's client; a plain HTTP client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.engine.messages import EngineRequest
+from server.app import create_app
+from tests.server.byte_tokenizer import END_OF_TURN, make_byte_tokenizer
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.running import running, wait_until
+from tokenizer import Tokenizer
+
+ANSWER = "Grüße, 世界! 😀 done."
+"""What the fake engine says; characters of one to four bytes, so of as many tokens."""
+
+
+def say(text: str) -> list[int]:
+    return [*text.encode(), END_OF_TURN, *[32] * 1000]
+
+
+@dataclass
+class Served:
+    """A running server and what stands behind it."""
+
+    url: str
+    engine: FakeEngineClient
+    openai: openai.OpenAI
+    http: httpx.Client
+
+
+def answer_of(request: EngineRequest, index: int) -> list[int]:
+    """Choice 0 says ANSWER, choice i the same with its number."""
+    return say(ANSWER if index == 0 else f"{ANSWER} {index}")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_byte_tokenizer(tmp_path_factory.mktemp("byte-tokenizer"))
+
+
+@contextmanager
+def serving(engine: FakeEngineClient, tokenizer: Tokenizer | None, **options: Any) -> Iterator[Served]:
+    """A server of its own, for tests that need other settings; `options` are `create_app`'s."""
+    with (
+        running(create_app(engine, tokenizer, **options)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
+        yield Served(url, engine, client, http)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tokenizer: Tokenizer) -> Iterator[Served]:
+    engine = FakeEngineClient(answer_of)
+    with serving(engine, tokenizer) as served:
+        yield served
+    engine.close()
+
+
+@pytest.fixture
+def served(shared_server: Served) -> Iterator[Served]:
+    """One server with the usual settings for all tests, its engine as new; no request may outlive its
+    test."""
+    shared_server.engine.reset(answer_of)
+    yield shared_server
+    wait_until(lambda: shared_server.engine.num_open == 0)
