@@ -61,10 +61,12 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
+    "rope_interleaved": (False,),
     "rotary_pct": (1,),
     "scale_depth": (),
     "scale_emb": (1,),
     "sparsity_config": ({},),
+    "use_mrope": (False,),
     "use_qk_norm": (False,),
     "vision_config": (),
 }

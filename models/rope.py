@@ -25,11 +25,10 @@ def make_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope
     """cos and sin `[num_positions, head_dim / 2]`; each half of a head is rotated against the other."""
     frequencies = inverse_frequencies(rope, head_dim)  # [head_dim / 2]
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
-    return RopeTable(
-        cos=Tensor.from_numpy(np.cos(angles, dtype=np.float64).astype(np.float32)),
-        sin=Tensor.from_numpy(np.sin(angles, dtype=np.float64).astype(np.float32)),
-        interleaved=False,
-    )
+    # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.
+    cos = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
+    sin = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
+    return RopeTable(cos=Tensor.from_numpy(cos), sin=Tensor.from_numpy(sin), interleaved=False)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
