@@ -148,6 +148,7 @@ def serve(
     from runtime.bench.child_process import ChildProcess
     from runtime.bench.serving import Load, bench_serve
 
+    percentiles = _percentiles(metric_percentiles)
     load = Load(
         num_prompts=num_prompts,
         random_input_len=random_input_len,
@@ -176,7 +177,7 @@ def serve(
                 model=model,
                 api_key=os.environ.get("OPENAI_API_KEY"),
                 percentile_metrics=tuple(part.strip() for part in percentile_metrics.split(",")),
-                metric_percentiles=_percentiles(metric_percentiles),
+                metric_percentiles=percentiles,
             )
         )
     if own is not None:
