@@ -16,7 +16,7 @@ import itertools
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -242,7 +242,7 @@ class LLM:
             **template_kwargs,
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt, with ``n=1``, and yield what comes as it comes; the last delta has a
         ``finish_reason``. The request starts with the first ``next``; closing the iterator cancels it. Raises
         as ``generate`` does."""
@@ -336,7 +336,7 @@ class LLM:
             self.client.cancel(job.request_id, output.index)
         return job.num_running == 0
 
-    def _stream(self, job: _Job) -> Iterator[TextDelta]:
+    def _stream(self, job: _Job) -> Generator[TextDelta, None, None]:
         outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self._submit(job, outputs, {})
         try:
