@@ -1,6 +1,6 @@
 """The inference runtime. Its public names are handed on lazily: importing one file wakes no other.
 
-    from runtime import LLM, SamplingParams
+Example: `from runtime import LLM, SamplingParams`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversion of numpy arrays between element types, with the result of every hard case laid down.
 
 - float to a narrower float: rounded once, to nearest, ties to even. What is too large becomes infinity, and
-  NaN in float8_e4m3, which has none (as ml_dtypes and PyTorch do): a lost value shows. Who wants saturation
-  clips first.
+  NaN in float8_e4m3, which has none: a lost value shows. So does ml_dtypes; PyTorch 2.13 and PTX's
+  `satfinite` give +-448 there instead, and who wants that clips first.
 - integer to float: as from float32, into which it is rounded first.
 - float to integer: towards zero; what is out of range becomes the nearest end of the range, and NaN 0, as
   PTX's `cvt.rzi` has it.

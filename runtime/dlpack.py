@@ -72,8 +72,11 @@ def export_array(
     """A capsule with the array's memory, which it keeps alive; arguments as in the protocol's `__dlpack__`.
 
     Raises:
-        BufferError: for another device than the cpu, or a read-only array and a consumer too old to be told.
+        BufferError: for another device than the cpu, a read-only array and a consumer too old to be told, or
+            a negative stride, which makes torch end the process.
     """
+    if any(stride < 0 for stride in array.strides):
+        raise BufferError(f"DLPack: strides {array.strides} bytes run backwards; export a contiguous() copy")
     dtype = dtype_of_array(array)
     code = _CODES.get(dtype)
     if code is not None:
@@ -87,32 +90,36 @@ def export_array(
 def import_array(source: Any) -> NDArray:
     """A numpy array over the memory of any object with `__dlpack__`, without a copy.
 
+    It is read-only where the object says so, or is too old to say.
+
     Raises:
         InvalidArgumentError: where the object does not speak DLPack, or has no memory or type for us.
     """
     try:
         device = tuple(source.__dlpack_device__())
         if device != CPU_DEVICE:
-            raise InvalidArgumentError(
-                f"from_dlpack: memory is on DLPack device {device}, not on the cpu {CPU_DEVICE}",
-                param="source",
-            )
+            raise BufferError(f"its memory is on DLPack device {device}, not on the cpu {CPU_DEVICE}")
         try:
             capsule = source.__dlpack__(max_version=(1, 0))
-        except TypeError:  # a producer from before version 1
+        except TypeError:  # a producer from before DLPack 1
             capsule = source.__dlpack__()
-        element_type = _element_type(capsule)
-        dtype = _DTYPES.get(element_type.code)
-        if dtype is None:
-            return np.from_dlpack(_Producer(capsule))
-        if element_type.bits != 8 * dtype.itemsize:
-            raise BufferError(f"{dtype} with {element_type.bits} bits an element")
-        element_type.code = _UNSIGNED_INTEGER
-        return np.from_dlpack(_Producer(capsule)).view(dtype.numpy)
-    except (AttributeError, BufferError, RuntimeError) as error:
+        return _take(capsule)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"from_dlpack: cannot take a {type(source).__name__}: {error}", param="source"
         ) from error
+
+
+def _take(capsule: object) -> NDArray:
+    """A numpy array that owns what a capsule holds."""
+    element_type = _element_type(capsule)
+    dtype = _DTYPES.get(element_type.code)
+    if dtype is None:
+        return np.from_dlpack(_Producer(capsule))
+    if element_type.bits != 8 * dtype.itemsize:
+        raise BufferError(f"its elements are {dtype} of {element_type.bits} bits")
+    element_type.code = _UNSIGNED_INTEGER
+    return np.from_dlpack(_Producer(capsule)).view(dtype.numpy)
 
 
 class _Producer:

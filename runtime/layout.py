@@ -11,6 +11,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from runtime.errors import InvalidArgumentError
 
 Shape = tuple[int, ...]
@@ -225,7 +227,7 @@ def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[S
             new_shape.append(size)
             new_strides.append(strides[axis] * step)
             axis += 1
-        elif hasattr(item, "__index__") and not isinstance(item, bool):
+        elif hasattr(item, "__index__") and not isinstance(item, (bool, np.ndarray)):
             position = operator.index(item)
             if not -shape[axis] <= position < shape[axis]:
                 raise InvalidArgumentError(

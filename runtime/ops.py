@@ -16,6 +16,7 @@ from runtime.device.device import Device
 from runtime.dtype import DType
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import Tensor
+from runtime.tensor_ops import *  # noqa: F403  generic arithmetic, which Tensor's operators reach through this door
 
 
 class LinearWeight:

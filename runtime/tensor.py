@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runtime import dlpack, layout
+from runtime.cast import cast_array
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType, dtype_of_array, float32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
@@ -33,9 +34,9 @@ Axes = int | Sequence[int] | None
 
 def _call(op: str, *arguments: Any) -> Tensor:
     """Calls an operation. The door is opened this late because it stands beside this file and imports it."""
-    from runtime import tensor_ops  # until ops hands these on
+    from runtime import ops
 
-    result: Tensor = getattr(tensor_ops, op)(*arguments)
+    result: Tensor = getattr(ops, op)(*arguments)
     return result
 
 
@@ -378,19 +379,19 @@ class Tensor:
 
     def sum(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Sum over an axis, several, or all; of bools and integers in int64."""
-        return _call("sum", self, axis, keepdims)
+        return _call("reduce_sum", self, axis, keepdims)
 
     def mean(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Mean over an axis, several, or all; of bools and integers in float32."""
-        return _call("mean", self, axis, keepdims)
+        return _call("reduce_mean", self, axis, keepdims)
 
     def max(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Largest element over an axis, several, or all; NaN where there is one."""
-        return _call("max", self, axis, keepdims)
+        return _call("reduce_max", self, axis, keepdims)
 
     def min(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Smallest element over an axis, several, or all; NaN where there is one."""
-        return _call("min", self, axis, keepdims)
+        return _call("reduce_min", self, axis, keepdims)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
         """int64 position of the first largest element (or NaN) along an axis, or of all in order."""
@@ -420,7 +421,8 @@ class Tensor:
         """A DLPack capsule over the same memory (https://data-apis.org/array-api), which it keeps alive.
 
         Raises:
-            BufferError: for another device, or read-only memory and a consumer from before DLPack 1.
+            BufferError: for another device, negative strides, or read-only memory and a consumer from before
+                DLPack 1.
         """
         return dlpack.export_array(
             self.array, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
@@ -442,7 +444,7 @@ class Tensor:
 
     def tolist(self) -> Any:
         """The elements as Python numbers, in lists nested as the axes are; a number for a 0-d tensor."""
-        return (self.array.astype(np.float32) if self.dtype.is_floating else self.array).tolist()
+        return (cast_array(self.array, float32) if self.dtype.is_floating else self.array).tolist()
 
     def __bool__(self) -> bool:
         return bool(self.item())

@@ -34,6 +34,46 @@ from runtime.errors import InvalidArgumentError
 from runtime.storage import NDArray
 from runtime.tensor import Operand, Scalar, Tensor
 
+__all__ = [
+    "absolute",
+    "add",
+    "arange",
+    "argmax",
+    "assign",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "cast",
+    "copy",
+    "divide",
+    "equal",
+    "exp",
+    "floor_divide",
+    "greater",
+    "greater_equal",
+    "invert",
+    "less",
+    "less_equal",
+    "log",
+    "matmul",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negative",
+    "not_equal",
+    "power",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_sum",
+    "remainder",
+    "sqrt",
+    "subtract",
+    "tanh",
+    "to_device",
+    "where",
+]
+
 Axes = int | Sequence[int] | None
 
 # ------------------------------------------------------------------------------------------ memory
@@ -217,7 +257,7 @@ def tanh(tensor: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- reductions
 
 
-def sum(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
+def reduce_sum(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Sum over an axis, several, or all (None)."""
     axes = layout.check_axes("sum", axis, tensor.ndim)
     dtype = tensor.dtype if tensor.dtype.is_floating else int64
@@ -226,7 +266,7 @@ def sum(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     return _result(_reduce(np.add, tensor, axes, keepdims, accumulator), dtype)
 
 
-def mean(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
+def reduce_mean(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Arithmetic mean over an axis, several, or all (None)."""
     axes = layout.check_axes("mean", axis, tensor.ndim)
     total = _reduce(np.add, tensor, axes, keepdims, np.float64)
@@ -235,14 +275,14 @@ def mean(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
         return _result(np.true_divide(total, count), _as_float(tensor.dtype))
 
 
-def max(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
+def reduce_max(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Largest element over an axis, several, or all (None)."""
     axes = layout.check_axes("max", axis, tensor.ndim)
     _refuse_nothing("max", tensor, axes)
     return _result(_reduce(np.maximum, tensor, axes, keepdims), tensor.dtype)
 
 
-def min(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
+def reduce_min(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Smallest element over an axis, several, or all (None)."""
     axes = layout.check_axes("min", axis, tensor.ndim)
     _refuse_nothing("min", tensor, axes)

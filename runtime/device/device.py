@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.errors import DeviceError, InvalidArgumentError
 
-_UNBUILT = re.compile(r"(cuda|emulated)(:\d+|:sm_\d+[af]?)?")
+_UNBUILT = re.compile(r"(cuda)(?::\d+)?|(emulated)(?::sm_\d+[af]?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Device:
             return
         if unbuilt := _UNBUILT.fullmatch(self.type):
             raise DeviceError(
-                f"device {self.type!r}: {unbuilt[1]} devices are not built yet; there is only 'cpu'"
+                f"device {self.type!r}: {unbuilt[1] or unbuilt[2]} devices are not built yet; there is only 'cpu'"
             )
         raise InvalidArgumentError(
             f"device {self.type!r} is not one of 'auto', 'cpu', 'cuda:N', 'emulated:sm_NN'", param="device"

@@ -1,0 +1,322 @@
+"""Who may import whom: the floor plan of docs/architecture.md, held against every import in the packages.
+
+Read with `ast`, so nothing is executed. Imports inside functions count, those under `if TYPE_CHECKING:` do
+not. A name taken from a package that hands it on lazily counts as an import of the file that it comes from.
+Beside the floors stand rules for tools, for other engines and for what executes its input.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("numba_kernels", "tokenizer", "runtime", "models", "server")
+
+# Module or package: its floor. The longest match counts. Files of a room at one floor may import each other.
+FLOORS = {
+    "numba_kernels.cuda.intrinsics": 1,
+    "runtime.dtype": 1,
+    "runtime.errors": 1,
+    "tokenizer": 1,
+    "numba_kernels": 2,
+    "numba_kernels.cuda": 2,
+    "numba_kernels.cpu": 2,
+    "runtime.device": 3,
+    "runtime.device.emulator": 3,
+    **dict.fromkeys(
+        (
+            f"runtime.{name}"
+            for name in (
+                "layout", "storage", "cast", "dlpack", "tensor", "tensor_ops", "ops", "batch", "kv_cache",
+                "communicator", "sampling_arrays",
+            )
+        ),
+        4,
+    ),
+    "models": 5,
+    "runtime.engine": 6,
+    "runtime.text": 6,
+    "runtime.parallel": 6,
+    "runtime.llm": 7,
+    "server": 7,
+    "runtime.bench": 8,
+    "runtime.commands": 9,
+    "runtime.cli": 9,
+}  # fmt: skip
+
+LATE = {("runtime.tensor", "runtime.ops")}
+"""Tensor's operators reach the door of the operations when they are called: the one named exception."""
+
+PEERS = {"runtime.bench.peer_transformers"}
+"""Scripts that another Python runs, against other engines. Nobody imports them."""
+
+FOREIGN = {"torch", "transformers", "tensorflow", "jax"}
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "__import__"}
+UNSAFE_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
+
+
+@dataclass
+class Module:
+    """What one file imports and calls, as far as the rules care."""
+
+    name: str
+    is_package: bool
+    imports: list[tuple[str, int]] = field(default_factory=list)  # dotted name, perhaps of an attribute; line
+    hazards: list[tuple[str, int]] = field(default_factory=list)
+    lazy_names: dict[str, str] = field(default_factory=dict)  # name that the package hands on: its module
+
+
+class Reader(ast.NodeVisitor):
+    """Collects a Module from its syntax tree."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.module.imports += [(alias.name, node.lineno) for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = node.module or ""
+        if node.level:
+            parts = self.module.name.split(".")
+            kept = len(parts) - node.level + self.module.is_package
+            base = ".".join([*parts[:kept], *([base] if base else [])])
+        self.module.imports += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = ast.unparse(node.func)
+        if called in ("importlib.import_module", "import_module"):
+            match node.args:
+                case [ast.Constant(value=str(name)), *_]:
+                    self.module.imports.append((name, node.lineno))
+                case _ if not self.module.is_package:
+                    self.module.hazards.append(
+                        (f"{called} of a name that is made up at run time", node.lineno)
+                    )
+        if called in UNSAFE_CALLS:
+            self.module.hazards.append((f"{called}()", node.lineno))
+        if any(
+            keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
+            for keyword in node.keywords
+        ):
+            self.module.hazards.append(("allow_pickle", node.lineno))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in UNSAFE_ATTRIBUTES:
+            self.module.hazards.append((f"{node.value.id}.{node.attr}", node.lineno))
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        if self.module.is_package:
+            for key, value in zip(node.keys, node.values):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                    self.module.lazy_names[str(key.value)] = str(value.value)
+        self.generic_visit(node)
+
+
+def read_tree(root: Path) -> dict[str, Module]:
+    """Every module of the packages beneath `root`, by dotted name."""
+    modules = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            module = Module(".".join(parts[:-1] if is_package else parts), is_package)
+            Reader(module).visit(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+            modules[module.name] = module
+    return modules
+
+
+def resolve(name: str, modules: dict[str, Module]) -> str | None:
+    """The module of ours behind an imported dotted name: itself or what hands it on; None if not ours."""
+    if name.partition(".")[0] not in (*PACKAGES, "tools", "tests"):
+        return None
+    if name in modules:
+        return name
+    parent, _, attribute = name.rpartition(".")
+    if parent not in modules:
+        return resolve(parent, modules) if parent else name
+    lazy = modules[parent].lazy_names.get(attribute)
+    return resolve(lazy, modules) if lazy else parent
+
+
+def floor_of(name: str) -> int | None:
+    while name:
+        if name in FLOORS:
+            return FLOORS[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def arrows(modules: dict[str, Module]) -> dict[str, dict[str, int]]:
+    """importer: {imported module of ours: line}."""
+    found: dict[str, dict[str, int]] = {}
+    for module in modules.values():
+        for name, line in module.imports:
+            target = resolve(name, modules)
+            if target is not None and target != module.name and (module.name, target) not in LATE:
+                found.setdefault(module.name, {}).setdefault(target, line)
+    return found
+
+
+def circles(graph: dict[str, dict[str, int]]) -> Iterator[list[str]]:
+    """One circle for each set of files that reach each other."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        for target in graph.get(name, {}):
+            circle = walk(target, [*path, name])
+            if circle:
+                return circle
+        done.add(name)
+        return None
+
+    for name in list(graph):
+        circle = walk(name, [])
+        if circle:
+            done.update(circle)
+            yield circle
+
+
+def violations(root: Path) -> list[str]:
+    """What breaks the plan in the packages beneath `root`, one line each."""
+    modules = read_tree(root)
+    graph = arrows(modules)
+    found = []
+    for module in modules.values():
+        floor = floor_of(module.name)
+        if floor is None and module.name != "runtime":
+            found.append(f"{module.name} has no floor in the plan")
+        for target, line in graph.get(module.name, {}).items():
+            where = f"{module.name}:{line} imports {target}"
+            target_floor = floor_of(target)
+            top = target.partition(".")[0]
+            if top in ("tools", "tests"):
+                found.append(f"{where}: {top} is imported by nobody")
+            elif module.name.partition(".")[0] == "tokenizer" and top != "tokenizer":
+                found.append(f"{where}: the tokenizer imports nothing of ours")
+            elif target in PEERS:
+                found.append(f"{where}: peers are run, not imported")
+            elif floor is None or (target_floor is not None and target_floor > floor):
+                found.append(f"{where}: floor {floor} -> {target_floor}")
+        for name, line in module.imports:
+            top = name.partition(".")[0]
+            if top in FOREIGN and module.name not in PEERS:
+                found.append(f"{module.name}:{line} imports {name}: other engines stay outside")
+            if top in UNSAFE_MODULES:
+                found.append(f"{module.name}:{line} imports {name}: unsafe to load")
+        found += [f"{module.name}:{line} uses {hazard}: unsafe" for hazard, line in module.hazards]
+    found += [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
+    return found
+
+
+def test_the_tree_keeps_to_the_plan() -> None:
+    assert violations(ROOT) == []
+
+
+def test_the_check_reads_the_whole_tree() -> None:
+    modules = read_tree(ROOT)
+    assert {"runtime.tensor", "tokenizer.tokenizer", "server.app", "models.llama", "runtime.cli"} <= set(
+        modules
+    )
+    graph = arrows(modules)
+    assert "runtime.dtype" in graph["runtime.tensor"]
+    assert resolve("runtime.LLM", modules) == "runtime.llm"
+    assert resolve("runtime.tensor.Tensor", modules) == "runtime.tensor"
+    assert resolve("numpy.ndarray", modules) is None
+    assert any(name == "runtime.ops" for name, _ in modules["runtime.tensor"].imports)
+
+
+GOOD = {
+    "runtime/__init__.py": '_HOME = {"LLM": "runtime.llm"}\n',
+    "runtime/dtype.py": "import numpy\n",
+    "runtime/tensor.py": "from runtime.dtype import x\ndef f():\n    from runtime import ops\n",
+    "runtime/ops.py": "from runtime import tensor\n",
+    "runtime/engine/engine.py": "from runtime.engine import engine\n",
+    "runtime/llm.py": "from models import base\n",
+    "models/__init__.py": "",
+    "models/base.py": "import typing\nfrom typing import TYPE_CHECKING\nfrom runtime.tensor import Tensor\n"
+    "if TYPE_CHECKING:\n    from runtime.llm import LLM\n",
+    "server/app.py": "from runtime import LLM\nimport models.base as base\n",
+    "tokenizer/bpe.py": "from . import merges\n",
+    "tokenizer/merges.py": "import regex\n",
+    "tokenizer/__init__.py": "from .bpe import f\n",
+    "runtime/bench/peer_transformers.py": "import torch\n",
+}
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {**GOOD, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_good_tree_passes(tmp_path: Path) -> None:
+    assert violations(plant(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("runtime/dtype.py", "import runtime.tensor", "runtime.dtype:1 imports runtime.tensor: floor 1 -> 4"),
+        ("runtime/dtype.py", "def f():\n  from runtime.tensor import Tensor", "floor 1 -> 4"),
+        (
+            "runtime/dtype.py",
+            "class C:\n  try:\n    from runtime import tensor\n  except E: pass",
+            "floor 1 -> 4",
+        ),
+        ("models/base.py", "from runtime import LLM", "models.base:1 imports runtime.llm: floor 5 -> 7"),
+        ("models/base.py", "import importlib\nimportlib.import_module('runtime.llm')", "floor 5 -> 7"),
+        ("models/base.py", "if TYPE_CHECKING:\n  pass\nelse:\n  import server.app", "floor 5 -> 7"),
+        ("models/base.py", "from models.x import y\nfrom runtime.engine.engine import z", "floor 5 -> 6"),
+        ("models/base.py", "import importlib\nimportlib.import_module(name)", "made up at run time"),
+        ("runtime/__init__.py", "from runtime.llm import LLM", "runtime:1 imports runtime.llm: floor None"),
+        ("runtime/storage.py", "from runtime.tensor import x", "runtime.tensor -> runtime.storage"),
+        ("runtime/layout.py", "from runtime.cast import f", "runtime.cast -> runtime.layout -> runtime.cast"),
+        (
+            "tokenizer/bpe.py",
+            "from runtime.errors import XservError",
+            "the tokenizer imports nothing of ours",
+        ),
+        ("tokenizer/merges.py", "from .bpe import x", "tokenizer.bpe -> tokenizer.merges -> tokenizer.bpe"),
+        ("server/app.py", "from tools.soak import run", "tools is imported by nobody"),
+        ("server/app.py", "import tests.fakes", "tests is imported by nobody"),
+        ("server/app.py", "def f():\n  import torch.nn", "server.app:2 imports torch.nn: other engines"),
+        ("models/base.py", "from transformers import AutoModel", "other engines stay outside"),
+        ("runtime/llm.py", "import runtime.bench.peer_transformers", "peers are run, not imported"),
+        ("server/app.py", "import pickle", "unsafe to load"),
+        ("server/app.py", "from cloudpickle import loads", "unsafe to load"),
+        ("server/app.py", "x = eval(text)", "uses eval(): unsafe"),
+        ("server/app.py", "f = lambda: exec(text)", "uses exec(): unsafe"),
+        ("server/app.py", "x = torch.load(path)", "uses torch.load: unsafe"),
+        ("server/app.py", "x = np.load(path, allow_pickle=True)", "uses allow_pickle: unsafe"),
+        ("runtime/attic.py", "", "runtime.attic has no floor in the plan"),
+    ],
+)
+def test_the_check_can_fail(tmp_path: Path, file: str, text: str, expected: str) -> None:
+    others = {
+        "runtime/storage.py": {"runtime/tensor.py": "from runtime import storage"},
+        "runtime/layout.py": {"runtime/cast.py": "from runtime.layout import f"},
+    }.get(file, {})
+    found = violations(plant(tmp_path, {**others, file: text}))
+    assert any(expected in line for line in found), found
