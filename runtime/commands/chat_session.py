@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
-from runtime.errors import InvalidArgumentError
+from runtime.errors import InvalidArgumentError, XservError
 from runtime.text.chat import chat_prompt
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class ChatSession:
                     self.stats.latency_s = now
                     self.stats.num_output_tokens += len(delta.token_ids)
                     self.stats.finish_reason = delta.finish_reason
+                    if delta.finish_reason == "error":
+                        raise XservError("the engine could not finish the answer; its log says why")
                     if delta.text:
                         pieces.append(delta.text)
                         yield delta.text

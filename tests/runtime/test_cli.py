@@ -11,9 +11,11 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,33 @@ def test_errors_are_one_line_on_stderr(arguments: list[str], status: int, words:
     assert err.count("\n") == 1
     assert err.startswith("xserv: error: ")
     assert words in err
+
+
+def test_port_in_use_is_said_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, out, err = invoke("serve", "--port", port, "--model", "/nowhere/at/all")
+    assert (status, out) == (1, "")
+    assert f"port {port}" in err
+    assert err.count("\n") == 1
+
+
+@needs_stories
+def test_serve_answers_and_leaves_on_sigterm(stories: Path) -> None:
+    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--model", str(stories)]
+    with subprocess.Popen(
+        [*command, "--served-model-name", "tales"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert select.select([process.stdout], [], [], 240)[0]
+            match = re.search(r"tales at (http://\S+)/v1", process.stdout.readline())
+            assert match
+            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as answer:
+                assert json.load(answer)["data"][0]["id"] == "tales"
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -336,6 +365,7 @@ def test_chat_needs_a_template(stories: Path) -> None:
 
 SLOW_CHAT = """
 import time
+import urllib.request
 from runtime.engine.engine import Engine
 step = Engine.step
 def slow_step(self):

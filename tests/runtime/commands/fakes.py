@@ -32,6 +32,7 @@ class FakeLLM:
     tokenizer: Any = field(default_factory=FakeTokenizer)
     prompts: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    finish_reason: Any = "stop"
     num_stopped: int = 0
 
     @property
@@ -55,6 +56,6 @@ class FakeLLM:
             for character in answer:
                 yield TextDelta(text=character, token_ids=[ord(character)])
             has_ended = True
-            yield TextDelta(finish_reason="stop")
+            yield TextDelta(finish_reason=self.finish_reason)
         finally:
             self.num_stopped += not has_ended

@@ -10,7 +10,7 @@ import pytest
 from runtime.commands.chat_session import ChatSession
 from runtime.commands.slash import COMMANDS, run_slash
 from runtime.engine.errors import RequestError
-from runtime.errors import InvalidArgumentError
+from runtime.errors import InvalidArgumentError, XservError
 from tests.runtime.commands.fakes import FakeLLM
 
 
@@ -50,6 +50,11 @@ def test_answer_that_failed_takes_its_question_with_it(llm: FakeLLM) -> None:
         raise RequestError("no", param="prompt")
 
     session = ChatSession(llm)  # type: ignore[arg-type]
+    llm.finish_reason = "error"
+    with pytest.raises(XservError, match="could not finish"):
+        list(session.answer("a"))
+    assert session.conversation.messages()[-1]["content"] == "yes"  # what had been shown
+    session.conversation.reset()
     llm.reply = fail
     with pytest.raises(RequestError):
         list(session.answer("a"))

@@ -1,0 +1,221 @@
+"""Every benchmark, by the command line, on a tiny random GPT-2: all keys, finite numbers, sums that add up.
+
+No times are asserted. `bench peers` runs where the checkout has `.venv-reference` with torch and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers import Workload, bench_peers, find_peer_python
+from runtime.bench.streaming import bench_streaming
+from runtime.cli import app
+from runtime.llm import LLM
+
+ROOT = Path(__file__).resolve().parents[3]
+PEER_PYTHON = ROOT / ".venv-reference" / "bin" / "python"
+SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-gpt2")
+    write_gpt2_folder(path, SHAPE, seed=1)
+    return path
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert all(math.isfinite(number) for number in numbers(report))
+    return report
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def check_environment(report: dict[str, Any]) -> None:
+    environment = report["environment"]
+    assert environment["model"].startswith("tiny-gpt2")
+    assert (environment["dtype"], environment["device"]) == ("float32", "cpu")
+    assert environment["num_threads"] >= 1
+    assert {"cpu", "num_cores", "python", "numpy", "numba", "date"} <= environment.keys()
+
+
+def test_latency(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "latency.json"
+    report = bench(
+        *("latency", "--model", str(folder), "--input-len", "5", "--output-len", "3", "--batch-size", "2"),
+        *("--num-iters-warmup", "1", "--num-iters", "4", "--output-json", str(out)),
+    )
+    assert json.loads(out.read_text()) == report
+    assert len(report["latencies"]) == 4
+    assert report["avg_latency"] == pytest.approx(sum(report["latencies"]) / 4)
+    assert set(report["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    assert min(report["latencies"]) <= report["percentiles"]["50"] <= max(report["latencies"])
+    check_environment(report)
+
+
+def test_throughput(folder: Path) -> None:
+    report = bench(
+        *("throughput", "--model", str(folder), "--input-len", "5", "--output-len", "3", "--num-prompts", "6")
+    )
+    assert (report["num_requests"], report["total_num_tokens"], report["total_output_tokens"]) == (6, 48, 18)
+    assert report["requests_per_second"] == pytest.approx(6 / report["elapsed_time"])
+    assert report["tokens_per_second"] == pytest.approx(48 / report["elapsed_time"])
+    check_environment(report)
+
+
+def test_streaming(folder: Path) -> None:
+    report = bench(
+        *(
+            "streaming",
+            "--model",
+            str(folder),
+            "--num-requests",
+            "6",
+            "--prompt-len",
+            "4",
+            "--max-tokens",
+            "3",
+        ),
+        *("--num-rounds", "3"),
+    )
+    assert len(report["wall_times_s"]) == 3
+    assert report["duration"] == sorted(report["wall_times_s"])[1]
+    assert report["completion_throughput"] == pytest.approx(18 / report["duration"])
+    assert report["submit_wall_ms"] >= report["mean_add_request_ms"] * 6 * 0.5
+    for name in ("add_request", "ttft", "tpot", "e2el"):
+        for kind in ("mean", "median", "std", "p50", "p99"):
+            assert f"{kind}_{name}_ms" in report
+    assert report["p50_ttft_ms"] <= report["p99_ttft_ms"] <= report["p99_e2el_ms"]
+    assert set(report["latency_percentiles_ms"]) == {"10", "25", "50", "75", "90", "99"}
+    check_environment(report)
+
+
+def test_serve_starts_our_own_server(folder: Path, tmp_path: Path) -> None:
+    report = bench(
+        *("serve", "--model", str(folder), "--num-prompts", "5", "--random-input-len", "6"),
+        *("--random-output-len", "4", "--request-rate", "200", "--max-concurrency", "3"),
+        *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "serve.json"),
+    )
+    assert json.loads((tmp_path / "serve.json").read_text()) == report
+    assert (report["completed"], report["failed"], report["max_concurrency"]) == (5, 0, 3)
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (30, 20)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        for kind in ("mean", "median", "std", "p99"):
+            assert f"{kind}_{name}_ms" in report
+    check_environment(report)
+
+
+def test_reports_for_people(folder: Path) -> None:
+    arguments = ["bench", "throughput", "--model", str(folder), "--input-len", "5", "--output-len", "3"]
+    result = CliRunner().invoke(app, [*arguments, "--num-prompts", "2"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "tokens per second:" in result.stdout
+    assert "float32  cpu" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["latency", "--input-len", "60", "--output-len", "9"], "5 tokens, not 9"),  # 64 positions
+        (["latency", "--num-iters", "0"], "--num-iters"),
+        (["throughput", "--input-len", "0"], "at least 1"),
+        (["streaming", "--max-tokens", "0"], "max_tokens"),
+    ],
+)
+def test_what_is_not_whole_is_not_timed(folder: Path, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--model", str(folder)])
+    assert result.exit_code != 0
+    assert result.stdout == ""
+    assert words in result.stderr
+
+
+def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.bench import streaming
+    from runtime.bench.burst import run_burst
+
+    bursts = []
+
+    def faulty_burst(*arguments: Any, **options: Any) -> Any:
+        burst = run_burst(*arguments, **options)
+        bursts.append(burst)
+        if len(bursts) == 3:
+            burst.records[1].token_ids[2] = (burst.records[1].token_ids[2] + 1) % SHAPE.vocab_size
+        return burst
+
+    monkeypatch.setattr(streaming, "run_burst", faulty_burst)
+    with LLM(folder) as llm, pytest.raises(BenchmarkError, match=r"request 1 gave token .* at position 2"):
+        bench_streaming(llm, num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2)
+
+
+def test_gpt2_folder_is_seeded_and_loads(folder: Path, tmp_path: Path) -> None:
+    write_gpt2_folder(tmp_path, SHAPE, seed=1)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    with LLM(folder) as llm:
+        logits = llm.logits([1, 2, 3])
+    assert logits.shape == (3, 97)
+    assert np.isfinite(logits).all()
+
+
+def test_peer_python_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        BenchmarkError, match=r"\.venv-reference.*pip install torch transformers.*--peer-python"
+    ):
+        find_peer_python(None, tmp_path)
+
+
+WORKLOADS = (
+    Workload("decode", 2, 5, 4, "decode"),
+    Workload("prefill", 1, 20, 1, "prefill"),
+    Workload("burst", 3, 4, 3, "burst"),
+)
+
+
+@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="no .venv-reference with torch and transformers")
+def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.bench import peers
+
+    monkeypatch.setattr(peers, "IDLE_SHARE", math.inf)  # other tests may be running beside
+    report = bench_peers(PEER_PYTHON, num_rounds=2, shape=SHAPE, workloads=WORKLOADS)
+    json.dumps(report, allow_nan=False)
+    assert report["logits_relative_error"] < 1e-4
+    assert [result["workload"] for result in report["results"]] == ["decode", "prefill", "burst"]
+    for result in report["results"]:
+        assert len(result["ratios"]) == 2
+        for side in ("ours", "peer"):
+            rates = result[side]
+            assert 0 < rates["min_tokens_per_second"] <= rates["median_tokens_per_second"]
+            assert rates["median_tokens_per_second"] <= rates["max_tokens_per_second"]
+        assert result["ratio"] == pytest.approx(
+            result["ours"]["median_tokens_per_second"] / result["peer"]["median_tokens_per_second"]
+        )
+        assert result["peer_cache"] in ("dynamic", "static")
+
+
+@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="no .venv-reference with torch and transformers")
+def test_peers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        LLM, "logits", lambda self, ids: np.full((len(ids), SHAPE.vocab_size), np.nan, np.float32)
+    )
+    with pytest.raises(BenchmarkError, match="logits differ by nan"):
+        bench_peers(PEER_PYTHON, num_rounds=1, shape=SHAPE, workloads=WORKLOADS[:1])
