@@ -98,7 +98,7 @@ def check_batch(batch: Batch, kv_cache: KVCache) -> None:
     assert (counts.max(), lens.max()) == (batch.max_query_len, batch.max_seq_len)
     slots = batch.slot_mappings[0].array
     assert len(np.unique(slots)) == len(slots), "two tokens share a slot"
-    assert 0 <= slots.min()
+    assert slots.min() >= 0
     assert slots.max() < kv_cache.num_blocks * kv_cache.spec.block_size
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts)])
     assert np.array_equal(positions, batch.positions.array)

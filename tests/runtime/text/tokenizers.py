@@ -18,6 +18,10 @@ SPECIAL = "<|im_end|>"
 @cache
 def byte_level_tokenizer() -> Tokenizer:
     """256 bytes, a few words that merges reach, one special token: the last id."""
+    return build(byte_level_content())
+
+
+def byte_level_content() -> dict[str, Any]:
     vocab = {letter: byte for byte, letter in enumerate(BYTE_TO_CHAR)}
     merges: list[str] = []
     for word in WORDS:
@@ -28,14 +32,12 @@ def byte_level_tokenizer() -> Tokenizer:
             if pieces[0] not in vocab:
                 vocab[pieces[0]] = len(vocab)
                 merges.append(merge)
-    return build(
-        {
-            "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            "decoder": {"type": "ByteLevel"},
-            "added_tokens": [special(len(vocab))],
-        }
-    )
+    return {
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": [special(len(vocab))],
+    }
 
 
 @cache
@@ -81,8 +83,13 @@ def special(token_id: int) -> dict[str, Any]:
 
 
 def build(content: dict[str, Any]) -> Tokenizer:
-    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "tokenizer.json"
-        file.write_text(json.dumps({"version": "1.0", **empty, **content}))
-        return Tokenizer.from_file(file)
+        return Tokenizer.from_file(write(Path(folder), content))
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """`tokenizer.json` in `folder`."""
+    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({"version": "1.0", **empty, **content}))
+    return file
