@@ -115,7 +115,7 @@ def _prepare(service: Service, asked: ChatCompletionRequest, arrival_time_s: flo
     params = chat_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
-    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info.max_model_len)
+    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
     request_id = new_id("chatcmpl")
     generation = Generation(
         client=service.client,

@@ -90,7 +90,7 @@ def _prepare(service: Service, asked: CompletionRequest, arrival_time_s: float) 
     params = completion_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
-    prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info.max_model_len)
+    prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
     if len(prompts) * params.n > service.config.max_choices:
         raise invalid("n", f"n × prompts must be at most {service.config.max_choices}.")
     request_id = new_id("cmpl")

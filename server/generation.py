@@ -116,7 +116,9 @@ class Generation:
         """End what is still open. May be called again."""
         for prompt in self._prompts:
             prompt.open_choices.clear()
-            self._stop(prompt)
+            if prompt.running_choices:
+                prompt.running_choices.clear()
+                self.client.cancel(prompt.request_id)
 
     def leave(self) -> None:
         """The client has gone away: free the blocks now, and end the iteration."""
@@ -157,12 +159,6 @@ class Generation:
         self._outputs.append((prompt, output))
         self._arrived.set()
 
-    def _stop(self, prompt: _Prompt) -> None:
-        """End what the engine still does for a prompt of which nothing more is wanted."""
-        if prompt.running_choices:
-            prompt.running_choices.clear()
-            self.client.cancel(prompt.request_id)
-
     def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine reported an error", is_shutdown=False)
@@ -174,6 +170,7 @@ class Generation:
         self.num_completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             prompt.open_choices.discard(output.index)
-            if not prompt.open_choices:
-                self._stop(prompt)
+            if delta.should_cancel and output.index in prompt.running_choices:
+                prompt.running_choices.discard(output.index)
+                self.client.cancel(prompt.request_id, output.index)
         return Piece(prompt.number * self.params.n + output.index, delta)

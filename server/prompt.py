@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 import jinja2
 
 from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.messages import EngineInfo
+from runtime.engine.sampling_params import check_token_ids
 from runtime.text.chat import chat_prompt
 from server.config import ServerConfig
 from server.conversation import check_ending, echoed_text, template_messages, template_tools
@@ -17,7 +19,7 @@ from tokenizer import Tokenizer
 
 
 def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, max_model_len: int
+    request: CompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
 ) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
     prompt = request.prompt
@@ -41,12 +43,12 @@ def completion_prompts(
             ids = tokenizer.encode(text_or_ids, add_special_tokens=adds_special_tokens)
         else:
             ids = text_or_ids
-        prompts.append(_checked(ids, "prompt", max_model_len))
+        prompts.append(_checked(ids, "prompt", info))
     return prompts
 
 
 def conversation_prompt(
-    request: ChatCompletionRequest, tokenizer: Tokenizer | None, max_model_len: int
+    request: ChatCompletionRequest, tokenizer: Tokenizer | None, info: EngineInfo
 ) -> tuple[list[int], str]:
     """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
     before the answer. Raises `ApiError` 400."""
@@ -80,7 +82,7 @@ def conversation_prompt(
         if cause is None or isinstance(cause, jinja2.TemplateError):
             raise from_engine(error, {}) from None
         raise invalid("messages", "The chat template cannot render this conversation.") from None
-    return _checked(ids, "messages", max_model_len), echoed_text(request, messages)
+    return _checked(ids, "messages", info), echoed_text(request, messages)
 
 
 _RESERVED = frozenset(
@@ -98,12 +100,17 @@ _RESERVED = frozenset(
 """Variables that a request cannot set through `chat_template_kwargs`."""
 
 
-def _checked(ids: list[int], field: str, max_model_len: int) -> list[int]:
-    """Too many ids are refused here, before anything is done for each of them."""
-    if len(ids) >= max_model_len:
-        raise from_engine(ContextLengthExceededError(len(ids), max_model_len), {"prompt": field})
+def _checked(ids: list[int], field: str, info: EngineInfo) -> list[int]:
+    """What the engine would refuse too, before anything is done for each of the ids."""
     if not ids:
         raise invalid(field, f"{field} must come to at least one token.")
+    try:
+        if len(ids) >= info.max_model_len:
+            raise ContextLengthExceededError(len(ids), info.max_model_len)
+        if min(ids) < 0 or max(ids) >= info.vocab_size:
+            check_token_ids(field, ids, info.vocab_size)
+    except RequestError as error:
+        raise from_engine(error, {"prompt": field}) from None
     return ids
 
 

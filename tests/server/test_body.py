@@ -1,0 +1,125 @@
+"""Bodies beyond the limits, however they are sent: the answer is 413, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from server.config import ServerConfig
+from tests.server.conftest import ANSWER, Served, answer_of, serving
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.openapi import DESCRIPTION, check_answer
+from tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+MEGABYTE = 1 << 20
+BODY = json.dumps({"model": "fake-model", "messages": [{"role": "user", "content": "Hello"}]}).encode()
+
+
+@pytest.fixture(scope="module")
+def small(tokenizer: Tokenizer) -> Iterator[Served]:
+    """A server with narrow limits."""
+    engine = FakeEngineClient(answer_of)
+    config = ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000, body_timeout_s=0.4)
+    with serving(engine, tokenizer, config=config) as served:
+        yield served
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(small: Served) -> Iterator[None]:
+    yield
+    response = small.http.post(CHAT, content=BODY, headers={"content-type": "application/json"})
+    assert response.json()["choices"][0]["message"]["content"] == ANSWER
+
+
+def check_too_large(response: httpx.Response) -> None:
+    assert response.status_code == 413
+    error = response.json()["error"]
+    assert error["code"] == "body_too_large"
+    if DESCRIPTION.is_file():
+        check_answer("ErrorResponse", response.json())
+
+
+def raw_exchange(url: str, *parts: bytes) -> bytes:
+    """All that the server sends until it closes the connection."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+        return received
+
+
+def head(*lines: str) -> bytes:
+    return "\r\n".join(
+        [f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]
+    ).encode()
+
+
+def test_a_hundred_megabytes(served: Served) -> None:
+    headers = {"content-type": "application/json"}
+    check_too_large(served.http.post(CHAT, content=bytes(100 * MEGABYTE), headers=headers))
+    assert served.http.post(CHAT, content=BODY, headers=headers).status_code == 200
+
+
+def test_through_the_sdk(small: Served) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        small.openai.completions.create(model="fake-model", prompt="x" * 2000)
+    assert raised.value.status_code == 413
+
+
+def test_a_chunked_body_has_no_length_to_believe(small: Served) -> None:
+    chunks = (b"x" * 400 for _ in range(5))
+    check_too_large(small.http.post(CHAT, content=chunks, headers={"content-type": "application/json"}))
+
+
+def test_the_limit_itself_is_allowed(small: Served) -> None:
+    headers = {"content-type": "application/json"}
+    padded = BODY + b" " * (1000 - len(BODY))
+    assert small.http.post(CHAT, content=padded, headers=headers).status_code == 200
+    check_too_large(small.http.post(CHAT, content=padded + b" ", headers=headers))
+
+
+def test_a_declared_length_is_refused_before_it_is_sent(small: Served) -> None:
+    """A client that waits for leave to send gets the answer instead."""
+    received = raw_exchange(small.url, head("Content-Length: 5000", "Expect: 100-continue"))
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in received.lower()
+
+
+def test_an_endless_body_is_cut_off(small: Served) -> None:
+    chunk = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
+    try:
+        received = raw_exchange(small.url, head("Transfer-Encoding: chunked"), *[chunk] * 2000)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the server has closed while we were sending
+    assert received.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_does_not_arrive(small: Served) -> None:
+    received = raw_exchange(small.url, head("Content-Length: 500"), b'{"model"')
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"body_timeout"' in received
+
+
+def test_a_client_that_leaves_while_sending(small: Served) -> None:
+    address = urlsplit(small.url)
+    assert address.hostname is not None
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(head("Content-Length: 500") + b'{"model"')
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "9" * 40])
+def test_lengths_that_are_none(small: Served, length: str) -> None:
+    received = raw_exchange(small.url, head(f"Content-Length: {length}", "Connection: close"))
+    assert received[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 408")
