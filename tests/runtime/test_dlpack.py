@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import struct
 import sys
 import weakref
 from typing import Any
@@ -168,3 +170,23 @@ def test_torch(dtype: DType) -> None:
     assert (ours.dtype, ours.strides) == (dtype, (1, 3))
     assert ours.array.ctypes.data == source.data_ptr()
     assert ours.to("f32").tolist() == source.float().tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "bits"),
+    [
+        ("i8", 0, 8), ("i32", 0, 32), ("i64", 0, 64), ("u8", 1, 8), ("f16", 2, 16), ("f32", 2, 32),
+        ("bf16", 4, 16), ("bool", 6, 8), ("f8e4m3", 10, 8), ("f8e5m2", 12, 8),
+    ],
+)  # fmt: skip
+def test_type_codes_are_those_of_the_header(dtype: str, code: int, bits: int) -> None:
+    """dlpack.h: the type stands 20 bytes into a DLTensor, and that 32 bytes into a versioned one."""
+    pointer_to = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_to.argtypes, pointer_to.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    tensor = Tensor.zeros((2, 3), dtype)
+    for version, name, start in ((None, b"dltensor", 0), ((1, 0), b"dltensor_versioned", 32)):
+        capsule = tensor.__dlpack__(max_version=version)
+        address = pointer_to(capsule, name) + start
+        assert struct.unpack("QiiiBBH", ctypes.string_at(address, 24)) == (
+            tensor.array.ctypes.data, 1, 0, 2, code, bits, 1,
+        )  # fmt: skip
