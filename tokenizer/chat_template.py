@@ -33,12 +33,14 @@ def render_chat(
     add_generation_prompt: bool = False,
     continue_final_message: bool | str = False,
     variables: Mapping[str, Any] | None = None,
+    now: datetime | None = None,
 ) -> str:
     """Render `messages` with `template`.
 
     Message fields that are None count as missing. `continue_final_message` leaves the last message open for
     the model to go on with: True means its "content", a string names another field. `variables` are further
-    names that the template may read.
+    names that the template may read. `now` stands for the current
+    time in `strftime_now`, so that a prompt can be made again.
 
     Raises `ChatTemplateError` when the template does not compile, fails, or refuses the conversation.
     """
@@ -54,10 +56,12 @@ def render_chat(
     names = dict(_plain(variables or {}))
     names |= {
         "messages": chat,
-        "tools": _plain(tools),
+        "tools": None if tools is None else _Tools(_plain(list(tools))),
         "documents": _plain(documents),
         "add_generation_prompt": add_generation_prompt,
     }
+    if now is not None:
+        names["strftime_now"] = now.strftime
     import jinja2
 
     try:
@@ -113,6 +117,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return f"<{type(value).__name__}>"
+
+
+class _Tools(list[Any]):
+    """The tools as the template sees them: a list that is JSON where a template writes it out whole.
+
+    Python would write single quotes; the templates that do so (`tools|string`) mean JSON, and huggingface.js
+    writes it.
+    """
+
+    def __str__(self) -> str:
+        return to_json(self)
 
 
 def _mark_final_message(chat: list[dict[str, Any]], continued: bool | str, template: str) -> str:

@@ -16,8 +16,8 @@ class TokenizerError(ValueError):
 class TokenizerFileError(TokenizerError):
     """A tokenizer file is malformed or asks for something that is not implemented.
 
-    `file` is the file's name, `field` the path of the offending field inside it ("model.unk_token"), and `problem`
-    says what is wrong with the value.
+    `file` is the file's name, `field` the path of the offending field in it ("model.unk_token"), `problem`
+    what is wrong with the value.
     """
 
     def __init__(self, file: str, field: str, problem: str) -> None:

@@ -19,7 +19,7 @@ class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}`: marks what the assistant said; here only its content
     counts."""
 
-    tags = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

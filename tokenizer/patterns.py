@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 
 from tokenizer.errors import TokenizerError
 
-# Oniguruma's \w: the reference counts neither ZWJ nor ZWNJ, and does not count superscripts and fractions.
-_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}"
-# The Rust crate `regex`, which Whitespace and single_word use, also counts the joiners.
-RUST_WORD = _WORD + r"\u200c\u200d"
+_UNICODE_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}"
+# Oniguruma's \w has these Latin-1 superscripts and fractions besides, and neither ZWJ nor ZWNJ.
+_WORD = _UNICODE_WORD + r"\xb2\xb3\xb9\xbc-\xbe"
+# The Rust crate `regex`, which Whitespace and single_word use, has the joiners.
+RUST_WORD = _UNICODE_WORD + r"\u200c\u200d"
 """Class body: Unicode's \\w."""
 _MOVED_LETTER = "\u0295"  # LATIN LETTER PHARYNGEAL VOICED FRICATIVE: Ll until Unicode 16, Lo since
 
@@ -33,7 +34,7 @@ _POSIX = {
     "blank": r"\p{Zs}\t",
     "cntrl": r"\p{Cc}",
     "digit": r"\p{Nd}",
-    "lower": r"\p{Lowercase}",
+    "lower": r"\p{Lowercase}\u0295",
     "punct": r"\p{P}\p{S}",
     "space": r"\s",
     "upper": r"\p{Uppercase}",

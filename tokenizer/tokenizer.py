@@ -261,13 +261,15 @@ class Tokenizer:
         """Render a conversation, and encode it unless `tokenize` is false.
 
         `chat_template` is a template, or the name of one of the folder's. `template_kwargs` are names that
-        the template may read ("enable_thinking", "documents", ...). The template writes its special tokens
-        itself, so none are added.
+        the template may read ("enable_thinking", "documents", ...); "now", a datetime, stands for the
+        current time. The template writes its special tokens itself, so none are added.
+
         Raises `ChatTemplateError`.
         """
         if chat_template is None or chat_template in self.chat_templates:
             chat_template = self.chat_template(chat_template, has_tools=tools is not None)
         documents = template_kwargs.pop("documents", None)
+        now = template_kwargs.pop("now", None)
         text = render_chat(
             chat_template,
             messages,
@@ -276,6 +278,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self._named_tokens, **template_kwargs},
+            now=now,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -286,7 +289,7 @@ class Tokenizer:
         for entry in listed:
             self._add_token(AddedToken.read(entry), entry.count("id"), fields)
         for token_id, token in files.config_tokens:
-            self._add_token(token, token_id, Fields({}, "tokenizer_config.json", "added_tokens_decoder"))
+            self._add_token(token, token_id, Fields({}, "tokenizer_config.json"))
         for token in [*files.named_tokens.values(), *files.extra_special_tokens]:
             # A named token that no vocabulary holds stays a mere name: its id would lie outside the model's
             # embedding.
@@ -302,13 +305,15 @@ class Tokenizer:
             last = max(self._id_to_added, default=-1)
             known_id = last + 1 if last >= size else size
         if known_id != declared_id:
-            problem
-            = f"the token {shown(token.content)} is declared with id {declared_id}, but its id is {known_id}" source.fail("added_tokens" if not source.path else str(declared_id), problem)
+            token_text = shown(token.content)
+            source.fail(
+                "added_tokens", f"{token_text} is declared with id {declared_id}, but has id {known_id}"
+            )
         self._id_to_added[known_id] = token
         self._added_ids[token.content] = known_id
 
     def _set_added_bos_eos(self, files: TokenizerFiles) -> None:
-        """tokenizer_config.json's add_bos_token and add_eos_token, where given, replace the post-processor."""
+        """The config's add_bos_token and add_eos_token, where given, replace the post-processor."""
         if files.add_bos_token is None and files.add_eos_token is None:
             return
         bos = [self.bos_token_id] if files.add_bos_token else []
