@@ -1,0 +1,71 @@
+"""RMSNorm and LayerNorm over rows.
+
+    rms_norm    x / sqrt(mean(x^2) + eps) * weight                       https://arxiv.org/abs/1910.07467
+    layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias    https://arxiv.org/abs/1607.06450
+
+LayerNorm goes over the row twice, which does not cancel as the difference of two large sums would. A row's sum has the
+same order whatever the batch. Weights stay in their stored type.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from numba import carray
+
+from numba_kernels.cpu.launch import Fields, Kernel, float32_at
+from numba_kernels.cpu.scalars import load_f32
+
+FIELDS = Fields("x weight bias out num_rows width rows_a_ticket", "eps")
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes
+
+
+@functools.cache
+def rms_norm_kernel(stored: type) -> Kernel:
+    """``out [R, W]`` from ``x [R, W]`` and ``weight [W]`` of ``stored``; a ticket is some rows."""
+
+    def rms_norm(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        first = ticket * a.rows_a_ticket
+        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            x = float32_at(a.x + row * a.width * 4, a.width)
+            out = float32_at(a.out + row * a.width * 4, a.width)
+            total = np.float32(0.0)
+            for i in range(a.width):
+                total += x[i] * x[i]
+            scale = np.float32(1.0 / math.sqrt(total / a.width + a.eps))
+            for i in range(a.width):
+                out[i] = x[i] * scale * load_f32(stored, a.weight, i)
+
+    return Kernel(rms_norm, FIELDS, fastmath=_REASSOCIATE)
+
+
+@functools.cache
+def layer_norm_kernel(stored: type) -> Kernel:
+    """As `rms_norm_kernel`, with ``bias [W]`` of ``stored`` or, where its address is 0, none."""
+
+    def layer_norm(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        first = ticket * a.rows_a_ticket
+        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            x = float32_at(a.x + row * a.width * 4, a.width)
+            out = float32_at(a.out + row * a.width * 4, a.width)
+            total = np.float32(0.0)
+            for i in range(a.width):
+                total += x[i]
+            mean = np.float32(total / a.width)
+            squares = np.float32(0.0)
+            for i in range(a.width):
+                centred = x[i] - mean
+                squares += centred * centred
+            scale = np.float32(1.0 / math.sqrt(squares / a.width + a.eps))
+            if a.bias != 0:
+                for i in range(a.width):
+                    out[i] = (x[i] - mean) * scale * load_f32(stored, a.weight, i) + load_f32(stored, a.bias, i)
+            else:
+                for i in range(a.width):
+                    out[i] = (x[i] - mean) * scale * load_f32(stored, a.weight, i)
+
+    return Kernel(layer_norm, FIELDS, fastmath=_REASSOCIATE)

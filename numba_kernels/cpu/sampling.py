@@ -1,0 +1,178 @@
+"""One token for each row of logits: masks, penalties, temperature, min-p, top-k, top-p and the draw, in vLLM's order.
+
+The draw is a race: token i finishes after E_i / w_i, where w_i is its weight and E_i an exponentially distributed number
+from Philox with the request's seed as key and (token id / 4, choice, position, 0) as counter, word id % 4; the first to
+finish wins. That is a draw from the weights' distribution, which needs no sum, no order of tokens and no state. Since
+-log(1 - u) is at least u, a logarithm is taken only for the few tokens that could win.
+
+Status 1: an id outside the vocabulary among bias or penalty ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from numba_kernels.cpu.launch import Fields, Kernel, address, float32_at, int32_at, int64_at, uint32_at
+from numba_kernels.cpu.philox import philox
+from numba_kernels.cpu.rows import exponentials, largest_of
+from numba_kernels.cpu.selection import last_kept
+
+FIELDS = Fields(
+    "logits temperature top_k top_p min_p repetition presence frequency seed choice position "
+    "prompt_ids prompt_start output_ids output_start bias_ids bias_values bias_start allowed token_ids "
+    "num_rows vocab mask_words"
+)
+BAD_ID = 1
+GREEDY_BELOW = np.float32(1e-5)  # vLLM's: a lower temperature is the argmax
+_BLOCK = 256  # tokens whose random words are made together
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@njit(nogil=True)
+def _repeat(logit, penalty):
+    return logit / penalty if logit > np.float32(0.0) else logit * penalty
+
+
+@njit(nogil=True)
+def _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
+    """Repetition over prompt and output, frequency and presence over the output; False for an id out of range."""
+    vocab = logits.shape[0]
+    counts = np.zeros(vocab, np.int32)  # -1 once a token has been dealt with
+    for token in output_ids:
+        if token < 0 or token >= vocab:
+            return False
+        counts[token] += 1
+    for token in output_ids:
+        count = counts[token]
+        if count > 0:
+            logit = _repeat(logits[token], repetition)
+            logits[token] = logit - frequency * np.float32(count) - presence
+            counts[token] = -1
+    for token in prompt_ids:
+        if token < 0 or token >= vocab:
+            return False
+        if counts[token] == 0:
+            logits[token] = _repeat(logits[token], repetition)
+            counts[token] = -1
+    return True
+
+
+@njit(nogil=True)
+def _race(logits, weights, threshold, last_id, seed, choice, position):
+    """The token that finishes first among those kept."""
+    vocab = logits.shape[0]
+    key_low, key_high = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32))
+    words = np.empty((4, _BLOCK // 4), np.uint32)
+    best, winner = np.inf, np.int64(-1)
+    for start in range(0, vocab, _BLOCK):
+        stop = min(vocab, start + _BLOCK)
+        kept = 0
+        for token in range(start, stop):
+            kept += 1 if logits[token] >= threshold else 0
+        if kept == 0:
+            continue
+        for group in range(_BLOCK // 4):
+            counter = np.uint32(start // 4 + group)
+            words[0, group], words[1, group], words[2, group], words[3, group] = philox(
+                counter, choice, position, np.uint32(0), key_low, key_high
+            )
+        for token in range(start, stop):
+            logit = logits[token]
+            if logit > threshold or (logit == threshold and token <= last_id):
+                offset = token - start
+                uniform = (np.float64(words[offset & 3, offset >> 2]) + 0.5) * 2.0**-32
+                weight = np.float64(weights[token])
+                if uniform < best * weight:
+                    finish = -math.log1p(-uniform)
+                    if finish < best * weight:
+                        best, winner = finish / weight, np.int64(token)
+    return winner
+
+
+@njit(nogil=True)
+def _first_equal(logits, value):
+    for token in range(logits.shape[0]):
+        if logits[token] == value:
+            return np.int64(token)
+    return np.int64(-1)
+
+
+@functools.cache
+def sampling_kernel() -> Kernel:
+    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or nothing to draw gives -1."""
+
+    def sampling(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        row, vocab, num_rows = ticket, a.vocab, a.num_rows
+        raw = a.logits + row * vocab * 4
+        token_ids = int32_at(a.token_ids, num_rows)
+        token_ids[row] = -1
+        largest = largest_of(raw, vocab)
+        if np.isnan(largest) or largest == _MINUS_INFINITY:
+            return
+
+        temperature = float32_at(a.temperature, num_rows)[row]
+        repetition = float32_at(a.repetition, num_rows)[row]
+        presence = float32_at(a.presence, num_rows)[row]
+        frequency = float32_at(a.frequency, num_rows)[row]
+        bias_start = int32_at(a.bias_start, num_rows + 1)
+        num_bias = bias_start[row + 1] - bias_start[row]
+        penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
+        logits = float32_at(raw, vocab)
+        if temperature < GREEDY_BELOW and num_bias == 0 and a.allowed == 0 and not penalised:
+            token_ids[row] = _first_equal(logits, largest)
+            return
+
+        logits = logits.copy()
+        if a.allowed != 0:
+            mask = uint32_at(a.allowed + row * a.mask_words * 4, a.mask_words)
+            for token in range(vocab):
+                if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
+                    logits[token] = _MINUS_INFINITY
+        bias_ids = int32_at(a.bias_ids + bias_start[row] * 4, num_bias)
+        bias_values = float32_at(a.bias_values + bias_start[row] * 4, num_bias)
+        for i in range(num_bias):
+            if bias_ids[i] < 0 or bias_ids[i] >= vocab:
+                a.status = BAD_ID
+                return
+            logits[bias_ids[i]] += bias_values[i]
+        if penalised:
+            starts = int32_at(a.prompt_start, num_rows + 1)
+            prompt_ids = int32_at(a.prompt_ids + starts[row] * 4, starts[row + 1] - starts[row])
+            starts = int32_at(a.output_start, num_rows + 1)
+            output_ids = int32_at(a.output_ids + starts[row] * 4, starts[row + 1] - starts[row])
+            if not _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
+                a.status = BAD_ID
+                return
+        if temperature >= GREEDY_BELOW:
+            for token in range(vocab):
+                logits[token] = logits[token] / temperature
+        largest = largest_of(address(logits), vocab)
+        if np.isnan(largest) or largest == _MINUS_INFINITY:
+            return
+        if temperature < GREEDY_BELOW:
+            token_ids[row] = _first_equal(logits, largest)
+            return
+
+        weights = np.empty(vocab, np.float32)
+        exponentials(address(logits), largest, vocab, address(weights))
+        min_p = float32_at(a.min_p, num_rows)[row]
+        if min_p > 0.0:
+            for token in range(vocab):
+                if weights[token] < min_p:
+                    logits[token] = _MINUS_INFINITY
+        top_k = np.int64(int32_at(a.top_k, num_rows)[row])
+        top_p = np.float64(float32_at(a.top_p, num_rows)[row])
+        threshold, last_id = _MINUS_INFINITY, np.int64(-1)  # a token of -inf is never kept
+        if 0 < top_k < vocab or top_p < 1.0:
+            threshold, last_id = last_kept(logits, weights, largest, top_k, top_p)
+        seed = np.uint64(int64_at(a.seed, num_rows)[row])
+        choice = np.uint32(int32_at(a.choice, num_rows)[row])
+        position = np.uint32(int32_at(a.position, num_rows)[row])
+        token_ids[row] = _race(logits, weights, threshold, last_id, seed, choice, position)
+
+    return Kernel(sampling, FIELDS)

@@ -1,0 +1,79 @@
+"""Intrinsics on single values at raw addresses, for kernels written as plain loops: LLVM vectorises what is around them.
+
+A stored type is named by the numpy class whose bits carry it: float32; uint16 for bfloat16; int16 for float16.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from numba_kernels.cpu import simd
+from numba_kernels.cpu.simd import F32, I16, I32
+
+
+@intrinsic
+def exp_f32(typingctx, x):
+    """e^x of a float32, within 2e-7 relative."""
+
+    def codegen(context, builder, signature, args):
+        return simd.exp(builder, args[0])
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def float_bits(typingctx, x):
+    """The bits of a float32 as int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def load_f32(typingctx, stored, address, index):
+    """Element ``index`` of the array of ``stored`` at ``address``, as float32."""
+    kind = stored.instance_type
+
+    def codegen(context, builder, signature, args):
+        _, address, index = args
+        place = builder.add(address, builder.mul(index, ir.Constant(simd.I64, kind.bitwidth // 8)))
+        if kind == types.float32:
+            return simd.load(builder, place, F32, 4)
+        bits = simd.load(builder, place, I16, 2)
+        if kind == types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(bits, I32), ir.Constant(I32, 16)), F32)
+        return builder.fpext(builder.bitcast(bits, ir.HalfType()), F32)
+
+    return types.float32(stored, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_f32(typingctx, stored, address, index, value):
+    """Writes a float32 to element ``index``, rounded to the nearest (ties to even) where ``stored`` is narrower."""
+    kind = stored.instance_type
+
+    def codegen(context, builder, signature, args):
+        _, address, index, value = args
+        place = builder.add(address, builder.mul(index, ir.Constant(simd.I64, kind.bitwidth // 8)))
+        if kind == types.uint16:
+            value = _to_bfloat16(builder, value)
+        elif kind == types.int16:
+            value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
+        simd.store(builder, value, place, kind.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(stored, types.intp, types.intp, types.float32), codegen
+
+
+def _to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The upper half after adding just under half of its last bit; a NaN keeps its upper half, made quiet."""
+    bits = builder.bitcast(value, I32)
+    last = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+    rounded = builder.add(builder.add(bits, ir.Constant(I32, 0x7FFF)), last)
+    quiet = builder.or_(bits, ir.Constant(I32, 0x00400000))
+    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    return builder.trunc(builder.lshr(chosen, ir.Constant(I32, 16)), I16)

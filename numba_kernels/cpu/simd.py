@@ -1,0 +1,175 @@
+"""LLVM IR building blocks that the tiles share: vector loads with widening, broadcasts, fma, exp, masked stores.
+
+A stored element type is named by the numba type whose bits carry it: float32 itself, uint16 for bfloat16, int16 for
+float16 (numba knows neither of the two as a number). Addresses are integers.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba.core import cgutils, types
+
+from numba_kernels.cpu.target import LANES
+
+F32 = ir.FloatType()
+I1 = ir.IntType(1)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+
+
+def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, lanes)
+
+
+def splat_constant(element: ir.Type, value: float | int, lanes: int = LANES) -> ir.Constant:
+    return ir.Constant(vector(element, lanes), [value] * lanes)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
+    """``scalar`` in every lane."""
+    undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(vector(I32, lanes), [0] * lanes))
+
+
+def offset(builder: ir.IRBuilder, address: ir.Value, size_bytes: int) -> ir.Value:
+    """``address`` (an integer) moved by ``size_bytes``."""
+    return builder.add(address, ir.Constant(I64, size_bytes))
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 4) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def widen(builder: ir.IRBuilder, bits: ir.Value, stored: types.Type, lanes: int = LANES) -> ir.Value:
+    """Stored bits (a vector of i16, or of float) as a vector of float."""
+    if stored == types.float32:
+        return bits
+    if stored == types.uint16:  # bfloat16: the upper half of a float32
+        wide = builder.shl(builder.zext(bits, vector(I32, lanes)), splat_constant(I32, 16, lanes))
+        return builder.bitcast(wide, vector(F32, lanes))
+    return builder.fpext(builder.bitcast(bits, vector(ir.HalfType(), lanes)), vector(F32, lanes))
+
+
+def load_wide(builder: ir.IRBuilder, address: ir.Value, stored: types.Type, lanes: int = LANES) -> ir.Value:
+    """``lanes`` stored elements at ``address`` as floats."""
+    element, size = (F32, 4) if stored == types.float32 else (I16, 2)
+    return widen(builder, load(builder, address, vector(element, lanes), size), stored, lanes)
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+    function_type = ir.FunctionType(result, [value.type for value in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def _suffix(kind: ir.Type) -> str:
+    return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+
+
+def constant_like(value: ir.Value, number: float) -> ir.Constant:
+    """``number`` as a float, or in every lane of a vector of floats: the type of ``value``."""
+    lanes = [number] * value.type.count if isinstance(value.type, ir.VectorType) else number
+    return ir.Constant(value.type, lanes)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return _call(builder, f"llvm.fma.{_suffix(a.type)}", a.type, [a, b, c])
+
+
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of each pair; ``b`` where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def reduce_sum(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The sum of all lanes, in a fixed tree order."""
+    return _fold(builder, value, builder.fadd)
+
+
+def reduce_max(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    return _fold(builder, value, lambda a, b: larger(builder, a, b))
+
+
+def _fold(builder, value, combine):
+    lanes = value.type.count
+    undefined = ir.Constant(value.type, ir.Undefined)
+    while lanes > 1:
+        lanes //= 2
+        order = [(lane + lanes) % value.type.count for lane in range(value.type.count)]
+        moved = builder.shuffle_vector(value, undefined, ir.Constant(vector(I32, value.type.count), order))
+        value = combine(value, moved)
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+_EXP_LOWEST = -87.33654  # ln of the smallest normal float32: below, exp is 0
+_EXP_HIGHEST = 88.37626  # 127.5 ln 2: above, exp is infinite
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts; the first has few enough bits for exact products
+_EXP_TAIL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """e^x for a float or a vector of floats, within 2e-7 relative (the expf of the Cephes library).
+
+    x = n ln 2 + r with integer n; e^r is a polynomial on [-0.35, 0.35], 2^n is made in the exponent bits. NaN gives NaN.
+    """
+
+    def number(value: float) -> ir.Constant:
+        return constant_like(x, value)
+
+    def horner(sum_: ir.Value, coefficient: float) -> ir.Value:
+        return fma(builder, sum_, r, number(coefficient))
+
+    n = _call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [builder.fmul(x, number(1.44269504088896341))])
+    r = fma(builder, n, number(-_LN2_HIGH), x)
+    r = fma(builder, n, number(-_LN2_LOW), r)
+    tail = number(_EXP_TAIL[0])
+    for coefficient in _EXP_TAIL[1:]:
+        tail = horner(tail, coefficient)
+    result = fma(builder, builder.fmul(r, r), tail, builder.fadd(r, number(1.0)))
+    bits = vector(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
+    of_bits = (lambda value: splat_constant(I32, value, x.type.count)) if bits is not I32 else (
+        lambda value: ir.Constant(I32, value)
+    )
+    in_range = builder.select(builder.fcmp_ordered("<", x, number(_EXP_HIGHEST)), n, number(0.0))
+    in_range = builder.select(builder.fcmp_ordered(">", x, number(_EXP_LOWEST)), in_range, number(0.0))
+    exponent = builder.shl(builder.add(builder.fptosi(in_range, bits), of_bits(127)), of_bits(23))
+    result = builder.fmul(result, builder.bitcast(exponent, x.type))
+    result = builder.select(builder.fcmp_ordered("<", x, number(_EXP_LOWEST)), number(0.0), result)
+    return builder.select(builder.fcmp_ordered(">", x, number(_EXP_HIGHEST)), number(float("inf")), result)
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for the cache line at ``address`` for reading; any address is allowed."""
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+
+
+def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
+    """The mask of the lanes whose column ``first + lane`` is below ``count`` (i64)."""
+    columns = ir.Constant(vector(I64), [first + lane for lane in range(LANES)])
+    return builder.icmp_signed("<", columns, splat(builder, count))
+
+
+def masked_load(builder: ir.IRBuilder, address: ir.Value, mask: ir.Value) -> ir.Value:
+    kind = vector(F32)
+    pointer = builder.inttoptr(address, kind.as_pointer())
+    zero = splat_constant(F32, 0.0)
+    return _call(
+        builder, "llvm.masked.load.v16f32.p0", kind, [pointer, ir.Constant(I32, 4), mask, zero]
+    )
+
+
+def masked_store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
+    pointer = builder.inttoptr(address, value.type.as_pointer())
+    _call(
+        builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask]
+    )
