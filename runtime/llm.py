@@ -162,16 +162,9 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's ``generation_config.json`` recommends, over ``SamplingParams``' defaults."""
-        from models.generation_config import load_generation_config
+        from runtime.engine.recommended_sampling import recommended_sampling
 
-        config = load_generation_config(self.client.info.model_path)
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        values = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-        if config.do_sample is False:
-            values = {"repetition_penalty": values.get("repetition_penalty", 1.0), "temperature": 0.0}
-        if config.max_new_tokens is not None:
-            values["max_tokens"] = config.max_new_tokens
-        return SamplingParams(**values)
+        return SamplingParams(**recommended_sampling(self.client.info.model_path))
 
     def generate(
         self,

@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn
 
-from models.generation_config import GenerationConfig, load_generation_config
 from runtime.engine.build import build_engine
 from runtime.engine.client import ThreadEngineClient
+from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer
 from server.app import create_app
@@ -60,7 +60,7 @@ def serve(
                 client,
                 tokenizer,
                 model_name=served_model_name,
-                default_sampling=sampling_defaults(load_generation_config(folder)),
+                default_sampling=recommended_sampling(folder),
                 config=ServerConfig(max_body_bytes=max_body_bytes),
             )
             settings = uvicorn.Config(
@@ -117,16 +117,3 @@ def listen(host: str, port: int) -> socket.socket:
         reason = reasons.get(error.errno or 0, f"cannot listen on port {port} of {host}")
         raise ServerStartError(reason) from None
     return listener
-
-
-def sampling_defaults(config: GenerationConfig) -> dict[str, float | int]:
-    """What the model's authors recommend, by `SamplingParams`' names; as in vLLM, `do_sample` has no say."""
-    recommended = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
-        "max_tokens": config.max_new_tokens,
-    }
-    return {name: value for name, value in recommended.items() if value is not None}
