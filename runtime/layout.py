@@ -29,16 +29,15 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
     """Whether the elements lie in row-major order without gaps; strides of axes of size 1 say nothing."""
+    if 0 in shape:
+        return True
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
         if size != 1:
             if stride != expected:
-                expected = -1  # cannot match any more; only an empty axis further left can still save it
-            else:
-                expected *= size
-    return expected > 0
+                return False
+            expected *= size
+    return True
 
 
 def has_overlap(shape: Shape, strides: Shape) -> bool:
