@@ -10,14 +10,17 @@ import errno
 import socket
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from runtime.engine.build import build_engine
-from runtime.engine.client import ThreadEngineClient
+from runtime.engine.client import EngineClient, ThreadEngineClient
+from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.recommended_sampling import recommended_sampling
+from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer
 from server.app import create_app
@@ -25,7 +28,7 @@ from server.config import ServerConfig
 
 
 class ServerStartError(XservError):
-    """The address cannot be listened on."""
+    """The address cannot be listened on, or the model cannot run."""
 
 
 def serve(
@@ -56,6 +59,7 @@ def serve(
         tokenizer = load_tokenizer(folder)
         client = ThreadEngineClient(engine)
         try:
+            warm_up(client)
             app = create_app(
                 client,
                 tokenizer,
@@ -69,6 +73,7 @@ def serve(
                 access_log=False,
                 server_header=False,
                 lifespan="on",
+                ws="none",
                 timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
             )
             _Server(settings, served_model_name or engine.info.model_name).run(sockets=[listener])
@@ -94,6 +99,23 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+
+def warm_up(client: EngineClient) -> None:
+    """One short request, so that kernels are compiled before the first user waits, and a model that cannot
+    run is known at once. Raises `ServerStartError`."""
+    outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+    prompt_length = max(1, min(4, client.info.max_model_len - 2))
+    request = EngineRequest(
+        request_id="warm-up",
+        prompt_token_ids=[0] * prompt_length,
+        params=SamplingParams(max_tokens=2, seed=0, ignore_eos=True, detokenize=False),
+    )
+    client.submit(request, outputs.put)
+    while (output := outputs.get()).finish_reason is None:
+        pass
+    if output.finish_reason != "length":
+        raise ServerStartError("the model failed on its first request; see the log")
 
 
 def listen(host: str, port: int) -> socket.socket:

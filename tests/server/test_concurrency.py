@@ -79,7 +79,8 @@ def test_a_client_that_leaves_while_waiting_for_a_whole_answer(served: Served) -
     address = urlsplit(served.url)
     assert address.hostname is not None
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: served.engine.num_open == 1)
     wait_until(lambda: served.engine.num_open == 0, timeout_s=1.5)

@@ -1,0 +1,285 @@
+"""The server on the real engine: a tiny random model, made on the spot, and stories260K where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.engine.build import build_engine
+from runtime.engine.client import ThreadEngineClient
+from runtime.text.load import load_tokenizer
+from server.app import create_app
+from tests.server.byte_tokenizer import END_OF_TURN, write_byte_tokenizer
+from tests.server.openapi import check_answer
+from tests.server.running import running, wait_until
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "models"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Real:
+    """A running server on a real engine."""
+
+    url: str
+    client: ThreadEngineClient
+    openai: openai.OpenAI
+    http: httpx.Client
+    model: str
+
+    @property
+    def num_used_blocks(self) -> int:
+        stats = self.client.stats()
+        return stats.num_blocks - stats.num_free_blocks
+
+
+def write_tiny_model(folder: Path) -> None:
+    """A Qwen3 of two layers for `load_format="dummy"`, whose tokens are bytes."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 259,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": END_OF_TURN,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(folder)
+
+
+@contextmanager
+def serving_real(folder: Path, **options: Any) -> Iterator[Real]:
+    client = ThreadEngineClient(build_engine(folder, **options))
+    try:
+        name = client.info.model_name
+        with (
+            running(create_app(client, load_tokenizer(folder))) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk,
+            httpx.Client(base_url=url, timeout=60) as http,
+        ):
+            yield Real(url, client, sdk, http, name)
+    finally:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny_folder: Path) -> Iterator[Real]:
+    with serving_real(tiny_folder, load_format="dummy", seed=0, num_blocks=600, max_num_seqs=64) as real:
+        yield real
+
+
+@pytest.fixture
+def tiny(tiny_server: Real) -> Iterator[Real]:
+    """After each test every block is free again."""
+    yield tiny_server
+    wait_until(lambda: tiny_server.num_used_blocks == 0)
+
+
+@pytest.fixture(scope="module")
+def stories() -> Iterator[Real]:
+    if not STORIES.is_dir():
+        pytest.skip("../shared/data/models is not there")
+    with serving_real(STORIES / "stories260K") as real:
+        yield real
+
+
+def test_a_trained_model_continues_as_it_should(stories: Real) -> None:
+    cases = json.loads((STORIES / "expected.json").read_text(encoding="utf-8"))["stories260K"]["greedy"]
+    for case in cases:
+        asked: dict[str, Any] = {
+            "model": stories.model,
+            "prompt": case["prompt"],
+            "temperature": 0,
+            "max_tokens": len(case["output_ids"]),
+        }
+        body = {"return_token_ids": True}
+        answer: Any = stories.openai.completions.create(**asked, extra_body=body)
+        check_answer("CreateCompletionResponse", answer.model_dump(exclude_unset=True))
+        assert answer.choices[0].prompt_token_ids == case["prompt_ids"]
+        assert answer.choices[0].token_ids == case["output_ids"]
+        assert case["prompt"] + answer.choices[0].text == case["text"]
+        with stories.openai.completions.create(**asked, stream=True) as chunks:
+            assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+        echoed = stories.openai.completions.create(**{**asked, "max_tokens": 3}, echo=True)
+        assert case["text"].startswith(echoed.choices[0].text)
+
+
+def test_a_stop_string_of_a_trained_model(stories: Real) -> None:
+    answer = stories.openai.completions.create(
+        model=stories.model, prompt="Once upon a time", temperature=0, max_tokens=100, stop=[" named Lily"]
+    )
+    assert answer.choices[0].text == ", there was a little girl"
+    assert answer.choices[0].finish_reason == "stop"
+    wait_until(lambda: stories.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_choices_of_one_seed_differ_and_come_again(tiny: Real, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": tiny.model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "n": 2,
+        "seed": 7,
+        "temperature": 1.0,
+        "max_tokens": 20,
+    }
+
+    def texts() -> list[str]:
+        if not stream:
+            answer = tiny.openai.chat.completions.create(**asked)
+            check_answer("CreateChatCompletionResponse", answer.model_dump(exclude_unset=True))
+            return [choice.message.content or "" for choice in answer.choices]
+        parts = ["", ""]
+        with tiny.openai.chat.completions.create(**asked, stream=True) as chunks:
+            for chunk in chunks:
+                check_answer("CreateChatCompletionStreamResponse", chunk.model_dump(exclude_unset=True))
+                parts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        return parts
+
+    first, second = texts()
+    assert first != second
+    assert texts() == [first, second]
+
+
+def test_logprobs_are_those_of_a_distribution(tiny: Real) -> None:
+    answer = tiny.openai.chat.completions.create(
+        model=tiny.model,
+        messages=[{"role": "user", "content": "Hello"}],
+        temperature=0,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=20,
+    )
+    check_answer("CreateChatCompletionResponse", answer.model_dump(exclude_unset=True))
+    assert answer.choices[0].logprobs is not None
+    for entry in answer.choices[0].logprobs.content or []:
+        values = [top.logprob for top in entry.top_logprobs]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert all(value <= 0 for value in values)
+        assert entry.logprob == values[0], "greedy draws the most probable"
+
+
+def test_echoed_logprobs_agree_with_generated_ones(tiny: Real) -> None:
+    """A text's log probabilities are the same whether it was drawn or given."""
+    drawn: Any = tiny.openai.completions.create(
+        model=tiny.model,
+        prompt="Hello",
+        temperature=0,
+        max_tokens=8,
+        logprobs=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    ids = [*b"Hello", *drawn.choices[0].token_ids]
+    given = tiny.openai.completions.create(
+        model=tiny.model, prompt=ids, max_tokens=0, echo=True, logprobs=0, temperature=0
+    )
+    assert given.choices[0].logprobs is not None
+    values = given.choices[0].logprobs.token_logprobs or []
+    assert values[5:] == pytest.approx(drawn.choices[0].logprobs.token_logprobs, abs=1e-4)
+
+
+async def test_sixty_four_streams_get_what_they_would_get_alone(tiny: Real) -> None:
+    def asked(number: int) -> dict[str, Any]:
+        return {
+            "model": tiny.model,
+            "messages": [{"role": "user", "content": f"number {number} " * (1 + number % 3)}],
+            "seed": number,
+            "temperature": 0.0 if number % 2 else 0.8,
+            "max_tokens": 8 + number % 8,
+        }
+
+    async with (
+        httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=120) as http,
+        openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", http_client=http) as client,
+    ):
+
+        async def stream(number: int) -> str:
+            chunks = await client.chat.completions.create(**asked(number), stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+        together = await asyncio.gather(*(stream(number) for number in range(64)))
+        alone = [await stream(number) for number in range(0, 64, 4)]
+    assert together[::4] == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(tiny: Real, stream: bool) -> None:
+    body = {"model": tiny.model, "prompt": "x" * 100, "max_tokens": 400, "n": 3, "ignore_eos": True}
+
+    def leave_early() -> None:
+        with httpx.Client(base_url=tiny.url, timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+            impatient.post("/v1/completions", json=body)
+
+    if stream:
+        with tiny.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            next(response.iter_lines())
+            assert tiny.num_used_blocks > 0
+    else:
+        thread = threading.Thread(target=leave_early)
+        thread.start()
+        wait_until(lambda: tiny.num_used_blocks > 0)
+        thread.join()
+    num_tokens = tiny.client.stats().generation_tokens
+    wait_until(lambda: tiny.num_used_blocks == 0, timeout_s=5)
+    assert tiny.client.stats().generation_tokens - num_tokens < 3 * 300, "it ran to its end"
+
+
+def test_one_choice_that_stops_frees_its_blocks(tiny: Real) -> None:
+    """Every byte is a stop string but for one choice's draws: the request ends long before max_tokens."""
+    stops = [chr(code) for code in range(32, 90)]
+    answer = tiny.openai.completions.create(
+        model=tiny.model, prompt="x", max_tokens=400, n=4, seed=3, temperature=1.0, stop=stops[:60]
+    )
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 400
+
+
+def test_bad_requests_change_nothing(tiny: Real) -> None:
+    for fields in ({"n": 10**9}, {"temperature": -1}, {"logit_bias": {"259": 1}}, {"prompt": [259]}):
+        body = {"model": tiny.model, "prompt": "x", **fields}
+        assert tiny.http.post("/v1/completions", json=body).status_code == 400
+    assert tiny.client.stats().num_running == 0
+
+
+def test_a_full_queue(tiny_folder: Path) -> None:
+    options: Any = {"load_format": "dummy", "num_blocks": 40, "max_num_seqs": 1, "max_waiting": 1}
+    with serving_real(tiny_folder, **options, max_num_batched_tokens=64) as real:
+        body = {"model": real.model, "prompt": "x", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        with real.http.stream("POST", "/v1/completions", json=body) as first:
+            next(first.iter_lines())
+            with real.http.stream("POST", "/v1/completions", json=body) as second:
+                assert second.status_code == 200
+                with pytest.raises(openai.RateLimitError) as raised:
+                    real.openai.completions.create(model=real.model, prompt="x")
+                assert int(raised.value.response.headers["retry-after"]) >= 1
+        wait_until(lambda: real.num_used_blocks == 0)
+        assert real.openai.completions.create(model=real.model, prompt="x").choices[0].text is not None
