@@ -25,7 +25,8 @@ def cast_array(array: NDArray, target: DType) -> NDArray:
         return array
     with np.errstate(all="ignore"):  # the cases that numpy warns of are defined above
         if target is bool_:
-            return array != 0
+            is_set: NDArray = np.not_equal(array, 0)
+            return is_set
         if source.is_floating and not target.is_floating:
             return _float_to_integer(array, target)
         if target.is_floating and not source.is_floating:
