@@ -10,12 +10,12 @@ strings, numbers, lists and dictionaries, never an object of ours.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from tokenizer.errors import ChatTemplateError
+from tokenizer.template_functions import to_json
 
 Message = Mapping[str, Any]
 
@@ -172,21 +172,3 @@ def _environment() -> Any:
     from tokenizer.jinja_environment import make_environment
 
     return make_environment()
-
-
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The `tojson` filter: Jinja's own escapes HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def strftime_now(format: str) -> str:
-    """The `strftime_now` function: local time."""
-    return datetime.now().strftime(format)
