@@ -11,6 +11,7 @@ import pytest
 
 from models.base import Model
 from models.registry import load_model
+from runtime import LLM, SamplingParams
 from tests.models.driver import greedy, logits_of, relative_error
 
 MODELS = Path(__file__).resolve().parents[3] / "shared" / "data" / "models"
@@ -49,3 +50,21 @@ def test_golden_logits(models: dict[str, Model], path: Path, chunking: str) -> N
     ids = (run["prompt_ids"] + run["output_ids"])[: theirs.shape[0]]
     sizes = {"whole": [len(ids)], "by_one": [1] * len(ids), "random": [2, 1, len(ids) - 3]}[chunking]
     assert relative_error(logits_of(models[name], ids, sizes, seed=len(ids)), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(expected()))
+def test_the_same_through_the_llm_class(name: str) -> None:
+    runs = expected()[name]["greedy"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=len(run["output_ids"]), ignore_eos=True) for run in runs
+    ]
+    with LLM(
+        str(MODELS / name), skip_tokenizer_init=True, max_num_batched_tokens=7, kv_cache_bytes=1 << 22
+    ) as llm:
+        outputs = llm.generate([run["prompt_ids"] for run in runs], params)
+        for run, output in zip(runs, outputs, strict=True):
+            assert output.outputs[0].token_ids == run["output_ids"]
+        for path in (path for path in GOLDENS if path.parent.name == name):
+            theirs = np.load(path)
+            run = runs[int(path.stem.rsplit("_", 1)[1])]
+            assert relative_error(llm.logits(run["prompt_ids"][: theirs.shape[0]]), theirs) <= 1e-4
