@@ -235,7 +235,9 @@ class LLM:
             **template_kwargs,
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[TextDelta, None, None]:
         """Complete one prompt, with ``n=1``, and yield what comes as it comes; the last delta has a
         ``finish_reason``. The request starts with the first ``next``; closing the iterator cancels it. Raises
         as ``generate`` does."""

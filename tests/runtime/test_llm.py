@@ -1,4 +1,4 @@
-"""``LLM`` from end to end, on a tiny random model with a real tokenizer, and on real models where they are."""
+"""`LLM` from end to end: a tiny random model with a real tokenizer, and real models where they are."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, Q
 from runtime.engine.messages import EngineOutput
 from tests.runtime.engine.fakes import Collected, FakeModel, greedy, make_engine, request
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class Sink(Collected):
