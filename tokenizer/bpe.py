@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 from tokenizer.json_fields import Fields, shown
@@ -49,96 +49,95 @@ class BpeModel:
         self._suffix = fields.optional_string("end_of_word_suffix") or ""
         self._fuse_unk = fields.boolean("fuse_unk", False)
         self._ignore_merges = fields.boolean("ignore_merges", False)
-        self._unk_id = self._read_unk(fields)
-        self._byte_ids: list[int | None] = [None] * 256
-        if fields.boolean("byte_fallback", False):
-            self._byte_ids = [self.vocab.get(f"<0x{byte:02X}>") for byte in range(256)]
+        self._unk_token = self._read_unk(fields)
+        self._falls_back = fields.boolean("byte_fallback", False)
         self._is_plain = not self._prefix and not self._suffix
         self._read_merges(fields)
 
-    def _read_unk(self, fields: Fields) -> int | None:
+    def _read_unk(self, fields: Fields) -> str | None:
         token = fields.optional_string("unk_token")
-        if token is None:
-            return None
-        if token not in self.vocab:
+        if token is not None and token not in self.vocab:
             fields.fail("unk_token", f"{token!r} is not in the vocabulary")
-        return self.vocab[token]
+        return token
 
     def _read_merges(self, fields: Fields) -> None:
-        pairs = _merge_pairs(fields)
-        vocab, skipped = self.vocab, len(self._prefix)
-        self._stride = stride = max(vocab.values(), default=0) + 1
-        try:
-            keys = [vocab[left] * stride + vocab[right] for left, right in pairs]
-            self._merged_ids = [vocab[left + right[skipped:]] for left, right in pairs]
-        except (KeyError, TypeError) as error:
-            fields.fail("merges", f"the token {shown(error.args[0])} is not in the vocabulary")
-        self._ranks: dict[int, int] = dict(zip(keys, range(len(keys)), strict=True))
+        merges = fields.items("merges")
+        self._separator = " "
+        if merges and isinstance(merges[0], str):
+            merges = _checked_strings(fields, merges)
+        else:
+            self._separator, merges = _joined_pairs(fields, merges)
+        skipped, separator = len(self._prefix), self._separator
+        merged: list[str] = list(map(str.replace, merges, repeat(separator), repeat("")))
+        if skipped:
+            merged = [left + right[skipped:] for left, right in (merge.split(separator) for merge in merges)]
+        if not all(map(self.vocab.__contains__, merged)):
+            i = next(i for i, token in enumerate(merged) if token not in self.vocab)
+            fields.fail(f"merges[{i}]", f"the token {shown(merged[i])} is not in the vocabulary")
+        # Keyed by the merge as it is written, "left right": making ids of it would take most of the loading.
+        self._ranks: dict[str, int] = dict(zip(merges, range(len(merges)), strict=True))
 
     def encode_word(self, word: str) -> list[int]:
         """The ids of one word, which is not empty."""
-        if self._ignore_merges and (whole := self.vocab.get(word)) is not None:
+        vocab = self.vocab
+        if self._ignore_merges and (whole := vocab.get(word)) is not None:
             return [whole]
-        ids = self._character_ids(word)
-        return self._merge_listed(ids) if len(ids) <= _LONGEST_LISTED else self._merge_heaped(ids)
+        tokens = self._character_tokens(word)
+        merge = self._merge_listed if len(tokens) <= _LONGEST_LISTED else self._merge_heaped
+        return [vocab[token] for token in merge(tokens)]
 
-    def _character_ids(self, word: str) -> list[int]:
-        if self._is_plain:
-            found = [self.vocab.get(character) for character in word]
-            if None not in found:
-                return found  # type: ignore[return-value]
-        return self._character_ids_with_unknown(word)
-
-    def _character_ids_with_unknown(self, word: str) -> list[int]:
-        ids: list[int] = []
+    def _character_tokens(self, word: str) -> list[str]:
+        """The tokens to begin with, one for each character that the vocabulary knows."""
+        if self._is_plain and all(map(self.vocab.__contains__, word)):
+            return list(word)
+        tokens: list[str] = []
         is_unk_pending = False
         for i, character in enumerate(word):
             symbol = (self._prefix if i else "") + character + (self._suffix if i == len(word) - 1 else "")
-            known = self.vocab.get(symbol)
-            if known is not None:
-                if is_unk_pending and self._unk_id is not None:
-                    ids.append(self._unk_id)
+            if symbol in self.vocab:
+                if is_unk_pending and self._unk_token is not None:
+                    tokens.append(self._unk_token)
                     is_unk_pending = False
-                ids.append(known)
+                tokens.append(symbol)
                 continue
-            fallback = [self._byte_ids[byte] for byte in symbol.encode("utf-8", "replace")]
-            if None not in fallback:
-                ids += fallback  # type: ignore[arg-type]
-            elif self._unk_id is not None:
+            fallback = [f"<0x{byte:02X}>" for byte in symbol.encode("utf-8", "replace")]
+            if self._falls_back and all(map(self.vocab.__contains__, fallback)):
+                tokens += fallback
+            elif self._unk_token is not None:
                 if is_unk_pending and not self._fuse_unk:
-                    ids.append(self._unk_id)
+                    tokens.append(self._unk_token)
                 is_unk_pending = True
-        if is_unk_pending and self._unk_id is not None:
-            ids.append(self._unk_id)
-        return ids
+        if is_unk_pending and self._unk_token is not None:
+            tokens.append(self._unk_token)
+        return tokens
 
-    def _merge_listed(self, ids: list[int]) -> list[int]:
-        """Merge in place, with the rank of each neighbouring pair in a list beside the ids."""
-        rank_of, stride, merged_ids = self._ranks.get, self._stride, self._merged_ids
-        ranks = [rank_of(left * stride + right, _NO_RANK) for left, right in pairwise(ids)]
+    def _merge_listed(self, tokens: list[str]) -> list[str]:
+        """Merge in place, with the rank of each neighbouring pair in a list beside the tokens."""
+        rank_of, separator, skipped = self._ranks.get, self._separator, len(self._prefix)
+        ranks = [rank_of(left + separator + right, _NO_RANK) for left, right in pairwise(tokens)]
         while ranks:
             rank = min(ranks)
             if rank == _NO_RANK:
                 break
             i = ranks.index(rank)
-            merged = ids[i] = merged_ids[rank]
-            del ids[i + 1]
+            merged = tokens[i] = tokens[i] + tokens[i + 1][skipped:]
+            del tokens[i + 1]
             del ranks[i]
             if i:
-                ranks[i - 1] = rank_of(ids[i - 1] * stride + merged, _NO_RANK)
+                ranks[i - 1] = rank_of(tokens[i - 1] + separator + merged, _NO_RANK)
             if i < len(ranks):
-                ranks[i] = rank_of(merged * stride + ids[i + 1], _NO_RANK)
-        return ids
+                ranks[i] = rank_of(merged + separator + tokens[i + 1], _NO_RANK)
+        return tokens
 
-    def _merge_heaped(self, ids: list[int]) -> list[int]:
-        """Merge with a heap of (rank, position) and a linked list; a merged-away position holds -1."""
-        rank_of, stride, merged_ids = self._ranks.get, self._stride, self._merged_ids
-        size = len(ids)
+    def _merge_heaped(self, tokens: list[str]) -> list[str]:
+        """Merge with a heap of (rank, position) and a linked list; a merged-away position holds ""."""
+        rank_of, separator, skipped = self._ranks.get, self._separator, len(self._prefix)
+        size = len(tokens)
         following = list(range(1, size + 1))  # size: no neighbour
         preceding = list(range(-1, size - 1))  # -1: no neighbour
         heap = []
-        for i in range(size - 1):
-            rank = rank_of(ids[i] * stride + ids[i + 1])
+        for i, (left, right) in enumerate(pairwise(tokens)):
+            rank = rank_of(left + separator + right)
             if rank is not None:
                 heap.append(rank * size + i)
         heapq.heapify(heap)
@@ -146,22 +145,22 @@ class BpeModel:
         while heap:
             rank, i = divmod(pop(heap), size)
             j = following[i]
-            if j == size or ids[i] < 0 or rank_of(ids[i] * stride + ids[j]) != rank:
+            if j == size or not tokens[i] or rank_of(tokens[i] + separator + tokens[j]) != rank:
                 continue  # the pair has changed since it was queued
-            merged = ids[i] = merged_ids[rank]
-            ids[j] = -1
+            merged = tokens[i] = tokens[i] + tokens[j][skipped:]
+            tokens[j] = ""
             after = following[i] = following[j]
             if after != size:
                 preceding[after] = i
-                new_rank = rank_of(merged * stride + ids[after])
+                new_rank = rank_of(merged + separator + tokens[after])
                 if new_rank is not None:
                     push(heap, new_rank * size + i)
             before = preceding[i]
             if before >= 0:
-                new_rank = rank_of(ids[before] * stride + merged)
+                new_rank = rank_of(tokens[before] + separator + merged)
                 if new_rank is not None:
                     push(heap, new_rank * size + before)
-        return [i for i in ids if i >= 0]
+        return [token for token in tokens if token]
 
 
 class WordCache(dict[str, tuple[int, ...]]):
@@ -197,15 +196,20 @@ def _read_vocab(fields: Fields) -> dict[str, int]:
     return vocab
 
 
-def _merge_pairs(fields: Fields) -> list[Any]:
-    """The merges as (left, right); both spellings are read: "a b" and ["a", "b"]."""
-    merges = fields.items("merges")
-    if merges and isinstance(merges[0], str):
-        try:
-            merges = [merge.split(" ") for merge in merges if not merge.startswith("#version")]
-        except AttributeError:
-            fields.fail("merges", "mixes strings and pairs")
+def _checked_strings(fields: Fields, merges: list[Any]) -> list[str]:
+    """Merges written "left right"."""
+    if set(map(type, merges)) != {str} or not set(map(str.count, merges, repeat(" "))) <= {1}:
+        for i, merge in enumerate(merges):
+            if not isinstance(merge, str) or (merge.count(" ") != 1 and not merge.startswith("#version")):
+                fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
+    return [merge for merge in merges if not merge.startswith("#version")]
+
+
+def _joined_pairs(fields: Fields, merges: list[Any]) -> tuple[str, list[str]]:
+    """Merges written ["left", "right"], whose tokens may hold spaces: a separator, and them joined by it."""
     for i, merge in enumerate(merges):
-        if not isinstance(merge, list) or len(merge) != 2:
+        if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(part, str) for part in merge):
             fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
-    return merges
+    # No text holds a lone surrogate when it reaches the model.
+    separator = "\ud800" if any(" " in left or " " in right for left, right in merges) else " "
+    return separator, list(map(separator.join, merges))

@@ -45,6 +45,10 @@ _SIMPLE_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "a": "
 _CATEGORY_ALIASES = {"letter": "L", "lowercaseletter": "Ll", "otherletter": "Lo", "ll": "Ll", "lo": "Lo"}
 
 
+# What single characters fold to, as far as it is ASCII: Oniguruma's (?i:ss) also matches "ß".
+_FOLDED_CHARACTERS = ("ff", "fi", "fl", "ss", "st")
+
+
 class PatternError(TokenizerError):
     """A pattern that is malformed or uses syntax that is not implemented."""
 
@@ -198,7 +202,7 @@ class _Translator:
             self.take()
 
     def check_folding(self, literal: str) -> None:
-        if self.ignore_case and literal.casefold().endswith(_multi_character_foldings()):
+        if self.ignore_case and literal.casefold().endswith(_FOLDED_CHARACTERS):
             self.fail(
                 f"case-insensitive {literal!r}, which also matches a single character, is not supported"
             )
@@ -479,10 +483,3 @@ def _properties(body: str) -> list[str]:
         f"\\{letter}{{{_CATEGORY_ALIASES.get(name.lower().replace('_', ''), name)}}}"
         for letter, name in found
     ]
-
-
-@functools.cache
-def _multi_character_foldings() -> tuple[str, ...]:
-    """The strings that single characters fold to ("ss" for "ß"), as far as they can be written in ASCII."""
-    foldings = {chr(code).casefold() for code in range(0x80, 0x20000)}
-    return tuple(sorted(folding for folding in foldings if len(folding) > 1 and folding.isascii()))

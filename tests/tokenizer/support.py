@@ -96,6 +96,11 @@ def _assigned() -> tuple[list[int], list[list[int]], list[int]]:
     return codes, list(blocks.values()), [code for code in codes if unicodedata.combining(chr(code))]
 
 
+@cache
+def _emoji() -> list[int]:
+    return [code for code in _assigned()[0] if 0x1F300 <= code < 0x1FB00]
+
+
 _COMMON = "  \t\n\r'sSſKdmtTlLrReEvV019aAzZ.,!_-/\x00\x1c\x85\xa0\u200d\u2028\u3000ʕ▁ΣσİıßéÉ"
 _WORDS = (
     "<|endoftext|>",
@@ -136,5 +141,5 @@ def random_text(source: random.Random, extra_words: tuple[str, ...] = ()) -> str
         elif kind < 0.9:
             parts.append(source.choice(_WORDS + extra_words))
         else:
-            parts.append(chr(source.randrange(0x1F300, 0x1FAFF)) * source.randint(1, 3))
+            parts.append(chr(source.choice(_emoji())) * source.randint(1, 3))
     return "".join(parts)

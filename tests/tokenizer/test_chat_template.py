@@ -40,7 +40,7 @@ _GOLDENS: dict[str, Any] = json.loads((FIXTURES / "chat_goldens.json").read_text
     "golden", _GOLDENS["goldens"], ids=lambda golden: f"{golden['template']}-{golden['case']}"
 )
 def test_goldens_from_transformers(golden: dict[str, str]) -> None:
-    """What transformers 5.23 made of the conversation on 2 January 2026; a hash, for the templates are not ours."""
+    """What transformers 5.23 made of it on 2 January 2026, as a hash: the texts are not ours."""
     template = shared(f"chat_templates/{golden['template']}.jinja").read_text(encoding="utf-8")
     case = _GOLDENS["cases"][golden["case"]]
     variables = {"bos_token": "<s>", "eos_token": "</s>", **case["variables"]}

@@ -309,3 +309,12 @@ def test_decoder(index: int) -> None:
         for skip_special_tokens in (True, False):
             expected = theirs.decode(ids, skip_special_tokens=skip_special_tokens)
             assert ours.decode(ids, skip_special_tokens) == expected, ids
+
+
+def test_merges_whose_tokens_hold_spaces() -> None:
+    model = bpe_model(["a", "b", " ", "a ", "a  ", " b"], [])
+    model["merges"] = [["a", " "], ["a ", " "], [" ", "b"]]
+    content = content_of(model)
+    ours, theirs = build(content), library(content)
+    for text in ("a b", "a  b", "  b", "ab a  a b", "a   b"):
+        assert ours.encode(text) == theirs.encode(text).ids

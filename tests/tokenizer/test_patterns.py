@@ -10,15 +10,15 @@ from tests.tokenizer.support import random_text
 from tokenizer.patterns import PatternError, compile_pattern, find_spans
 
 _PATTERNS = [
-    # The patterns of real tokenizers: GPT-2, Llama 3, o200k, DeepSeek, Qwen 2, StarCoder, tiktoken's newest cl100k
+    # The patterns of real tokenizers: GPT-2, Llama 3, o200k, DeepSeek, tiktoken's newest cl100k, BLOOM
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "[一-龥぀-ゟ゠-ヿ]+",
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
     r"|\s*[\r\n]|\s+(?!\S)|\s",
@@ -87,7 +87,18 @@ def test_cuts_as_the_library_does(pattern: str) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers library")
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     source = random.Random(0)
-    texts = ["a", "ab\nb\n", "aaaaa", "\n", "a\n\na", "Ab aB", "bbb ccd", "aab]-", "don't 'S'LL 1234 ...\n\n x", "ʕaʕ"]
+    texts = [
+        "a",
+        "ab\nb\n",
+        "aaaaa",
+        "\n",
+        "a\n\na",
+        "Ab aB",
+        "bbb ccd",
+        "aab]-",
+        "don't 'S'LL 1234 ...\n\n x",
+        "ʕaʕ",
+    ]
     letters = "abcAB \n1.]-é"
     texts += ["".join(source.choice(letters) for _ in range(source.randint(1, 12))) for _ in range(150)]
     texts += [random_text(source) for _ in range(150)]
@@ -95,6 +106,15 @@ def test_cuts_as_the_library_does(pattern: str) -> None:
         expected = [piece for piece, _ in split.pre_tokenize_str(text)]
         spans = find_spans(compile_pattern(pattern), text)
         assert [text[start:end] for start, end, _ in spans if start != end] == expected, text
+
+
+def test_every_ascii_folding_of_one_character_is_known() -> None:
+    foldings = {chr(code).casefold() for code in range(0x80, 0x20000)}
+    several = [folding for folding in foldings if len(folding) > 1 and folding.isascii()]
+    assert several
+    for folding in several:
+        with pytest.raises(PatternError, match="single character"):
+            compile_pattern(f"(?i:{folding})")
 
 
 @pytest.mark.parametrize(("pattern", "problem"), _REFUSED)
