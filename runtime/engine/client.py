@@ -237,7 +237,7 @@ class ThreadEngineClient:
                         del self._open[output.request_id]
             try:
                 request.sink(output)
-            except Exception:
+            except BaseException:
                 logger.exception("the sink of request %s failed; the request is cancelled", output.request_id)
                 with self._condition:
                     self._open.pop(output.request_id, None)

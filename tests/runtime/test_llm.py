@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -266,6 +267,25 @@ def test_an_interrupt_cancels_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     llm.generate("x", GREEDY)
     assert llm.client.stats().num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "use_tqdm", "is_shown"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_progress_is_shown_on_a_terminal_alone(
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+    use_tqdm: bool,
+    is_shown: bool,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=use_tqdm)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("3/3" in printed.err) == is_shown
 
 
 def test_more_prompts_than_the_queue_takes(folder: Path) -> None:

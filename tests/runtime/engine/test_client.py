@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import queue
 import threading
@@ -183,15 +184,16 @@ def test_one_choice_can_be_cancelled(client: ThreadEngineClient, model: FakeMode
     assert client.stats().num_free_blocks == client.stats().num_blocks
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError, SystemExit])
 def test_a_sink_that_raises_hurts_itself_alone(
-    client: ThreadEngineClient, caplog: pytest.LogCaptureFixture
+    kind: type[BaseException], client: ThreadEngineClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[EngineOutput] = []
 
     def bad(output: EngineOutput) -> None:
         calls.append(output)
         if len(calls) == 3:
-            raise RuntimeError("planted")
+            raise kind("planted")
 
     good = Sink()
     client.submit(request("bad", [1], max_tokens=50), bad)

@@ -138,13 +138,14 @@ def test_stop_ids_and_eos() -> None:
     assert result.token_ids() == expected
 
 
-def test_min_tokens_keeps_stop_ids_away() -> None:
-    expected = greedy([5, 6], 12)
-    result = one(
-        make_engine(), [5, 6], max_tokens=12, min_tokens=5, eos=(expected[0],), stop_token_ids=[expected[1]]
-    )
-    assert not {expected[0], expected[1]} & set(result.token_ids()[:5])
-    assert len(result.token_ids()) >= 5
+@pytest.mark.parametrize("way", ["stop_token_ids", "eos"])
+def test_min_tokens_keeps_stop_ids_away_for_just_as_long(way: str) -> None:
+    wanted = {"max_tokens": 12, "logit_bias": {42: 100.0}, way: (42,)}
+    result = one(make_engine(), [5, 6], min_tokens=5, **wanted)
+    assert 42 not in result.token_ids()[:5]
+    assert result.token_ids()[5:] == [42]
+    assert result.finish_reason() == "stop"
+    assert one(make_engine(), [5, 6], **wanted).token_ids() == [42]
 
 
 def test_logit_bias_allowed_ids_and_penalties_reach_the_sampler() -> None:
