@@ -12,9 +12,12 @@ import numpy as np
 
 from models.errors import WeightsError
 from runtime import ops
+from runtime.cast import cast_array
 from runtime.dtype import DType, float16, float32, promote
 from runtime.ops import LinearWeight
 from runtime.tensor import Tensor
+
+_FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 
 
 class TensorSource(Protocol):
@@ -84,9 +87,12 @@ class Weights:
         array = self._source.array(name)
         if self._source.dtype(name) is dtype:
             return array
-        with np.errstate(over="ignore"):
-            converted = array.astype(dtype.numpy)
-        if dtype is float16 and not np.isfinite(converted).all():
-            largest = float(np.abs(array.astype(float32.numpy)).max())
+        converted = cast_array(array, dtype)
+        if (
+            dtype is float16
+            and array.size
+            and (converted.view(np.uint16) & 0x7FFF).max() >= _FLOAT16_INFINITY
+        ):
+            largest = np.abs(cast_array(array, float32)).max()
             raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
         return converted
