@@ -412,7 +412,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     The draw of a row depends on its logits and parameters alone, its seed, choice and position among them.
     """
     op = "sample"
-    array = _check(op, "logits", logits, float32, (params.num_rows, None))
+    array = _check(op, "logits", logits, float32, (None, None))
     rows, vocab = array.shape
     mask_words = -(-vocab // 32)
     for name, dtype, shape in _SAMPLING_FIELDS:

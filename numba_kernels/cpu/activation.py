@@ -62,18 +62,19 @@ def _gelu_erf(builder, x):
     x - x erfc(a) / 2."""
     negative = builder.fcmp_ordered("<", x, constant_like(x, 0.0))
     size = builder.select(negative, builder.fsub(constant_like(x, -0.0), x), x)
+    far = constant_like(x, 13.8)  # from here on the tail is 0
+    size = builder.select(builder.fcmp_ordered(">", size, far), far, size)
     a = builder.fmul(size, constant_like(x, 0.7071067811865476))
-    bounded = builder.select(builder.fcmp_ordered(">", a, constant_like(x, 9.8)), constant_like(x, 9.8), a)
     pivot = constant_like(x, _ERFCX_PIVOT)
-    t = builder.fdiv(builder.fsub(bounded, pivot), builder.fadd(bounded, pivot))
+    t = builder.fdiv(builder.fsub(a, pivot), builder.fadd(a, pivot))
     scaled = constant_like(x, _ERFCX[-1])
     for coefficient in _ERFCX[-2::-1]:
         scaled = fma(builder, scaled, t, constant_like(x, coefficient))
-    erfcx = builder.fdiv(scaled, fma(builder, bounded, constant_like(x, 2.0), constant_like(x, 1.0)))
-    # e^(-a^2) from x itself: a^2 = x^2 / 2, whose rounding error fma hands back
+    erfcx = builder.fdiv(scaled, fma(builder, a, constant_like(x, 2.0), constant_like(x, 1.0)))
+    # e^(-a^2) from |x| itself: a^2 = x^2 / 2, whose rounding error fma hands back
     minus_half = constant_like(x, -0.5)
-    square = builder.fmul(x, x)
-    error = fma(builder, x, x, builder.fsub(constant_like(x, -0.0), square))
+    square = builder.fmul(size, size)
+    error = fma(builder, size, size, builder.fsub(constant_like(x, -0.0), square))
     gauss = simd.exp(builder, builder.fmul(square, minus_half))
     gauss = fma(builder, gauss, builder.fmul(error, minus_half), gauss)
     tail = builder.fmul(builder.fmul(x, constant_like(x, 0.5)), builder.fmul(erfcx, gauss))

@@ -1,0 +1,73 @@
+"""Activations against float64, with their relative accuracy in the tails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime import ops
+from tests.numba_kernels.cpu.cases import normal, tensor
+from tests.oracles import dense
+
+SHAPES = [(1,), (15,), (16,), (17,), (1, 1), (3, 31), (7, 128), (64, 1000), (2, 3, 5), (0,), (4, 0)]
+FUNCTIONS = {
+    "silu": (ops.silu, dense.silu),
+    **{
+        f"gelu {kind}": (
+            lambda x, kind=kind, **out: ops.gelu(x, kind, **out),
+            lambda x, kind=kind: dense.gelu(x, kind),
+        )
+        for kind in ("erf", "tanh", "sigmoid")
+    },
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_float64_and_works_in_place(name, shape):
+    function, oracle = FUNCTIONS[name]
+    x = normal(np.random.default_rng(len(shape)), shape) * 3
+    out = function(tensor(x))
+    assert dense.relative_error(out.numpy(), oracle(x)) < 1e-6
+    target = tensor(x.copy())
+    assert function(target, out=target) is target
+    np.testing.assert_array_equal(target.numpy(), out.numpy())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_value_is_close_in_relative_terms(name):
+    function, oracle = FUNCTIONS[name]
+    x = np.concatenate([np.linspace(-9, 12, 20001), np.geomspace(1e-30, 1, 500), -np.geomspace(1e-30, 1, 500)])
+    x = x.astype(np.float32)
+    expected = oracle(x)
+    far = np.abs(expected) > 1e-36
+    assert far.sum() > 20000
+    out = function(tensor(x)).numpy()
+    tolerance = 2e-7 * (10 + np.abs(np.log(np.abs(expected[far]))))  # e^-80 takes over 80 times its argument's error
+    assert (np.abs(out[far] - expected[far]) <= tolerance * np.abs(expected[far])).all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_extremes(name):
+    function, _ = FUNCTIONS[name]
+    x = np.array([0.0, -0.0, 1e4, -1e4, 3e38, np.nan, np.inf], np.float32)
+    out = function(tensor(x)).numpy()
+    np.testing.assert_array_equal(out[:3], [0, 0, 1e4])
+    assert abs(out[3]) < 1e-30
+    assert out[4] > 2e38
+    assert np.isnan(out[5])
+
+
+def test_known_values():
+    one = tensor(np.array([1.0, -1.0], np.float32))
+    np.testing.assert_allclose(ops.gelu(one, "erf").numpy(), [0.8413447460685429, -0.15865525393145705], rtol=1e-6)
+    np.testing.assert_allclose(ops.gelu(one, "tanh").numpy(), [0.8411919906082768, -0.15880800939172324], rtol=1e-6)
+    np.testing.assert_allclose(ops.silu(one).numpy(), [0.7310585786300049, -0.2689414213699951], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 17), (3, 16), (5, 100), (33, 1001), (200, 300), (0, 4)])
+def test_swiglu(rows, width):
+    gate_up = normal(np.random.default_rng(rows), (rows, 2 * width)) * 2
+    out = ops.swiglu(tensor(gate_up))
+    assert out.shape == (rows, width)
+    assert dense.relative_error(out.numpy(), dense.swiglu(gate_up)) < 1e-6

@@ -1,0 +1,156 @@
+"""Paged attention against float64: ragged batches, every type, GQA, windows, splits; nothing unowned is ever used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kernels.cpu import attention as kernels
+from runtime import ops
+from runtime.errors import InvalidArgumentError
+from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, PagedCase, normal, paged_case, tensor
+from tests.oracles import attention as oracle
+from tests.oracles.dense import relative_error
+
+CASES = [  # (context, queries) of each sequence, q heads, kv heads, head_dim, block size, window
+    ([(0, 1)], 1, 1, 1, 8, None),
+    ([(0, 1), (0, 1)], 2, 2, 2, 16, None),
+    ([(0, 5)], 2, 1, 16, 16, None),
+    ([(17, 1)], 12, 12, 64, 16, None),
+    ([(0, 64)], 4, 4, 32, 16, None),
+    ([(0, 65), (63, 1), (64, 1)], 4, 2, 24, 8, None),
+    ([(100, 7), (0, 33), (5, 1), (31, 2)], 8, 2, 40, 24, None),
+    ([(3, 50), (200, 1)], 8, 1, 16, 32, None),
+    ([(1, 3), (2, 2), (3, 1), (0, 4)], 6, 2, 5, 8, None),
+    ([(90, 70)], 8, 8, 17, 48, None),
+    ([(0, 9), (70, 1), (127, 1), (128, 1), (129, 1)], 4, 1, 128, 64, None),
+    ([(0, 40), (60, 1)], 40, 1, 16, 16, None),
+    ([(0, 100)], 3, 3, 80, 16, 1),
+    ([(0, 100), (150, 1)], 4, 2, 16, 16, 7),
+    ([(300, 1), (0, 200)], 2, 1, 8, 8, 64),
+    ([(130, 65)], 4, 4, 48, 16, 100),
+    ([(10, 3)], 2, 2, 16, 128, 1000),
+    ([(0, 0), (5, 2), (9, 0)], 2, 2, 16, 16, None),
+    ([(700, 1), (0, 3)], 4, 2, 256, 16, None),
+    ([(0, 300)], 2, 2, 64, 16, None),
+]  # fmt: skip
+
+
+def _attend(case: PagedCase, scale: float, window: int | None = None) -> np.ndarray:
+    k_cache, v_cache = case.cache.layer(0)
+    out = ops.attention(tensor(case.queries), k_cache, v_cache, case.batch, 0, scale=scale, window=window)
+    return out.numpy().reshape(case.queries.shape)
+
+
+def _expected(case: PagedCase, scale: float, window: int | None = None) -> np.ndarray:
+    rows = [
+        oracle.attention(case.queries[case.query_rows(seq)], keys, values, scale, window)
+        for seq, (keys, values) in enumerate(zip(case.keys, case.values))
+    ]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
+@pytest.mark.parametrize(("chunks", "heads", "kv_heads", "head_dim", "block_size", "window"), CASES)
+def test_equals_float64(chunks, heads, kv_heads, head_dim, block_size, window, dtype):
+    rng = np.random.default_rng(head_dim)
+    case = paged_case(
+        rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
+    scale = head_dim**-0.5
+    assert relative_error(_attend(case, scale, window), _expected(case, scale, window)) < 1e-5
+
+
+def test_a_row_is_the_same_alone_chunked_and_in_any_batch():
+    rng = np.random.default_rng(0)
+    chunks = [(0, 150), (80, 1), (10, 30)]
+    case = paged_case(rng, chunks, heads=6, kv_heads=2, head_dim=24)
+    whole = _attend(case, 0.2)
+    tables, queries = case.batch.block_tables[0].array, case.queries
+    for seq, first, last in ((0, 0, 1), (0, 3, 90), (0, 90, 150), (0, 149, 150), (1, 0, 1), (2, 5, 30)):
+        alone = paged_case(rng, [(chunks[seq][0] + first, last - first)], heads=6, kv_heads=2, head_dim=24)
+        start = case.query_rows(seq).start
+        alone.cache, alone.queries = case.cache, queries[start + first : start + last].copy()
+        alone.batch.block_tables = (tensor(tables[seq : seq + 1].copy()),)
+        np.testing.assert_array_equal(_attend(alone, 0.2), whole[start + first : start + last])
+
+
+@pytest.mark.parametrize("window", [None, 1300])
+def test_long_decodes_are_split_and_merged_to_the_same_bits(window, monkeypatch):
+    case = paged_case(np.random.default_rng(1), [(2600, 1)], heads=2, kv_heads=1, head_dim=16)
+    split = _attend(case, 0.25, window)
+    assert relative_error(split, _expected(case, 0.25, window)) < 1e-5
+    monkeypatch.setattr(ops, "_NUM_WORKERS", 1)
+    np.testing.assert_array_equal(_attend(case, 0.25, window), split)
+
+
+def test_long_prefill_crosses_segments():
+    case = paged_case(np.random.default_rng(2), [(kernels.SEGMENT_TOKENS - 3, 9)], heads=2, kv_heads=2, head_dim=8)
+    assert relative_error(_attend(case, 0.3), _expected(case, 0.3)) < 1e-5
+
+
+def test_large_scores_neither_overflow_nor_underflow():
+    case = paged_case(np.random.default_rng(3), [(90, 3)], heads=2, kv_heads=2, head_dim=16)
+    for scale in (300.0, 1e-30):
+        assert relative_error(_attend(case, scale), _expected(case, scale)) < 3e-4  # scores of 3000 carry errors of 2e-4
+
+
+def test_closed_forms():
+    case = paged_case(np.random.default_rng(4), [(40, 2)], heads=4, kv_heads=2, head_dim=16)
+    k_pages, v_pages = (pages.array for pages in case.cache.layer(0))
+    k_pages[~np.isnan(k_pages)] = 1.0  # equal keys: the mean of the values
+    means = np.stack([case.values[0][: 41 + j].mean(0, dtype=np.float64) for j in range(2)])
+    np.testing.assert_allclose(_attend(case, 1.0), np.repeat(means, 2, axis=1), atol=1e-6)
+    v_pages[~np.isnan(v_pages)] = 3.0  # equal values: that value
+    np.testing.assert_allclose(_attend(case, 1.0), 3.0, rtol=1e-6)
+
+
+def test_nan_in_a_query_stays_in_its_head():
+    case = paged_case(np.random.default_rng(5), [(40, 20)], heads=4, kv_heads=2, head_dim=16)
+    case.queries[3, 1, 2] = np.nan
+    bad = np.isnan(_attend(case, 1.0)).any(-1)
+    assert bad[3, 1]
+    assert bad.sum() == 1
+
+
+@pytest.mark.parametrize("entry", [-1, 10_000])
+def test_refuses_a_block_outside_the_pages(entry):
+    case = paged_case(np.random.default_rng(6), [(30, 1)], heads=2, kv_heads=2, head_dim=16)
+    case.batch.block_tables[0].array[0, 1] = entry
+    with pytest.raises(InvalidArgumentError, match="attention: batch.block_tables names a block outside"):
+        _attend(case, 1.0)
+
+
+def test_blocks_below_the_window_need_not_exist():
+    case = paged_case(np.random.default_rng(7), [(100, 1)], heads=2, kv_heads=2, head_dim=16)
+    expected = _attend(case, 1.0, 16)
+    case.batch.block_tables[0].array[0, :5] = -1
+    np.testing.assert_array_equal(_attend(case, 1.0, 16), expected)
+
+
+def test_refuses_inconsistent_batches():
+    def broken(change):
+        case = paged_case(np.random.default_rng(8), [(30, 2), (0, 1)], heads=2, kv_heads=2, head_dim=16)
+        change(case)
+        with pytest.raises(InvalidArgumentError, match="attention: ") as caught:
+            _attend(case, 1.0)
+        return caught.value.param
+
+    def longer(case):
+        case.batch.seq_lens.array[0] = 49
+
+    def shorter(case):
+        case.batch.seq_lens.array[0] = 1
+
+    def starts(case):
+        case.batch.query_start.array[1] = 4
+
+    def more_queries(case):
+        case.queries = normal(np.random.default_rng(0), (4, 2, 16))
+
+    def other_heads(case):
+        case.queries = normal(np.random.default_rng(0), (3, 3, 16))
+
+    assert broken(longer) == broken(shorter) == "batch.seq_lens"
+    assert broken(starts) == broken(more_queries) == "batch.query_start"
+    assert broken(other_heads) == "q"

@@ -1,0 +1,77 @@
+"""Oracles in numpy float64: matrix product, norms, activations, rotation. Straight from the equations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """max |actual - expected| / max |expected|; infinite where shapes differ or either has NaN or infinity."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape or not np.isfinite(actual).all() or not np.isfinite(expected).all():
+        return math.inf
+    if expected.size == 0:
+        return 0.0
+    largest = float(np.abs(expected).max())
+    return float(np.abs(actual - expected).max()) / (largest if largest > 0 else 1.0)
+
+
+def linear(x, weight, bias=None, residual=None):
+    """``x [T, K] . weight [N, K]^T + bias [N] + residual [T, N]``."""
+    out = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    if bias is not None:
+        out += np.asarray(bias, np.float64)
+    if residual is not None:
+        out += np.asarray(residual, np.float64)
+    return out
+
+
+def rms_norm(x, weight, eps):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
+
+
+def layer_norm(x, weight, bias, eps):
+    x = np.asarray(x, np.float64)
+    centred = x - x.mean(-1, keepdims=True)
+    out = centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
+    return out if bias is None else out + np.asarray(bias, np.float64)
+
+
+def sigmoid(x):
+    x = np.asarray(x, np.float64)
+    return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))))
+
+
+def silu(x):
+    return np.asarray(x, np.float64) * sigmoid(x)
+
+
+def gelu(x, kind):
+    x = np.asarray(x, np.float64)
+    if kind == "erf":
+        return 0.5 * x * _erfc(-x / math.sqrt(2))
+    if kind == "sigmoid":
+        return x * sigmoid(1.702 * x)
+    # (1 + tanh u) / 2 = sigmoid(2 u), which does not cancel for negative u
+    return x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def swiglu(gate_up):
+    gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
+    return silu(gate) * up
+
+
+def rotate(x, cos, sin, interleaved):
+    """RoPE of ``x [..., D]`` by ``cos``, ``sin [..., R / 2]`` on the first R dimensions."""
+    x = np.array(x, np.float64)
+    half = cos.shape[-1]
+    low = (slice(None),) * (x.ndim - 1) + (slice(0, 2 * half, 2) if interleaved else slice(0, half),)
+    high = (slice(None),) * (x.ndim - 1) + (slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half),)
+    a, b = x[low].copy(), x[high].copy()
+    x[low], x[high] = a * cos - b * sin, b * cos + a * sin
+    return x
