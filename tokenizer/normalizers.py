@@ -17,9 +17,9 @@ from typing import Any, Literal
 from tokenizer import unicode_tables
 from tokenizer.byte_level import to_byte_level
 from tokenizer.json_fields import Fields
+from tokenizer.oniguruma import PatternError
 from tokenizer.patterns import (
     Pattern,
-    PatternError,
     compile_literal,
     compile_pattern,
     compile_raw,
@@ -84,6 +84,8 @@ def read_pattern(fields: Fields) -> Pattern:
 
 def replace_spans(pattern: Pattern, content: str, text: str) -> str:
     """`text` with each match of `pattern` replaced by `content`, which is literal."""
+    if pattern.literal:
+        return text.replace(pattern.literal, content)
     return "".join(
         content if is_match else text[start:end] for start, end, is_match in find_spans(pattern, text)
     )

@@ -17,7 +17,7 @@ from tokenizer.bpe import BpeModel, WordCache
 from tokenizer.byte_level import replace_surrogates, to_byte_level
 from tokenizer.chat_template import render_chat
 from tokenizer.decoders import build_decoder
-from tokenizer.errors import ChatTemplateError, TokenIdError
+from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerFileError
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, read_folder
 from tokenizer.normalizers import build_normalizer
@@ -64,12 +64,19 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
         """Read a model folder. Raises `TokenizerFileError`, which names file and field."""
-        return cls(read_folder(Path(folder)))
+        return cls._build(read_folder(Path(folder)))
 
     @classmethod
     def from_file(cls, file: str | Path) -> Tokenizer:
         """Read one `tokenizer.json` alone, without the files around it."""
-        return cls(TokenizerFiles(Fields.read(Path(file))))
+        return cls._build(TokenizerFiles(Fields.read(Path(file))))
+
+    @classmethod
+    def _build(cls, files: TokenizerFiles) -> Tokenizer:
+        try:
+            return cls(files)
+        except RecursionError as error:
+            raise TokenizerFileError(files.tokenizer.file, "", "is nested too deeply") from error
 
     # Vocabulary
 

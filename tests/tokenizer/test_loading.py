@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,26 @@ def test_not_a_tokenizer(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(TokenizerFileError, match=problem):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+    part = '{"type":"Sequence","normalizers":['
+    text = json.dumps(_content()).replace(
+        '"added_tokens"', f'"normalizer":{part * 900}{"]}" * 900},"added_tokens"'
+    )
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerFileError, match=r"nested too deeply|not valid JSON"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_threads_may_share_a_tokenizer() -> None:
+    tokenizer = Tokenizer.from_pretrained(FIXTURES / "bytelevel")
+    texts = [f"hello {i} world{i * 7}" for i in range(300)]
+    expected = [tokenizer.encode(text) for text in texts]
+    shared_one = Tokenizer.from_pretrained(FIXTURES / "bytelevel")
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: [shared_one.encode(text) for text in texts], range(8)):
+            assert found == expected
 
 
 def test_missing_folders_and_files(tmp_path: Path) -> None:

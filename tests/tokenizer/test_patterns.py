@@ -7,7 +7,8 @@ import random
 import pytest
 
 from tests.tokenizer.support import random_text
-from tokenizer.patterns import PatternError, compile_pattern, find_spans
+from tokenizer.oniguruma import PatternError
+from tokenizer.patterns import compile_pattern, find_spans
 
 _PATTERNS = [
     # The patterns of real tokenizers: GPT-2, Llama 3, o200k, DeepSeek, tiktoken's newest cl100k, BLOOM
@@ -71,6 +72,7 @@ _REFUSED = [
     (r"(*FAIL)", "callouts"),
     (r"\p{Nope}", "pattern"),
     (r"\pL", "braces"),
+    ("(" * 100_000, "nested too deeply"),
     ("(a", r"missing \)"),
     ("a)", r"unmatched \)"),
     ("[a", "unexpected end"),
