@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import math
@@ -12,8 +13,10 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from dataclasses import fields
@@ -335,7 +338,7 @@ def test_chat_on_a_pipe(stories: Path, tmp_path: Path) -> None:
 
 @needs_stories
 def test_chat_forgets_its_oldest_turns_and_says_so(stories: Path) -> None:
-    message = "Once upon a time there was a little girl named Lily. " * 4
+    message = "Once upon a time there was a little girl named Lily. " * 7
     status, out, err = invoke(
         *(
             "chat",
@@ -348,7 +351,7 @@ def test_chat_forgets_its_oldest_turns_and_says_so(stories: Path) -> None:
             "--max-model-len",
             "160",
         ),
-        stdin=f"{message}\n{message}\n{message * 9}\nHello\n",
+        stdin=f"{message}\n{message}\n{message * 2}\nHello\n",
     )
     assert "the oldest 1 turns were forgotten" in err
     assert "there is room for" in err  # the third message is too long by itself
@@ -377,6 +380,9 @@ main()
 """
 
 
+PROMPT = re.escape("\x1b[?2004h")  # bracketed paste on: the line can be edited
+
+
 class Terminal:
     """A program on a pseudo-terminal."""
 
@@ -385,9 +391,10 @@ class Terminal:
         if self.pid == 0:
             os.chdir(ROOT)
             os.execve(command[0], command, env)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         self.text = ""
 
-    def wait_for(self, pattern: str, timeout_s: float = 240.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = 100.0) -> str:
         """Reads until the pattern has come; what was read until then is forgotten."""
         deadline = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.text)):
@@ -436,20 +443,21 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(stories: Path, tmp_path: Pa
         {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"},
     )
     terminal.wait_for(r"/help lists the commands")
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("Once upon a time\r")
-    terminal.wait_for(r"there was")
+    terminal.wait_for(re.escape("\x1b[?2004l"))  # the line was taken
+    terminal.wait_for(r"\w+ \w+ \w+")  # the answer has begun
     terminal.type("\x03")
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("/stats\r")
     stats = terminal.wait_for(r"\d+ answered \(stopped\)")
     assert 0 < int(stats.split()[0]) < 200
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("half a line\x03")  # at the prompt, Ctrl-C clears the line
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("/set temperature cold\r")
     terminal.wait_for(r"error: .*cold")
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("/exit\r")
     assert terminal.end() == 0
     history = (tmp_path / "xserv" / "chat_history").read_text()

@@ -1,12 +1,13 @@
 """Every benchmark, by the command line, on a tiny random GPT-2: all keys, finite numbers, sums that add up.
 
-No times are asserted. `bench peers` runs where the checkout has `.venv-reference` with torch and transformers.
+No times are asserted. `bench peers` runs where the checkout has a `.venv-reference` with transformers.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def test_reports_for_people(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["latency", "--input-len", "60", "--output-len", "9"], "5 tokens, not 9"),  # 64 positions
+        (["latency", "--input-len", "60", "--output-len", "9"], "4 tokens, not 9"),  # 64 positions
         (["latency", "--num-iters", "0"], "--num-iters"),
         (["throughput", "--input-len", "0"], "at least 1"),
         (["streaming", "--max-tokens", "0"], "max_tokens"),
@@ -212,10 +213,23 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result["peer_cache"] in ("dynamic", "static")
 
 
-@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="no .venv-reference with torch and transformers")
-def test_peers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        LLM, "logits", lambda self, ids: np.full((len(ids), SHAPE.vocab_size), np.nan, np.float32)
-    )
-    with pytest.raises(BenchmarkError, match="logits differ by nan"):
-        bench_peers(PEER_PYTHON, num_rounds=1, shape=SHAPE, workloads=WORKLOADS[:1])
+FAKE_PEER = """#!{python}
+import json, sys
+import numpy
+for line in sys.stdin:
+    request = json.loads(line)
+    reply = {{"torch": "0", "transformers": "0", "threads": 1, "idle_share": 0.0}}
+    if request["op"] == "logits":
+        numpy.save(request["path"], numpy.full((len(request["token_ids"]), 97), {value}, numpy.float32))
+        reply["path"] = request["path"]
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("value", "words"), [("numpy.nan", "differ by nan"), ("0.5", r"differ by \d")])
+def test_a_peer_that_disagrees_is_not_timed(tmp_path: Path, value: str, words: str) -> None:
+    peer = tmp_path / "python"  # called with the peer's script, which it does not read
+    peer.write_text(FAKE_PEER.format(python=sys.executable, value=value))
+    peer.chmod(0o755)
+    with pytest.raises(BenchmarkError, match=words):
+        bench_peers(peer, num_rounds=1, shape=SHAPE, workloads=WORKLOADS[:1])
