@@ -194,6 +194,29 @@ def test_stop_strings_cut_the_text_and_free_the_choice(llm: LLM) -> None:
         assert choice.token_ids == free.outputs[0].token_ids[: len(choice.token_ids)]
 
 
+def test_a_stopped_choice_leaves_its_siblings_alone(llm: LLM) -> None:
+    params = {"n": 3, "seed": 3, "temperature": 1.0, "max_tokens": 30, "ignore_eos": True}
+    free = llm.generate("the end", SamplingParams(**params))[0].outputs
+    text = free[0].text
+    stop = next(text[i : i + 2] for i in range(4, 30) if all(text[i : i + 2] not in c.text for c in free[1:]))
+    stopped = llm.generate("the end", SamplingParams(**params, stop=stop))[0].outputs
+    assert (stopped[0].text, stopped[0].stop_reason) == (text[: text.find(stop)], stop)
+    for ours, theirs in zip(stopped[1:], free[1:], strict=True):
+        assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, "length")
+
+
+def test_a_fault_ends_its_request_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.client._engine.runner.model, "forward", fail)  # type: ignore[attr-defined]
+        (result,) = llm.generate("the", GREEDY)
+    assert (result.outputs[0].finish_reason, result.outputs[0].token_ids) == ("error", [])
+    assert result.outputs[0].error
+    assert llm.generate("the", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
 def test_eos_and_stop_ids(llm: LLM) -> None:
     (free,) = llm.generate("ab", SamplingParams(temperature=0.0, max_tokens=20))
     token_id = free.outputs[0].token_ids[3]
