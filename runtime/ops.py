@@ -273,9 +273,9 @@ def _pages(op: str, k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[ND
     """Both caches' arrays: K ``[blocks, kv heads, head_dim, block size]``, V ``[..., block size, width]``."""
     k_pages = _check(op, "k_cache", k_cache, _WEIGHT_DTYPES, (None, None, head_dim, None))
     blocks, heads, _, block_size = k_pages.shape
-    v_pages = _check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
     if block_size % 8 or blocks == 0:
         raise _fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
+    v_pages = _check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
     if v_pages.shape[3] != -(-head_dim // 16) * 16:
         raise _fail(op, "v_cache", f"has rows of {v_pages.shape[3]}, must be head_dim {head_dim} rounded up to 16")
     return k_pages, v_pages
