@@ -135,6 +135,20 @@ def test_harmless_buffers_are_passed_over(tmp_path: Path) -> None:
     fitted(rewrite(tmp_path / "gpt2", add_masks, GPT2))
 
 
+def test_gpt2_as_the_hub_stores_it(tmp_path: Path) -> None:
+    """No prefix, the causal masks, and a copy of the tied table."""
+
+    def change(tensors: dict[str, Array]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
+        without_prefix(tensors, "transformer.")
+        for index in range(2):
+            tensors[f"h.{index}.attn.bias"] = np.ones((1, 1, 96, 96), np.float32)
+
+    checkpoint = fitted(rewrite(tmp_path, change, GPT2))
+    for name, array in golden_tensors(GPT2).items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+
+
 def without_prefix(tensors: dict[str, Array], prefix: str) -> None:
     for name in list(tensors):
         tensors[name.removeprefix(prefix)] = tensors.pop(name)

@@ -116,6 +116,43 @@ def test_the_mapping_is_released_after_loading(tmp_path: Path, golden: Any) -> N
     assert np.isfinite(logits_of(model, IDS)).all()
 
 
+LOAD_AND_MEASURE = """
+import json, sys
+from models.registry import load_model
+
+def kilobytes(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+before = kilobytes("VmRSS:")
+model = load_model(sys.argv[1])
+print(json.dumps([model.weight_bytes, (kilobytes("VmHWM:") - before) * 1024]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the memory in use")
+def test_loading_takes_little_more_memory_than_one_copy(tmp_path: Path) -> None:
+    fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 1000}
+    change_config(
+        write_model(tmp_path, LLAMA), **fields, num_attention_heads=8, num_key_value_heads=8, head_dim=64
+    )
+    config = models.load_config(tmp_path)
+    header, position = {}, 0
+    for name, shape in LlamaModel.tensor_layout(config).shapes.items():
+        size = 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + position)  # all zeros, and none on the disk
+    arguments = [sys.executable, "-c", LOAD_AND_MEASURE, str(tmp_path)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    weight_bytes, peak_bytes = json.loads(done.stdout)
+    assert weight_bytes > 128 << 20
+    assert peak_bytes < 1.35 * weight_bytes
+
+
 def test_position_tables_end_at_the_wanted_length(tmp_path: Path) -> None:
     folder = write_model(tmp_path, LLAMA)
     short, whole = load_model(folder, max_model_len=40), load_model(folder)
