@@ -14,7 +14,7 @@ from typing import NoReturn
 from tokenizer.errors import TokenizerError
 
 UNICODE_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}"
-# Oniguruma's \w has these Latin-1 superscripts and fractions besides, and neither ZWJ nor ZWNJ.
+# Outside of classes Oniguruma's \w has these Latin-1 superscripts and fractions besides.
 _WORD = UNICODE_WORD + r"\xb2\xb3\xb9\xbc-\xbe"
 MOVED_LETTER = "\u0295"  # LATIN LETTER PHARYNGEAL VOICED FRICATIVE: Ll until Unicode 16, Lo since
 
@@ -29,7 +29,7 @@ _POSIX = {
     "punct": r"\p{P}\p{S}",
     "space": r"\s",
     "upper": r"\p{Uppercase}",
-    "word": _WORD,
+    "word": UNICODE_WORD,
     "xdigit": r"0-9A-Fa-f",
 }
 _SIMPLE_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b"}
@@ -198,6 +198,8 @@ class _Translator:
         letter = self.take()
         if letter in "pP":
             body = self.property(letter)
+            if body == UNICODE_WORD:
+                return f"[{_WORD}]"
             return self.with_old_category(f"[{body}]", body)
         if letter in "wWbBhHRXAzZGdDsSK":
             return self.class_escape(letter)
@@ -241,7 +243,7 @@ class _Translator:
         if plain in ("word", "graph", "print"):
             if plain != "word" or negated:
                 self.fail(f"property {name!r} is not supported")
-            return _WORD
+            return UNICODE_WORD
         name = {"punct": "P", "alnum": "Alnum", "any": "Any"}.get(plain, name)
         return f"\\{'P' if negated else 'p'}{{{name}}}"
 
@@ -371,7 +373,7 @@ class _Translator:
         if letter in "pP":
             return self.property(letter)
         if letter == "w":
-            return _WORD
+            return UNICODE_WORD
         if letter == "h":
             return "0-9A-Fa-f"
         if letter in "WHR":

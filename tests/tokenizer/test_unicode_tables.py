@@ -21,7 +21,23 @@ from tokenizer.patterns import compile_pattern, compile_raw
 tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers library")
 
 _PROPERTIES = [
-    *(r"\s", r"\S", r"\w", r"\W", r"\d", r"\h", ".", r"[^\s\p{L}]", r"[\w-]", r"\p{^L}", r"\P{L}"),
+    *(
+        r"\s",
+        r"\S",
+        r"\w",
+        r"\W",
+        r"\d",
+        r"\h",
+        ".",
+        r"[^\s\p{L}]",
+        r"[\w-]",
+        r"[^\w]",
+        "[[:word:]]",
+        r"\p{Word}",
+        r"[\p{Word}]",
+        r"\p{^L}",
+        r"\P{L}",
+    ),
     *(
         f"\\p{{{name}}}"
         for name in ("L", "N", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "P", "S", "Nd", "Z", "C")
