@@ -1,10 +1,9 @@
-"""Rotary position tables: the cosine and sine of each position and frequency (Su et al. 2021, arXiv
-2104.09864).
+"""Rotary position tables: the cosine and sine of each position and frequency.
 
-Pair `i` of a head of size D turns by `position * theta^(-2i/D)`. Frequencies and angles are rounded to
-float32 as transformers rounds them, since that is the arithmetic that the models were trained and are
-compared with: at position 100,000 an exact angle is up to 4e-3 away from it. The cosine and sine of such an
-angle are then exact to float32.
+Pair `i` of a head of size D turns by `position * theta^(-2i/D)` (Su et al. 2021, arXiv 2104.09864).
+Frequencies and angles are rounded to float32 where transformers rounds them, since that is the arithmetic
+that the models were trained in and are compared with: at position 131,071 one unit in the last place of a
+frequency near 1 turns a head by 0.008 radians. The cosine and sine of such an angle are exact to float32.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ def make_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     """Radians per token of each pair `[head_dim / 2]`, float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)  # rounded once
+    frequencies = np.float32(1.0) / powers
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":

@@ -30,6 +30,7 @@ from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16  # no
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
+ROPE_POSITIONS = [1, 777, 40_959, 131_071]
 
 # Fields of every config that carry no information for a language model.
 _SAYS_NOTHING = (
@@ -277,8 +278,40 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     )
 
 
+def make_rope_references() -> None:
+    """Frequencies, and cosines and sines far into the context, of real models' rotary positions."""
+    shapes = {
+        "llama2": (128, linear_rope(1.0)),
+        "llama31": (128, llama3_rope(8192, 8.0, 1.0, 4.0, 5e5)),
+        "llama32": (64, llama3_rope(8192, 32.0, 1.0, 4.0, 5e5)),
+        "qwen3": (128, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        "linear": (80, linear_rope(3.0)),
+    }
+    references = {}
+    for name, (head_dim, fields) in shapes.items():
+        config = llama(
+            **sizes(2 * head_dim, 8),
+            **heads(2, 2),
+            head_dim=head_dim,
+            **fields,
+            max_position_embeddings=1 << 17,
+        )
+        rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+        cos, sin = rotary(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
+        references[name] = {
+            "head_dim": head_dim,
+            "rope_parameters": fields["rope_parameters"],
+            "positions": ROPE_POSITIONS,
+            "frequencies": rotary.inv_freq.tolist(),
+            "cos": cos[0, :, : head_dim // 2].tolist(),
+            "sin": sin[0, :, : head_dim // 2].tolist(),
+        }
+    (GOLDENS / "rope.json").write_text(json.dumps(references) + "\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    make_rope_references()
     for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):
         make_case(name, config, num_prompt_tokens, seed)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 
+from models.json_fields import Fields
 from models.rope import inverse_frequencies, make_rope_table
-from models.rope_config import RopeConfig
+from models.rope_config import RopeConfig, parse_rope
+from tests.models.folders import GOLDENS
+
+REFERENCES = json.loads((GOLDENS / "rope.json").read_text())
 
 
 def test_default_frequencies_are_powers_of_theta() -> None:
@@ -53,6 +58,21 @@ def test_the_table_turns_each_pair_by_position_times_frequency() -> None:
     # An angle is rounded to float32 twice, at most 4096 * 2^-23 in all.
     np.testing.assert_allclose(cos, np.cos(angles), atol=4096 * 2.0**-23)
     np.testing.assert_allclose(sin, np.sin(angles), atol=4096 * 2.0**-23)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_transformers_agrees_far_into_the_context(name: str) -> None:
+    """At position 131,071 one unit in the last place of a frequency would turn a head by 0.008 radians."""
+    reference = REFERENCES[name]
+    fields = Fields({"rope_parameters": reference["rope_parameters"]}, name)
+    rope, head_dim, positions = parse_rope(fields, 1 << 17), reference["head_dim"], reference["positions"]
+    frequencies = np.array(reference["frequencies"], np.float32)
+    ours = inverse_frequencies(rope, head_dim)
+    np.testing.assert_array_max_ulp(ours, frequencies, 1)  # its power function is not always rounded right
+    assert (ours != frequencies).sum() <= 1
+    table = make_rope_table(rope, head_dim, positions[-1] + 1)
+    np.testing.assert_allclose(table.cos.numpy()[positions], reference["cos"], rtol=0, atol=5e-6)
+    np.testing.assert_allclose(table.sin.numpy()[positions], reference["sin"], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
