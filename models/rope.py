@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     """Radians per token of each pair `[head_dim / 2]`, float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)  # rounded once
-    frequencies = np.float32(1.0) / powers
+    frequencies: Float32Array = np.float32(1.0) / powers
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
