@@ -2,13 +2,15 @@
 
 `serve` is what `xserv serve` calls. The port is taken before the model is loaded, so that a port in use
 costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: no new requests, the
-running ones may finish within `drain_timeout_s`; a second signal ends at once."""
+running ones may finish within `drain_timeout_s`; a second signal ends them at once."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import math
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -74,30 +76,53 @@ def serve(
                 server_header=False,
                 lifespan="on",
                 ws="none",
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                timeout_graceful_shutdown=math.ceil(drain_timeout_s) + 2,
             )
-            _Server(settings, served_model_name or engine.info.model_name).run(sockets=[listener])
+            name = served_model_name or engine.info.model_name
+            _Server(settings, client, name, drain_timeout_s).run(sockets=[listener])
         finally:
             client.close()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which says when it is ready, and which a signal ends without being raised again."""
+    """uvicorn, with another end: when the time is up, or at a second signal, the engine is closed, so that
+    every request that still runs is told so and ends by itself. Only then, or at a third signal, uvicorn
+    cuts off."""
 
-    def __init__(self, config: uvicorn.Config, model_name: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, client: EngineClient, model_name: str, drain_timeout_s: float
+    ) -> None:
         super().__init__(config)
+        self.client = client
         self.model_name = model_name
+        self.drain_timeout_s = drain_timeout_s
+        self.hurry = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets is not None
+        self.loop = asyncio.get_running_loop()
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         print(f"Serving {self.model_name} at http://{shown_host}:{port}/v1", flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_engine())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_engine(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.hurry.wait(), self.drain_timeout_s)
+        await asyncio.to_thread(self.client.close)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""
+        if self.hurry.is_set():
             self.force_exit = True
+        elif self.should_exit and self.loop is not None:
+            self.loop.call_soon_threadsafe(self.hurry.set)
         self.should_exit = True
 
 
@@ -121,9 +146,11 @@ def warm_up(client: EngineClient) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address. Raises `ServerStartError`, which says what to do."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         raise ServerStartError(f"{host!r} is not an address of this machine") from None
+    # "localhost" is two addresses; most clients try the older one.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

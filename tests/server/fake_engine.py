@@ -19,6 +19,7 @@ Script = Callable[[EngineRequest, int], list[int]]
 
 @dataclass
 class _Open:
+    number: int
     request: EngineRequest
     sink: OutputSink
     ids: list[list[int]]
@@ -104,9 +105,11 @@ class FakeEngineClient:
         with self._lock:
             if len(self._open) >= self.info.max_waiting:
                 raise QueueFullError(self.info.max_waiting, 1.5)
-            self.requests.append(request)
             ids = [list(self.script(request, index)) for index in choices]
-            self._open[request.request_id] = _Open(request, sink, ids, [0 for _ in choices], set(choices))
+            self._open[request.request_id] = _Open(
+                len(self.requests), request, sink, ids, [0 for _ in choices], set(choices)
+            )
+            self.requests.append(request)
         self._work.set()
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -155,7 +158,7 @@ class FakeEngineClient:
             time.sleep(self.step_s)
             with self._lock:
                 for found in list(self._open.values()):
-                    if self.requests.index(found.request) in self.failing:
+                    if found.number in self.failing:
                         self._end(found, set(found.open_choices), "error")
                     else:
                         self._step(found)

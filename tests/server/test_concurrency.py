@@ -92,7 +92,8 @@ def test_every_prompt_of_a_request_is_freed(served: Served) -> None:
     served.engine.step_s = 0.01
     body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True, "max_tokens": 250, "n": 2}
     with served.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert served.engine.num_open == 3
     wait_until(lambda: served.engine.num_open == 0, timeout_s=1.5)
     assert len(served.engine.cancelled) == 3

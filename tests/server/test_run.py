@@ -1,0 +1,138 @@
+"""`serve` as a process: ready, in use, drained, forced; and the parts of it that need no process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from models.errors import ModelLoadError
+from server.run import ServerStartError, listen, serve, warm_up
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.test_real_engine import write_tiny_model
+
+PROGRAM = """
+import sys
+from server.run import serve
+serve(sys.argv[1], port=int(sys.argv[2]), load_format="dummy", num_blocks=64, served_model_name="tiny",
+      drain_timeout_s=float(sys.argv[3]))
+print("ended")
+"""
+
+
+@contextmanager
+def process(folder: Path, *, drain_timeout_s: float = 20) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A serving process and its URL; killed if it has not ended by itself."""
+    arguments = [sys.executable, "-c", PROGRAM, str(folder), "0", str(drain_timeout_s)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
+            yield child, line.split(" at ")[1].strip().removesuffix("/v1")
+        finally:
+            if child.poll() is None:
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+    return http.post(f"{url}/v1/completions", json=body)
+
+
+def test_a_signal_lets_running_requests_finish(folder: Path) -> None:
+    with process(folder) as (child, url), httpx.Client(timeout=60) as http:
+        assert ask(url, http, 3).json()["usage"]["completion_tokens"] == 3
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        output, errors = child.communicate(timeout=30)
+        assert output == "ended\n"
+        assert "Traceback" not in errors
+        assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout_s", "signals", "stream"),
+    [(0.5, [signal.SIGTERM], True), (60.0, [signal.SIGINT, signal.SIGINT], False)],
+)
+def test_the_drain_has_an_end(
+    folder: Path, drain_timeout_s: float, signals: list[signal.Signals], stream: bool
+) -> None:
+    """When the time is up, or at a second signal: a stream is told, a whole answer is a 503."""
+    body = {"model": "tiny", "prompt": "x", "n": 100, "max_tokens": 500, "ignore_eos": True, "stream": stream}
+    with process(folder, drain_timeout_s=drain_timeout_s) as (child, url), httpx.Client(timeout=60) as http:
+
+        def interrupt() -> None:
+            time.sleep(1.0)
+            for number in signals:
+                child.send_signal(number)
+                time.sleep(0.3)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        response = http.post(f"{url}/v1/completions", json=body)
+        thread.join()
+        if stream:
+            assert response.text.endswith("\n\n")
+            assert '"code":"engine_unavailable"' in response.text.split("data: ")[-1]
+        else:
+            assert response.status_code == 503
+        output, errors = child.communicate(timeout=20)
+        assert output == "ended\n"
+        assert "Traceback" not in errors
+        assert child.returncode == 0
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 is in use"):
+            serve(tmp_path / "nothing", port=port)
+    with pytest.raises(ModelLoadError):
+        serve(tmp_path / "nothing", port=0)
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(ServerStartError, match=host):
+        listen(host, 0)
+
+
+def test_listening_on_any_port() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+def test_a_model_that_fails_on_its_first_request_is_not_served() -> None:
+    engine = FakeEngineClient(lambda request, index: [1] * 10)
+    warm_up(engine)
+    assert [len(request.prompt_token_ids) for request in engine.requests] == [4]
+    engine.reset(engine.script)
+    engine.failing = {0}
+    with pytest.raises(ServerStartError, match="failed"):
+        warm_up(engine)
+    engine.close()
