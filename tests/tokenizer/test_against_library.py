@@ -5,6 +5,7 @@ novel.
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -13,14 +14,19 @@ from tests.tokenizer.support import REAL_TOKENIZERS, random_text, real_tokenizer
 tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers library")
 
 
+@cache
+def _random_texts() -> list[str]:
+    source = random.Random(3000)
+    return [random_text(source) for _ in range(3000)]
+
+
 @pytest.mark.parametrize("name", REAL_TOKENIZERS)
 def test_random_texts(name: str) -> None:
     theirs = tokenizers.Tokenizer.from_file(str(shared(name) / "tokenizer.json"))
     ours = real_tokenizer(name)
     source = random.Random(20260731)
     size = theirs.get_vocab_size()
-    for _ in range(3000):
-        text = random_text(source)
+    for text in _random_texts():
         ids = theirs.encode(text).ids
         assert ours.encode(text) == ids, text
         random_ids = [source.randrange(size + 3) for _ in range(8)]
@@ -30,6 +36,7 @@ def test_random_texts(name: str) -> None:
     assert ours.vocab_size == size
 
 
+@cache
 def _megabyte(kind: str) -> str:
     source = random.Random(1)
     if kind == "one character":
