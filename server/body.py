@@ -12,7 +12,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
@@ -169,6 +169,3 @@ def _too_large(config: ServerConfig) -> ApiError:
         code="body_too_large",
         headers={"Connection": "close"},
     )
-
-
-__all__ = ["ClientDisconnect", "decode_body", "is_deeper", "read_body", "schema_error"]

@@ -49,6 +49,7 @@ class _Chat:
     params: SamplingParams
     prompt_token_ids: list[int]
     echo: str
+    is_streamed: bool
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
@@ -98,19 +99,19 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    asked = decode_body(body, ChatCompletionRequest, service.config)
-    service.check_model(asked.model)
-    chat = await service.prepare(len(body), partial(_prepare, service, asked, arrival_time_s))
+    chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
     service.admit(chat.generation, {"prompt": "messages", "logprobs": "top_logprobs"})
     headers = {"X-Request-Id": chat.request_id}
-    if asked.stream:
+    if chat.is_streamed:
         return EventStreamResponse(_events(chat), chat.generation, headers)
     answer = await _whole_answer(request, chat)
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
 
 
-def _prepare(service: Service, asked: ChatCompletionRequest, arrival_time_s: float) -> _Chat:
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Chat:
     """All that a request costs before the engine has it. Raises `ApiError`."""
+    asked = decode_body(body, ChatCompletionRequest, service.config)
+    service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     params = chat_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
     if asked.stream and params.prompt_logprobs is not None:
@@ -135,6 +136,7 @@ def _prepare(service: Service, asked: ChatCompletionRequest, arrival_time_s: flo
         params=params,
         prompt_token_ids=token_ids,
         echo=echo,
+        is_streamed=bool(asked.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),

@@ -45,6 +45,7 @@ class _Completion:
     drops_output: bool
     has_logprobs: bool
     has_prompt_logprobs: bool
+    is_streamed: bool
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
@@ -73,19 +74,19 @@ async def create_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    asked = decode_body(body, CompletionRequest, service.config)
-    service.check_model(asked.model)
-    completion = await service.prepare(len(body), partial(_prepare, service, asked, arrival_time_s))
+    completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
     service.admit(completion.generation, {})
     headers = {"X-Request-Id": completion.request_id}
-    if asked.stream:
+    if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)
     answer = await _whole_answer(request, completion)
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
 
 
-def _prepare(service: Service, asked: CompletionRequest, arrival_time_s: float) -> _Completion:
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completion:
     """All that a request costs before the engine has it. Raises `ApiError`."""
+    asked = decode_body(body, CompletionRequest, service.config)
+    service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     params = completion_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
     if asked.stream and asked.prompt_logprobs is not None:
@@ -117,6 +118,7 @@ def _prepare(service: Service, asked: CompletionRequest, arrival_time_s: float) 
         drops_output=asked.max_tokens == 0,
         has_logprobs=asked.logprobs is not None,
         has_prompt_logprobs=asked.prompt_logprobs is not None,
+        is_streamed=bool(asked.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids) or service.tokenizer is None,

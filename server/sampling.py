@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from server.errors import ApiError, from_engine, invalid
+from server.errors import from_engine, invalid
 from server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 _SAME_NAME = (
@@ -34,9 +34,6 @@ _SAME_NAME = (
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat goes on to the end of the context."""
-
-DEFAULTS_OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""What a model's generation config may decide where the request is silent."""
 
 
 def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any], **extra: Any) -> SamplingParams:
@@ -84,6 +81,8 @@ def _params(
     renamed: Mapping[str, str],
 ) -> SamplingParams:
     fields = dict(defaults)
+    if fields.get("temperature") == 0 and _asks_for_draws(request):
+        del fields["temperature"]
     for name in _SAME_NAME:
         value = getattr(request, name)
         if value is not None:
@@ -95,6 +94,13 @@ def _params(
         return SamplingParams(**fields)
     except RequestError as error:
         raise from_engine(error, renamed) from None
+
+
+def _asks_for_draws(request: GenerationRequest) -> bool:
+    """A model may recommend greedy decoding. But several choices, or a field that says how to draw, would
+    mean nothing then; who sends them without a temperature means OpenAI's default, 1."""
+    how_to_draw = (request.seed, request.top_p, request.top_k, request.min_p)
+    return (request.n or 1) > 1 or any(value is not None for value in how_to_draw)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
@@ -121,6 +127,3 @@ def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:
             "unsupported_parameter",
         )
     return bool(options.include_usage), bool(options.continuous_usage_stats)
-
-
-__all__ = ["DEFAULTS_OF_MODEL", "ApiError", "chat_params", "completion_params", "stream_flags"]

@@ -50,14 +50,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     repetition_penalty: float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Annotated[list[Int], msgspec.Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
+    allowed_token_ids: Annotated[list[Int], msgspec.Meta(max_length=2**18)] | None = None
     prompt_logprobs: Int | None = None
 
     echo: bool | None = None

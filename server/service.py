@@ -86,7 +86,7 @@ class Service:
             )
 
     async def prepare(self, body_size: int, work: Callable[[], T]) -> T:
-        """Runs `work` (sampling parameters, chat template, encoding) on a thread where the body is large,
+        """Runs `work` (decoding, chat template, encoding) on a thread where the body is large,
         so that no other request waits for it."""
         if body_size <= SMALL_BODY_BYTES:
             return work()

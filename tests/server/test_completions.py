@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from runtime.engine.messages import EngineRequest
+from server.sampling import completion_params
+from server.schema import CompletionRequest
 from tests.server.byte_tokenizer import END_OF_TURN
 from tests.server.conftest import ANSWER, Served, say, serving
 from tests.server.fake_engine import FakeEngineClient
@@ -226,6 +228,21 @@ def test_a_model_without_tokenizer_serves_ids() -> None:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [
+        ({}, 0.0),
+        ({"n": 2}, 1.0),
+        ({"seed": 1}, 1.0),
+        ({"top_p": 0.5}, 1.0),
+        ({"n": 2, "temperature": 0}, 0.0),
+    ],
+)
+def test_who_asks_for_draws_of_a_greedy_model_gets_them(fields: dict[str, Any], temperature: float) -> None:
+    request = CompletionRequest(model="m", prompt="x", **fields)
+    assert completion_params(request, {"temperature": 0.0}).temperature == temperature
 
 
 def test_the_models_own_defaults_hold_where_the_request_is_silent(tokenizer: Any) -> None:

@@ -94,6 +94,7 @@ def test_an_unknown_model_is_not_found(served: Served) -> None:
         ({"stop": ["a"] * 1000}, "stop"),
         ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
