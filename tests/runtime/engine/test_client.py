@@ -200,10 +200,9 @@ def test_a_sink_that_raises_hurts_itself_alone(
     client.submit(request("good", [2], max_tokens=20), good)
     assert good.wait().token_ids() == greedy([2], 20)
     assert len(calls) == 3
-    deadline = time.monotonic() + TIMEOUT_S
-    while client.stats().num_free_blocks != client.stats().num_blocks:
-        assert time.monotonic() < deadline, "the failed sink's request holds its blocks"
-        time.sleep(0.001)
+    stats = client.stats()
+    assert stats.generation_tokens == 3 + 20
+    assert stats.num_free_blocks == stats.num_blocks
     assert "sink of request bad failed" in caplog.text
 
 
@@ -307,5 +306,5 @@ def test_an_idle_engine_sleeps(client: ThreadEngineClient) -> None:
     time.sleep(0.3)
     spent = time.clock_gettime(time.pthread_getcpuclockid(client._thread.ident)) - clock  # type: ignore[arg-type]
     assert client.stats().num_steps == steps
-    assert spent < 0.05
+    assert spent < 0.003
     gc.collect()
