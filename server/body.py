@@ -1,8 +1,8 @@
 """A request's body: read within its limits, decoded, and checked against a schema, each failure a 4xx that
 says where.
 
-body = await read_body(request, config)
-chat = decode_body(body, ChatCompletionRequest, config)
+    body = await read_body(request, config)
+    chat = decode_body(body, ChatCompletionRequest, config)
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
         raise _too_deep(config) from None
     except UnicodeDecodeError:
         raise invalid(None, "The body is not UTF-8.", "invalid_json") from None
-    except (
-        msgspec.ValidationError
-    ):  # the one rule msgspec has for untyped JSON: a number must be finite and sane
+    except msgspec.ValidationError:  # the one rule for untyped JSON: a number is finite
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
@@ -105,6 +103,9 @@ def is_deeper(value: Any, max_depth: int) -> bool:
     return False
 
 
+MAX_SHOWN_NAME = 200
+"""Characters of an unknown field's name that an error repeats."""
+
 _PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
 _WRONG_TYPE = re.compile(r"^Expected `(.+)`, got `(.+)`$")
 _OUT_OF_RANGE = re.compile(r"^Expected `(.+)` (<=|>=|<|>|of length|matching) ?(.+)$")
@@ -120,7 +121,8 @@ def schema_error(text: str) -> ApiError:
     path = found.group(1).removeprefix(".") if found else ""
     problem = text[: found.start()] if found else text
     if match := _UNKNOWN.match(problem):
-        param = f"{path}.{match.group(1)}" if path else match.group(1)
+        name = match.group(1)[:MAX_SHOWN_NAME]
+        param = f"{path}.{name}" if path else name
         return invalid(param, f"Unknown parameter: {param}.", "unknown_parameter")
     if match := _MISSING.match(problem):
         param = f"{path}.{match.group(1)}" if path else match.group(1)

@@ -125,20 +125,13 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
     )
 
 
-def _echoes(
-    given: Prompt, prompts: list[list[int]], tokenizer: Tokenizer | None, *, has_offsets: bool
-) -> list[Echo]:
+def _echoes(given: Prompt, prompts: list[list[int]], tokenizer: Tokenizer | None, *, has_offsets: bool) -> list[Echo]:
     if tokenizer is None:
         raise invalid("echo", "This model has no tokenizer: there is no text to echo.")
-    texts: list[str | None] = (
-        [given] if isinstance(given, str) else [t if isinstance(t, str) else None for t in given]
-    )
+    texts: list[str | None] = [given] if isinstance(given, str) else [t if isinstance(t, str) else None for t in given]
     if len(texts) != len(prompts):  # one prompt, given as its ids
         texts = [None]
-    return [
-        Echo.of(ids, text, tokenizer, has_offsets=has_offsets)
-        for ids, text in zip(prompts, texts, strict=True)
-    ]
+    return [Echo.of(ids, text, tokenizer, has_offsets=has_offsets) for ids, text in zip(prompts, texts, strict=True)]
 
 
 @dataclass(slots=True)

@@ -47,9 +47,7 @@ def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
     """`add_generation_prompt` and `continue_final_message`, which exclude each other. Raises `ApiError`
     400."""
     continues = bool(request.continue_final_message)
-    adds_prompt = (
-        request.add_generation_prompt if request.add_generation_prompt is not None else not continues
-    )
+    adds_prompt = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     if continues and adds_prompt:
         raise invalid(
             "continue_final_message",
@@ -79,9 +77,7 @@ def _message(message: Message, path: str) -> dict[str, Any]:
         content = message.refusal
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
-        raise invalid(
-            f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type"
-        )
+        raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
     result: dict[str, Any] = {"role": message.role, "content": _text(content, path)}
     if message.name is not None:
         result["name"] = message.name

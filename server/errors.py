@@ -1,8 +1,8 @@
 """Every error the server answers with, in OpenAI's shape: `{"error": {message, type, param, code}}`.
 
     status  type                   code
-    400     invalid_request_error  context_length_exceeded, invalid_json, unknown_parameter,
-            unsupported_parameter, …
+    400     invalid_request_error  invalid_json, invalid_type, invalid_value, unknown_parameter, …
+    400     invalid_request_error  context_length_exceeded
     404     invalid_request_error  model_not_found, unknown_url
     405     invalid_request_error  method_not_allowed
     408     invalid_request_error  body_timeout
@@ -80,9 +80,7 @@ def internal_error() -> ApiError:
 
 def engine_unavailable() -> ApiError:
     """503: the engine is stopping or has died."""
-    return ApiError(
-        503, "The engine does not take requests any more.", type="server_error", code="engine_unavailable"
-    )
+    return ApiError(503, "The engine does not take requests any more.", type="server_error", code="engine_unavailable")
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:

@@ -88,9 +88,7 @@ def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> 
     for name, value in request.items():
         if (not_built := NOT_BUILT.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
-                raise invalid(
-                    name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter"
-                )
+                raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter")
             if name in schema.__struct_fields__:
                 kept[name] = value
         elif (accepted := ACCEPTED_WITHOUT_EFFECT.get(name)) is not None:

@@ -41,9 +41,8 @@ class Piece:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt's state. `open_choices` still owe text to the client; `running_choices` still run in the
-    engine (a choice that met a stop string is no longer open, and runs until the engine has heard of
-    it)."""
+    """A prompt's state. `open_choices` still owe text to the client, `running_choices` still run in the engine;
+    a choice that has met a stop string is the latter without being the former until the engine hears of it."""
 
     number: int
     request_id: str
@@ -145,11 +144,7 @@ class Generation:
             await self._arrived.wait()
             self._arrived.clear()
             outputs, self._outputs = self._outputs, []
-            pieces = [
-                self._push(prompt, output)
-                for prompt, output in outputs
-                if output.index in prompt.open_choices
-            ]
+            pieces = [self._push(prompt, output) for prompt, output in outputs if output.index in prompt.open_choices]
             if pieces:
                 yield pieces
 

@@ -24,9 +24,7 @@ def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTok
             logprob=_finite(entry.logprob),
             bytes=list(_token_bytes(entry.token_id, tokenizer)),
             top_logprobs=[
-                TopLogprob(
-                    token_text(token_id, tokenizer), _finite(value), list(_token_bytes(token_id, tokenizer))
-                )
+                TopLogprob(token_text(token_id, tokenizer), _finite(value), list(_token_bytes(token_id, tokenizer)))
                 for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         )
@@ -135,9 +133,8 @@ def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
 
 
 def legacy_token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """The same, but part of a character is written as OpenAI's completions write it
-    ("bytes:\\\\xe4\\\\xb8"): the legacy form has no bytes, and its alternatives are told apart by their
-    text."""
+    """The same, but part of a character is written as OpenAI's completions write it, "bytes:\\xe4\\xb8": the
+    legacy form has no bytes, and its alternatives are told apart by their text."""
     if tokenizer is None:
         return token_text(token_id, None)
     data = tokenizer.token_bytes(token_id)

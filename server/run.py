@@ -89,9 +89,7 @@ class _Server(uvicorn.Server):
     every request that still runs is told so and ends by itself. Only then, or at a third signal, uvicorn
     cuts off."""
 
-    def __init__(
-        self, config: uvicorn.Config, client: EngineClient, model_name: str, drain_timeout_s: float
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, client: EngineClient, model_name: str, drain_timeout_s: float) -> None:
         super().__init__(config)
         self.client = client
         self.model_name = model_name

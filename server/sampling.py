@@ -55,9 +55,7 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any], **e
     return _params(request, {"max_tokens": None, **defaults}, limit | {"logprobs": logprobs} | extra, renamed)
 
 
-def completion_params(
-    request: CompletionRequest, defaults: Mapping[str, Any], **extra: Any
-) -> SamplingParams:
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any], **extra: Any) -> SamplingParams:
     """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is drawn, for the caller to
     drop: the engine has no request without output."""
     limit = {}

@@ -90,8 +90,8 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. An assistant's message may come back as it was answered: with `refusal`, `annotations`,
-    `audio` and `function_call`, of which only null (or nothing) says nothing."""
+    """One turn. An assistant's message may come back as it was answered, so it has that message's fields too:
+    `annotations` are not read, `audio` and `function_call` must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None

@@ -1,5 +1,4 @@
-"""Server-sent events, framed as OpenAI frames them: `data: {json}` and an empty line, at last `data:
-[DONE]`."""
+"""Server-sent events as OpenAI frames them: `data: {json}` and an empty line, at last `data: [DONE]`."""
 
 from __future__ import annotations
 
@@ -49,9 +48,7 @@ class EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], generation: Generation, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation, headers: Mapping[str, str]) -> None:
         self.events = events
         self.generation = generation
         self.status_code = 200
@@ -61,12 +58,12 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with watch_disconnect(receive, self.generation.leave):
-                await send(
-                    {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-                )
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for data in self.events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # how servers of ASGI 2.4 say that the client has gone
+            pass
         finally:
             self.generation.close()
             await self.events.aclose()

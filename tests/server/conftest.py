@@ -72,3 +72,11 @@ def served(shared_server: Served) -> Iterator[Served]:
     shared_server.engine.reset(answer_of)
     yield shared_server
     wait_until(lambda: shared_server.engine.num_open == 0)
+
+
+@pytest.fixture
+def fake_engine() -> Iterator[FakeEngineClient]:
+    """An engine for a server of the test's own."""
+    engine = FakeEngineClient(answer_of)
+    yield engine
+    engine.close()

@@ -61,9 +61,7 @@ def raw_exchange(url: str, *parts: bytes) -> bytes:
 
 
 def head(*lines: str) -> bytes:
-    return "\r\n".join(
-        [f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]
-    ).encode()
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]).encode()
 
 
 def test_a_hundred_megabytes(served: Served) -> None:

@@ -122,9 +122,7 @@ def test_logprobs(served: Served, stream: bool) -> None:
                 if chunk.choices[0].logprobs is not None:
                     entries += chunk.choices[0].logprobs.content or []
     else:
-        answer = served.openai.chat.completions.create(
-            model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2
-        )
+        answer = served.openai.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
         check_answer("CreateChatCompletionResponse", answer.model_dump(exclude_unset=True))
         assert answer.choices[0].logprobs is not None
         entries = answer.choices[0].logprobs.content or []
@@ -204,9 +202,7 @@ def test_content_in_parts(served: Served) -> None:
 
 
 def test_the_developer_is_the_system_to_an_older_template(served: Served) -> None:
-    served.openai.chat.completions.create(
-        model=MODEL, messages=[{"role": "developer", "content": "x"}, *HELLO]
-    )
+    served.openai.chat.completions.create(model=MODEL, messages=[{"role": "developer", "content": "x"}, *HELLO])
     assert prompt_text(served).startswith("<s>system:x</s>")
 
 
@@ -239,9 +235,7 @@ def test_the_last_message_can_be_continued_and_echoed(served: Served) -> None:
     answer = served.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
     assert prompt_text(served) == "<s>user:Hello</s><s>assistant:Once upon"
     assert answer.choices[0].message.content == f"Once upon{ANSWER}"
-    with served.openai.chat.completions.create(
-        model=MODEL, messages=messages, stream=True, extra_body=body
-    ) as stream:
+    with served.openai.chat.completions.create(model=MODEL, messages=messages, stream=True, extra_body=body) as stream:
         assert "".join(c.choices[0].delta.content or "" for c in stream) == f"Once upon{ANSWER}"
 
 
@@ -256,17 +250,13 @@ def test_token_ids_on_request(served: Served) -> None:
     answer: Any = served.openai.chat.completions.create(model=MODEL, messages=HELLO, extra_body=body)
     assert answer.choices[0].token_ids == [*ANSWER.encode(), END_OF_TURN]
     assert decoded(answer.prompt_token_ids) == PROMPT
-    with served.openai.chat.completions.create(
-        model=MODEL, messages=HELLO, stream=True, extra_body=body
-    ) as stream:
+    with served.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True, extra_body=body) as stream:
         ids = [i for c in stream for i in getattr(c.choices[0], "token_ids", None) or []]
     assert ids == [*ANSWER.encode(), END_OF_TURN]
 
 
 def test_prompt_logprobs(served: Served) -> None:
-    answer: Any = served.openai.chat.completions.create(
-        model=MODEL, messages=HELLO, extra_body={"prompt_logprobs": 2}
-    )
+    answer: Any = served.openai.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"prompt_logprobs": 2})
     first, second, *_ = answer.prompt_logprobs
     assert first is None
     u = str(ord("u"))

@@ -31,9 +31,7 @@ def _goes_on(served: Served) -> Iterator[None]:
     assert answer.choices[0].message.content == ANSWER
 
 
-def refused(
-    served: Served, status: int, content: bytes | str, path: str = CHAT, **headers: str
-) -> dict[str, Any]:
+def refused(served: Served, status: int, content: bytes | str, path: str = CHAT, **headers: str) -> dict[str, Any]:
     """The error object of a request that is refused before it reaches the engine."""
     headers = {"content-type": "application/json", **headers}
     response = served.http.post(path, content=content, headers=headers)
@@ -167,9 +165,7 @@ def test_an_invalid_field_is_named(served: Served, route: str, fields: dict[str,
         ({"prompt": "x"}, "prompt"),
     ],
 )
-def test_an_invalid_field_of_a_chat_is_named(
-    served: Served, fields: dict[str, Any], param: str | None
-) -> None:
+def test_an_invalid_field_of_a_chat_is_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
     error = refused(served, 400, chat_body(**fields))
     assert param is None or error["param"] == param
 
@@ -195,9 +191,7 @@ def test_an_invalid_field_of_a_chat_is_named(
         ({"messages": HELLO}, "messages"),
     ],
 )
-def test_an_invalid_field_of_a_completion_is_named(
-    served: Served, fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_field_of_a_completion_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
     assert refused(served, 400, completion_body(**fields), COMPLETIONS)["param"] == param
 
 
@@ -288,9 +282,7 @@ def test_other_media_types_are_refused(served: Served, media_type: str) -> None:
     """A page of another origin can post those without asking; so nothing but JSON is read."""
     error = refused(served, 415, chat_body(), **{"content-type": media_type})
     assert error["code"] == "unsupported_media_type"
-    response = served.http.post(
-        CHAT, content=chat_body(), headers={"content-type": "application/json; charset=utf-8"}
-    )
+    response = served.http.post(CHAT, content=chat_body(), headers={"content-type": "application/json; charset=utf-8"})
     assert response.status_code == 200
     assert "access-control-allow-origin" not in response.headers
 
@@ -368,9 +360,7 @@ def test_an_unforeseen_error_says_nothing(served: Served) -> None:
 def test_models(served: Served) -> None:
     models = served.openai.models.list()
     assert [model.id for model in models.data] == [MODEL]
-    check_answer(
-        "ListModelsResponse", {"object": models.object, "data": [m.model_dump() for m in models.data]}
-    )
+    check_answer("ListModelsResponse", {"object": models.object, "data": [m.model_dump() for m in models.data]})
     model = served.openai.models.retrieve(MODEL)
     check_answer("Model", model.model_dump(exclude_unset=True))
 
@@ -389,7 +379,5 @@ def test_limits_can_be_set(tokenizer: Tokenizer) -> None:
     with serving(engine, tokenizer, config=ServerConfig(max_prompts=1, max_json_depth=3)) as served:
         refused(served, 400, completion_body(prompt=["a", "b"]), COMPLETIONS)
         refused(served, 400, completion_body(prompt=[[1]], metadata={"a": [[[]]]}), COMPLETIONS)
-        assert served.http.post(
-            COMPLETIONS, content=completion_body(), headers={"content-type": "application/json"}
-        )
+        assert served.http.post(COMPLETIONS, content=completion_body(), headers={"content-type": "application/json"})
     engine.close()

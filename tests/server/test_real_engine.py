@@ -55,7 +55,7 @@ def write_tiny_model(folder: Path) -> None:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "vocab_size": 259,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -232,10 +232,11 @@ async def test_sixty_four_streams_get_what_they_would_get_alone(tiny: Real) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(tiny: Real, stream: bool) -> None:
-    body = {"model": tiny.model, "prompt": "x" * 100, "max_tokens": 400, "n": 3, "ignore_eos": True}
+    body = {"model": tiny.model, "prompt": "x" * 100, "max_tokens": 3000, "n": 3, "ignore_eos": True}
 
     def leave_early() -> None:
-        with httpx.Client(base_url=tiny.url, timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+        patience = httpx.Timeout(30, read=0.3)
+        with httpx.Client(base_url=tiny.url, timeout=patience) as impatient, pytest.raises(httpx.ReadTimeout):
             impatient.post("/v1/completions", json=body)
 
     if stream:
@@ -249,8 +250,8 @@ def test_a_client_that_leaves_frees_its_blocks(tiny: Real, stream: bool) -> None
         wait_until(lambda: tiny.num_used_blocks > 0)
         thread.join()
     num_tokens = tiny.client.stats().generation_tokens
-    wait_until(lambda: tiny.num_used_blocks == 0, timeout_s=5)
-    assert tiny.client.stats().generation_tokens - num_tokens < 3 * 300, "it ran to its end"
+    wait_until(lambda: tiny.num_used_blocks == 0)
+    assert tiny.client.stats().generation_tokens - num_tokens < 3 * 1000, "it went on for nobody"
 
 
 def test_one_choice_that_stops_frees_its_blocks(tiny: Real) -> None:

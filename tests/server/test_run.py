@@ -34,9 +34,7 @@ def process(folder: Path, *, drain_timeout_s: float = 20) -> Iterator[tuple[subp
     """A serving process and its URL; killed if it has not ended by itself."""
     arguments = [sys.executable, "-c", PROGRAM, str(folder), "0", str(drain_timeout_s)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             line = child.stdout.readline()

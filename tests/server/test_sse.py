@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.app import create_app
 from tests.server.conftest import ANSWER, Served, say
+from tests.server.fake_engine import FakeEngineClient
+from tokenizer import Tokenizer
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "openai" / "recorded_streams"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -29,8 +33,7 @@ def shape(chunk: dict[str, Any]) -> Any:
     return (
         list(chunk),
         chunk["object"],
-        choice
-        and (list(choice), list(choice["delta"]), choice["delta"].get("role"), choice["finish_reason"]),
+        choice and (list(choice), list(choice["delta"]), choice["delta"].get("role"), choice["finish_reason"]),
     )
 
 
@@ -89,3 +92,38 @@ def test_a_slow_stream_and_a_fast_one_say_the_same(served: Served, stop: Any, st
     assert choices[-1]["finish_reason"] == whole["finish_reason"] == "stop"
     if stop is None:
         assert whole["message"]["content"] == ANSWER
+
+
+async def test_a_server_that_raises_on_a_lost_client_loses_nothing(
+    fake_engine: FakeEngineClient, tokenizer: Tokenizer
+) -> None:
+    """Servers of ASGI 2.4 raise OSError from `send`; the request ends, quietly."""
+    fake_engine.step_s = 0.002
+    app = create_app(fake_engine, tokenizer)
+    body = json.dumps(BODY).encode()
+    received: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+    num_sent = 0
+
+    async def receive() -> Any:
+        return received.pop() if received else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 4:
+            raise BrokenPipeError
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+    }
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)
+        assert num_sent == 4
+        assert fake_engine.cancelled == [fake_engine.requests[0].request_id]
