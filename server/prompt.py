@@ -55,7 +55,9 @@ def conversation_prompt(
     messages = template_messages(request)
     tools = template_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
-    if tokenizer is not None and tokenizer.has_chat_template:
+    if tokenizer is not None:
+        if not tokenizer.has_chat_template:
+            raise invalid("messages", "This model has no chat template; use /v1/completions.")
         template = tokenizer.chat_template(has_tools=tools is not None)
         if "developer" not in template:  # the newer name of the same role
             for message in messages:
@@ -87,6 +89,7 @@ def conversation_prompt(
 
 _RESERVED = frozenset(
     {
+        "self",
         "tokenizer",
         "messages",
         "tools",

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from server.config import ServerConfig
+from tests.server.byte_tokenizer import make_byte_tokenizer, write_byte_tokenizer
 from tests.server.conftest import ANSWER, Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import DESCRIPTION, check_answer
@@ -161,6 +163,7 @@ def test_an_invalid_field_is_named(served: Served, route: str, fields: dict[str,
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "x"}, "prompt"),
     ],
@@ -198,6 +201,26 @@ def test_an_invalid_field_of_a_completion_is_named(served: Served, fields: dict[
 def test_what_the_template_says_is_told(served: Served) -> None:
     error = refused(served, 400, chat_body(messages=[{"role": "tool", "content": ""}]))
     assert "a tool must answer" in error["message"]
+
+
+def test_a_model_without_template_cannot_chat(fake_engine: FakeEngineClient, tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer(tmp_path, has_template=False)
+    with serving(fake_engine, tokenizer) as served:
+        error = refused(served, 400, chat_body())
+        assert error["param"] == "messages"
+        assert "/v1/completions" in error["message"]
+        assert served.openai.completions.create(model=MODEL, prompt="Hi", max_tokens=100).choices[0].text == ANSWER
+
+
+def test_a_fault_within_the_template_stays_within(fake_engine: FakeEngineClient, tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "chat_template": "{{ messages[0].content + 1 }}"}))
+    with serving(fake_engine, Tokenizer.from_pretrained(tmp_path)) as served:
+        error = refused(served, 400, chat_body())
+        assert error["param"] == "messages"
+        assert error["message"] == "The chat template cannot render this conversation."
 
 
 def test_fields_without_effect_are_accepted(served: Served) -> None:
