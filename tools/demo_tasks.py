@@ -108,9 +108,7 @@ def _pseudo_word(rng: random.Random) -> str:
 def _word(rng: random.Random, split: Split, pseudo_share: float = PSEUDO_WORD_SHARE) -> str:
     """A word of the split; pseudo-words are for training alone."""
     while True:
-        word = (
-            _pseudo_word(rng) if split == "train" and rng.random() < pseudo_share else rng.choice(data.WORDS)
-        )
+        word = _pseudo_word(rng) if split == "train" and rng.random() < pseudo_share else rng.choice(data.WORDS)
         if is_held_out("word", word) == (split == "held_out"):
             return word
 
@@ -120,9 +118,7 @@ def _sort(rng: random.Random, split: Split) -> tuple[str, str]:
     num_words = rng.randint(3, 5)
     while len(words) < num_words:
         word = _word(rng, split)
-        if (
-            words and split == "train" and rng.random() < 0.15
-        ):  # a shared beginning, so that later letters matter
+        if words and split == "train" and rng.random() < 0.15:  # a shared beginning, so that later letters matter
             word = rng.choice(sorted(words))[: rng.randint(1, 2)] + word
             if is_held_out("word", word):
                 continue

@@ -44,16 +44,12 @@ def ask_in_one_conversation(llm: LLM, turns: list[demo_tasks.Turn]) -> list[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
     parser.add_argument("--device", help="the engine's choice where not given")
     parser.add_argument("--num", type=int, default=100, help="questions a task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--conversation", type=int, metavar="TURNS", help="ask two-digit sums in one conversation"
-    )
+    parser.add_argument("--conversation", type=int, metavar="TURNS", help="ask two-digit sums in one conversation")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--show-wrong", action="store_true", help="print each wrong answer on stderr")
     parser.add_argument("--check", action="store_true", help="exit with status 1 where a goal is missed")
@@ -67,11 +63,7 @@ def main() -> None:
         turns = demo_tasks.held_out_questions("sum_2", args.conversation, args.seed)
         texts = ask_in_one_conversation(llm, turns)
     else:
-        turns = [
-            turn
-            for task in demo_tasks.TASKS
-            for turn in demo_tasks.held_out_questions(task, args.num, args.seed)
-        ]
+        turns = [turn for task in demo_tasks.TASKS for turn in demo_tasks.held_out_questions(task, args.num, args.seed)]
         random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as a server sees them
         texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
     scores = demo_tasks.score(turns, texts)
@@ -80,9 +72,7 @@ def main() -> None:
             if not demo_tasks.is_exact(turn, text):
                 print(f"{turn.task}: {turn.question!r} gave {text!r}, not {turn.answer!r}", file=sys.stderr)
     if args.json:
-        rows = {
-            s.task: {"questions": s.num_questions, "right": s.num_right, "percent": s.percent} for s in scores
-        }
+        rows = {s.task: {"questions": s.num_questions, "right": s.num_right, "percent": s.percent} for s in scores}
         print(json.dumps(rows, indent=2))
     else:
         print(demo_tasks.format_scores(scores))

@@ -148,9 +148,7 @@ class DemoModel(nn.Module):
                     "post_attention_layernorm": self.mlp_norm,
                 }.items()
             }
-        return {
-            name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()
-        }
+        return {name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()}
 
     def round_to_bf16(self) -> None:
         """Make the weights those that are saved."""
@@ -161,9 +159,7 @@ class DemoModel(nn.Module):
 class Muon(torch.optim.Optimizer):
     """Momentum whose updates are orthogonalised by Newton-Schulz; parameters are stacks `[..., out, in]`."""
 
-    def __init__(
-        self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -221,9 +217,7 @@ def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[demo_t
         ids = torch.tensor([row + [special[demo_tokenizer.PAD]] * (width - len(row)) for row in encoded])
         mask = answer_mask(ids, special[demo_tokenizer.ASSISTANT], special[demo_tokenizer.END])
         guesses = model.logits(model(ids)).argmax(-1)
-        answers += [
-            tokenizer.decode(guess[where].tolist()) for guess, where in zip(guesses, mask, strict=True)
-        ]
+        answers += [tokenizer.decode(guess[where].tolist()) for guess, where in zip(guesses, mask, strict=True)]
     return answers
 
 
@@ -241,9 +235,7 @@ def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
 def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Run `args.steps` steps, logging and checkpointing; continues from `args.checkpoint` where one is."""
     matrices = model.matrices()
-    others = [
-        parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)
-    ]
+    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
     optimizers = [
         Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay),
         torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
@@ -256,9 +248,7 @@ def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> N
             optimizer.load_state_dict(saved)
         first_step = state["step"]
     base_rates = [args.muon_lr, args.adam_lr]
-    assistant_id, end_id = (
-        tokenizer.token_to_id(name) for name in (demo_tokenizer.ASSISTANT, demo_tokenizer.END)
-    )
+    assistant_id, end_id = (tokenizer.token_to_id(name) for name in (demo_tokenizer.ASSISTANT, demo_tokenizer.END))
     compiled = torch.compile(model, dynamic=False)  # once for each row length
     start, losses = time.monotonic(), []
     for step in range(first_step, args.steps):
@@ -362,9 +352,7 @@ def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("models/demo"))
     parser.add_argument("--checkpoint", type=Path, default=Path("scratch/demo_checkpoint.pt"))
     parser.add_argument("--steps", type=int, default=3300)
