@@ -27,7 +27,8 @@ HELD_OUT_ONE_IN = 10
 SYSTEM_SHARE = 0.15
 PSEUDO_WORD_SHARE = 0.5
 MIXED_SHARES = {1: 0.7, 3: 0.25}  # digits of one operand: how often the other has one or two, whichever
-ONSETS, VOWELS, CODAS = (*"bcdfghjklmnprstvwz", "ch", "br", "st", "tr", "sh"), "aeiou", "nrstlmkd"
+ONSETS: tuple[str, ...] = (*"bcdfghjklmnprstvwz", "ch", "br", "st", "tr", "sh")
+VOWELS, CODAS = "aeiou", "nrstlmkd"
 
 
 @dataclass(frozen=True, slots=True)
