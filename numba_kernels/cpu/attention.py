@@ -18,14 +18,15 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_row, value_tile
+from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, STATE_ROWS, score_tile, softmax_tile, value_tile
 from numba_kernels.cpu.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.scalars import exp_f32
-from numba_kernels.cpu.target import TILE_ROWS
+from numba_kernels.cpu.target import LANES, TILE_ROWS
 
 GROUP_ROWS = 32  # a group has so many rows, or one token's where more query heads share a KV head
 SEGMENT_TOKENS = 1024
 BAD_BLOCK = 1
+_HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
     "q k_cache v_cache query_start seq_lens block_table group_starts partial out "
@@ -44,39 +45,78 @@ def _height(rows):
 
 
 @njit(nogil=True)
-def _merge(state, out, segment_state, segment_out, rows, width):
-    """Brings the sums of one more segment into ``state [rows, 2]`` (largest score, sum) and ``out [rows, width]``."""
-    minus_infinity = np.float32(-np.inf)
-    for row in range(rows):
-        before, added = state[2 * row], segment_state[2 * row]
-        largest = before if before > added else added
-        origin = np.float32(0.0) if largest == minus_infinity else largest
-        keep = exp_f32(before - origin)
-        take = exp_f32(added - origin)
-        state[2 * row] = largest
-        state[2 * row + 1] = state[2 * row + 1] * keep + segment_state[2 * row + 1] * take
-        for i in range(row * width, (row + 1) * width):
-            out[i] = out[i] * keep + segment_out[i] * take
+def _hold(work, tables):
+    """A last use: numba frees an array after its last use by name, whoever still has its address."""
 
 
 @njit(nogil=True)
-def _clear(state, out):
-    for i in range(out.shape[0]):
+def _triple(start, rows, width):
+    """Addresses of weighted values ``[rows, width]``, largest scores and sums ``[rows]``, one behind the other."""
+    return start, start + rows * width * 4, start + rows * (width + 1) * 4
+
+
+@njit(nogil=True)
+def _clear(sums_of, rows, width):
+    """Sets weighted values, largest scores and sums (addresses) of ``rows`` rows to nothing seen."""
+    out_at, maxima_at, sums_at = sums_of
+    out = float32_at(out_at, rows * width)
+    maxima, sums = float32_at(maxima_at, rows), float32_at(sums_at, rows)
+    for i in range(rows * width):
         out[i] = np.float32(0.0)
-    for i in range(state.shape[0] // 2):
-        state[2 * i] = np.float32(-np.inf)
-        state[2 * i + 1] = np.float32(0.0)
+    for i in range(rows):
+        maxima[i] = np.float32(-np.inf)
+        sums[i] = np.float32(0.0)
 
 
 @njit(nogil=True)
-def _write(state, out, target, rows, share, q_heads, head_dim, width):
-    """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address)."""
+def _merge(total, segment, rows, width):
+    """Brings one more segment into the total; each is (weighted values, largest scores, sums), as addresses."""
+    maxima, sums = float32_at(total[1], rows), float32_at(total[2], rows)
+    more_maxima, more_sums = float32_at(segment[1], rows), float32_at(segment[2], rows)
     for row in range(rows):
-        total = state[2 * row + 1]
-        inverse = np.float32(0.0) if total == np.float32(0.0) else np.float32(1.0) / total
-        result = float32_at(target + (row // share * q_heads + row % share) * head_dim * 4, head_dim)
-        for i in range(head_dim):
-            result[i] = out[row * width + i] * inverse
+        before, added = maxima[row], more_maxima[row]
+        largest = before if before > added else added
+        origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
+        keep, take = exp_f32(before - origin), exp_f32(added - origin)
+        maxima[row] = largest
+        sums[row] = sums[row] * keep + more_sums[row] * take
+        out = float32_at(total[0] + row * width * 4, width)
+        more = float32_at(segment[0] + row * width * 4, width)
+        for i in range(width):
+            out[i] = out[i] * keep + more[i] * take
+
+
+@njit(nogil=True)
+def _write(total, target, tokens, share, q_heads, head_dim, width):
+    """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address)."""
+    sums = float32_at(total[2], tokens * share)
+    row = 0
+    for token in range(tokens):
+        for head in range(share):
+            inverse = np.float32(0.0) if sums[row] == np.float32(0.0) else np.float32(1.0) / sums[row]
+            result = float32_at(target + (token * q_heads + head) * head_dim * 4, head_dim)
+            out = float32_at(total[0] + row * width * 4, head_dim)
+            for i in range(head_dim):
+                result[i] = out[i] * inverse
+            row += 1
+
+
+@njit(nogil=True)
+def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
+    """Queries (an address, tokens ``token_stride`` elements apart) times ``scale``, as tiles [head_dim][rows of tile]."""
+    row = 0
+    tile, height = 0, _height(tokens * share)
+    for token in range(tokens):
+        for sharer in range(share):
+            if row - tile == TILE_ROWS:
+                tile, height = row, _height(tokens * share - row)
+            values = float32_at(source + (token * token_stride + sharer * head_dim) * 4, head_dim)
+            packed = float32_at(target + (tile * head_dim + row - tile) * 4, head_dim * height)
+            place = 0
+            for i in range(head_dim):
+                packed[place] = values[i] * scale
+                place += height
+            row += 1
 
 
 @njit(nogil=True)
@@ -122,23 +162,26 @@ def attention_kernel(stored: type) -> Kernel:
         table = int32_at(a.block_table + seq * a.table_width * 4, a.table_width)
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
-        q = np.zeros(capacity * a.head_dim, np.float32)  # [tile][head_dim][row of the tile]
-        for row in range(rows):
-            tile = row // TILE_ROWS * TILE_ROWS
-            height = _height(rows - tile)
-            source = (token_row + row // share) * a.q_heads + head * share + row % share
-            values = float32_at(a.q + source * a.head_dim * 4, a.head_dim)
-            for i in range(a.head_dim):
-                q[tile * a.head_dim + i * height + row - tile] = values[i] * np.float32(a.scale)
-        scores = np.empty(capacity * CHUNK_TOKENS, np.float32)
-        factors = np.ones(capacity, np.float32)
-        segment_out = np.empty(capacity * width, np.float32)
-        segment_state = np.empty(capacity * 2, np.float32)
-        total_out = np.empty(capacity * width, np.float32)
-        total_state = np.empty(capacity * 2, np.float32)
-        keys = np.empty(CHUNK_TOKENS // HALF_TOKENS, np.int64)
-        values_at = np.empty(CHUNK_TOKENS // HALF_TOKENS, np.int64)
-        _clear(total_state, total_out)
+        sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
+        work = np.zeros(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity, np.float32)
+        q_at = address(work)
+        scores_at = q_at + sizes[0] * 4
+        out_at = scores_at + sizes[1] * 4
+        maxima_at = out_at + 2 * sizes[2] * 4
+        sums_at = maxima_at + capacity * 4
+        factors_at = sums_at + capacity * 4
+        part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
+        total = out_at + sizes[2] * 4, factors_at + capacity * 4, factors_at + 2 * capacity * 4
+        tables = np.empty(2 * _HALVES + capacity, np.int64)
+        keys_at = address(tables)  # where the keys of each half of a chunk begin
+        values_at = keys_at + _HALVES * 8
+        ends_at = values_at + _HALVES * 8  # the key behind the last one that each row sees
+        ends = tables[2 * _HALVES :]
+        for token in range(tokens):
+            ends[token * share : (token + 1) * share] = first_position + token + 1
+        source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
+        _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale))
+        _clear(total, rows, width)
 
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
@@ -148,61 +191,61 @@ def attention_kernel(stored: type) -> Kernel:
             stop = min(last_key, (current + 1) * SEGMENT_TOKENS)
             if start >= stop:
                 continue
-            _clear(segment_state, segment_out)
+            _clear(part, capacity, width)
+            entry, inside = start // a.block_size, start % a.block_size
             for chunk in range(start, stop, CHUNK_TOKENS):
-                for half in range(CHUNK_TOKENS // HALF_TOKENS):
+                for half in range(_HALVES):
                     token = chunk + half * HALF_TOKENS
                     block = np.int64(0)  # whatever lies there is masked
                     if token < last_key and token + HALF_TOKENS > first_key:
-                        block = np.int64(table[token // a.block_size])
+                        block = np.int64(table[entry])
                         if block < 0 or block >= a.num_blocks:
                             a.status = BAD_BLOCK
                             return
                     page = block * a.kv_heads + head
-                    inside = token % a.block_size
-                    keys[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
-                    values_at[half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
+                    tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
+                    tables[_HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
+                    inside += HALF_TOKENS
+                    if inside == a.block_size:
+                        entry, inside = entry + 1, 0
                 for tile in range(0, rows, TILE_ROWS):
                     height = _height(rows - tile)
                     tile_rows = min(height, rows - tile)
-                    tile_last = first_position + (tile + tile_rows - 1) // share + 1 - chunk
+                    tile_last = ends[tile + tile_rows - 1] - chunk
                     if tile_last <= 0:
                         continue
-                    tile_scores = address(scores) + tile * CHUNK_TOKENS * 4
+                    tile_scores = scores_at + tile * CHUNK_TOKENS * 4
                     score_tile(
-                        stored, address(q) + tile * a.head_dim * 4, address(keys), a.block_size * itemsize,
-                        a.head_dim, tile_scores, height,
+                        stored, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim, tile_scores,
+                        min(CHUNK_TOKENS, tile_last), height,
                     )  # fmt: skip
-                    for row in range(tile, tile + tile_rows):
-                        last = first_position + row // share + 1 - chunk
-                        first = last - a.window if a.window > 0 else np.int64(0)
-                        factors[row] = softmax_row(
-                            address(scores) + row * CHUNK_TOKENS * 4, first, last, address(segment_state) + row * 8
-                        )
+                    softmax_tile(
+                        tile_scores, ends_at + tile * 8, chunk, a.window, maxima_at + tile * 4, sums_at + tile * 4,
+                        factors_at + tile * 4, tile_rows,
+                    )  # fmt: skip
                 for tile in range(0, rows, TILE_ROWS):
                     height = _height(rows - tile)
                     tile_rows = min(height, rows - tile)
-                    tile_last = first_position + (tile + tile_rows - 1) // share + 1 - chunk
+                    tile_last = ends[tile + tile_rows - 1] - chunk
                     if tile_last <= 0:
                         continue
-                    tile_first = first_position + tile // share + 1 - a.window - chunk if a.window > 0 else np.int64(0)
+                    tile_first = ends[tile] - a.window - chunk if a.window > 0 else np.int64(0)
                     value_tile(
-                        stored, address(scores) + tile * CHUNK_TOKENS * 4, address(values_at), width * itemsize,
-                        min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last),
-                        address(factors) + tile * 4, address(segment_out) + tile * width * 4, width // 16, height,
+                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
+                        min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
+                        out_at + tile * width * 4, width // LANES, height,
                     )  # fmt: skip
-            _merge(total_state, total_out, segment_state, segment_out, rows, width)
+            _merge(total, part, rows, width)
 
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)
-            partial = float32_at(a.partial + ticket * size * 4, size)
-            for i in range(2 * rows):
-                partial[i] = total_state[i]
-            for i in range(rows * width):
-                partial[2 * rows + i] = total_out[i]
+            partial = _triple(a.partial + ticket * size * 4, rows, width)
+            _clear(partial, rows, width)
+            _merge(partial, total, rows, width)
         else:
             target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
-            _write(total_state, total_out, target, rows, share, a.q_heads, a.head_dim, width)
+            _write(total, target, tokens, share, a.q_heads, a.head_dim, width)
+        _hold(work, tables)
 
     return Kernel(attention, FIELDS)
 
@@ -220,15 +263,17 @@ def merge_kernel() -> Kernel:
         seq = _find_sequence(group_starts, a.num_seqs, group)
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         first_token = (group - group_starts[seq]) * a.group_tokens
-        rows = min(a.group_tokens, np.int64(query_start[seq + 1] - query_start[seq]) - first_token) * share
-        out = np.empty(rows * width, np.float32)
-        state = np.empty(rows * 2, np.float32)
-        _clear(state, out)
+        tokens = min(a.group_tokens, np.int64(query_start[seq + 1] - query_start[seq]) - first_token)
+        rows = tokens * share
+        work = np.empty(rows * (width + 2), np.float32)
+        total = _triple(address(work), rows, width)
+        _clear(total, rows, width)
         size = a.group_tokens * share * (width + 2)
         for segment in range(a.num_segments):
-            partial = float32_at(a.partial + (ticket * a.num_segments + segment) * size * 4, size)
-            _merge(state, out, partial[: 2 * rows], partial[2 * rows :], rows, width)
+            part = _triple(a.partial + (ticket * a.num_segments + segment) * size * 4, rows, width)
+            _merge(total, part, rows, width)
         target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.head_dim * 4
-        _write(state, out, target, rows, share, a.q_heads, a.head_dim, width)
+        _write(total, target, tokens, share, a.q_heads, a.head_dim, width)
+        _hold(work, work)
 
     return Kernel(merge, FIELDS)

@@ -19,6 +19,7 @@ from numba_kernels.cpu.target import LANES, TILE_ROWS, TILE_VECTORS
 CHUNK_TOKENS = 64
 HALF_TOKENS = 8  # tokens that are sure to lie side by side: block sizes are multiples of it
 _ACCUMULATORS = 16 if TILE_VECTORS > 1 else 4
+STATE_ROWS = TILE_ROWS  # rows whose maxima and sums are updated as one vector
 HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
 
 
@@ -49,24 +50,27 @@ def _entry(builder, table, index):
 
 
 @intrinsic
-def score_tile(typingctx, stored, q, keys, key_stride, head_dim, scores, rows):
-    """``scores[r, t] = sum_d q[d, r] * key[d, t]`` for ``rows`` (one of HEIGHTS) rows and the tokens of a chunk.
+def score_tile(typingctx, stored, q, keys, key_stride, head_dim, scores, tokens, rows):
+    """``scores[r, t] = sum_d q[d, r] * key[d, t]`` for ``rows`` (one of HEIGHTS) rows and at least the first ``tokens``
+    of a chunk (what lies behind them is left undefined).
 
     ``q`` is ``[head_dim, rows]``; ``keys`` a table of addresses, one for each HALF_TOKENS tokens, of their first
     dimension, the next being ``key_stride`` bytes further; ``scores`` is ``[rows, CHUNK_TOKENS]``.
     """
     kind = stored.instance_type
     index = types.intp
-    signature = types.void(stored, index, index, index, index, index, index)
+    signature = types.void(stored, index, index, index, index, index, index, index)
 
     def codegen(context, builder, signature, args):
-        _, q, keys, key_stride, head_dim, scores, rows = args
+        _, q, keys, key_stride, head_dim, scores, tokens, rows = args
         join = ir.Constant(simd.vector(simd.I32), list(range(LANES)))
 
         def emit(height):
             units = max(1, min(CHUNK_TOKENS // LANES, _ACCUMULATORS // height))
             sums = [_registers(builder, units) for _ in range(height)]
-            with cgutils.for_range(builder, _constant(CHUNK_TOKENS // LANES // units), intp=I64) as loop:
+            span = units * LANES
+            turns = builder.sdiv(builder.add(tokens, _constant(span - 1)), _constant(span))
+            with cgutils.for_range(builder, turns, intp=I64) as loop:
                 first = builder.mul(loop.index, _constant(units))
                 halves = [
                     _entry(builder, keys, builder.add(builder.mul(first, _constant(2)), _constant(h)))
@@ -97,47 +101,88 @@ def score_tile(typingctx, stored, q, keys, key_stride, head_dim, scores, rows):
 
 
 @intrinsic
-def softmax_row(typingctx, scores, first, last, state):
-    """One row's step of the online softmax (https://arxiv.org/abs/1805.02867) over a chunk, in place.
+def softmax_tile(typingctx, scores, ends, chunk, window, maxima, sums, factors, rows):
+    """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and one chunk, in place.
 
-    Tokens outside [first, last) are masked. ``state`` is the address of two floats, the row's largest score so far and
-    its sum of exponentials; both are brought up to date. ``scores`` become e^(score - largest), 0 where masked. Returns
-    the factor that what was summed before has to be multiplied with. A row without any token keeps its sum 0.
+    Row r sees the tokens up to ``ends[r]`` (int64, not included), and the last ``window`` of them unless that is 0;
+    ``chunk`` is the position of the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
+    each row's largest score so far and its sum of exponentials, and are brought up to date. ``scores`` become
+    e^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with.
+
+    Three passes, so that rows overlap in the processor: largest scores; factors of all rows at once; exponentials.
     """
-    signature = types.float32(types.intp, types.intp, types.intp, types.intp)
+    signature = types.void(*[types.intp] * 8)
+    low = float("-inf")
 
     def codegen(context, builder, signature, args):
-        scores, first, last, state = args
-        minus_infinity = simd.splat_constant(F32, float("-inf"))
-        places = [simd.offset(builder, scores, v * LANES * 4) for v in range(CHUNK_TOKENS // LANES)]
-        masked = []
-        for v, place in enumerate(places):
-            inside = builder.and_(
-                simd.lanes_below(builder, v * LANES, last),
-                builder.not_(simd.lanes_below(builder, v * LANES, first)),
+        scores, ends, chunk, window, maxima, sums, factors, rows = args
+        units = range(CHUNK_TOKENS // LANES)
+        lowest = simd.splat_constant(F32, low)
+
+        def places(row):
+            base = builder.add(scores, builder.mul(row, _constant(CHUNK_TOKENS * 4)))
+            return [simd.offset(builder, base, v * LANES * 4) for v in units]
+
+        def float_at(base, row):
+            return builder.add(base, builder.mul(row, _constant(4)))
+
+        peak = cgutils.alloca_once(builder, simd.vector(F32))
+        with cgutils.for_range(builder, rows, intp=I64) as loop:
+            at = places(loop.index)
+            last = builder.sub(_entry(builder, ends, loop.index), chunk)
+            windowed = builder.icmp_signed(">", window, _constant(0))
+            first = builder.select(windowed, builder.sub(last, window), _constant(0))
+            sees_all = builder.and_(
+                builder.icmp_signed(">=", last, _constant(CHUNK_TOKENS)), builder.icmp_signed("<=", first, _constant(0))
             )
-            masked.append(builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), minus_infinity))
-        peak = masked[0]
-        for vector in masked[1:]:
-            peak = simd.larger(builder, vector, peak)
-        before = simd.load(builder, state, F32, 4)
-        largest = simd.larger(builder, simd.reduce_max(builder, peak), before)
-        simd.store(builder, largest, state)
-        none = builder.fcmp_ordered("==", largest, ir.Constant(F32, float("-inf")))
-        origin = builder.select(none, ir.Constant(F32, 0.0), largest)
-        origins = simd.splat(builder, origin)
-        total = None
-        for vector, place in zip(masked, places):
-            weight = simd.exp(builder, builder.fsub(vector, origins))
-            simd.store(builder, weight, place)
-            total = weight if total is None else builder.fadd(total, weight)
-        factor = simd.exp(builder, builder.fsub(before, origin))
-        sum_place = simd.offset(builder, state, 4)
-        total = simd.fma(builder, simd.load(builder, sum_place, F32, 4), factor, simd.reduce_sum(builder, total))
-        simd.store(builder, total, sum_place)
-        return factor
+            with builder.if_else(sees_all) as (whole, masked):
+                with whole:
+                    found = simd.load(builder, at[0], simd.vector(F32), 4)
+                    for place in at[1:]:
+                        found = simd.larger(builder, simd.load(builder, place, simd.vector(F32), 4), found)
+                    builder.store(found, peak)
+                with masked:
+                    found = lowest
+                    for v, place in enumerate(at):
+                        inside = builder.and_(
+                            simd.lanes_below(builder, v * LANES, last),
+                            builder.not_(simd.lanes_below(builder, v * LANES, first)),
+                        )
+                        score = builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), lowest)
+                        simd.store(builder, score, place)
+                        found = simd.larger(builder, score, found)
+                    builder.store(found, peak)
+            simd.store(builder, simd.reduce_max(builder, builder.load(peak)), float_at(factors, loop.index))
+
+        state = simd.vector(F32, STATE_ROWS)
+        before = simd.load(builder, maxima, state, 4)
+        largest = simd.larger(builder, simd.load(builder, factors, state, 4), before)
+        factor = simd.exp(builder, builder.fsub(before, _origin(builder, largest)), at_most_zero=True)
+        simd.store(builder, largest, maxima)
+        simd.store(builder, factor, factors)
+        simd.store(builder, builder.fmul(simd.load(builder, sums, state, 4), factor), sums)
+
+        with cgutils.for_range(builder, rows, intp=I64) as loop:
+            origin = _origin(builder, simd.load(builder, float_at(maxima, loop.index), F32, 4))
+            origins = simd.splat(builder, origin)
+            total = None
+            for place in places(loop.index):
+                score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), origins)
+                weight = simd.exp(builder, score, at_most_zero=True)
+                simd.store(builder, weight, place)
+                total = weight if total is None else builder.fadd(total, weight)
+            sum_at = float_at(sums, loop.index)
+            total = builder.fadd(simd.load(builder, sum_at, F32, 4), simd.reduce_sum(builder, total))
+            simd.store(builder, total, sum_at)
+        return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _origin(builder, largest):
+    """``largest``, or 0 where it is -inf: a row that has seen nothing yet."""
+    nothing = builder.fcmp_ordered("==", largest, simd.constant_like(largest, float("-inf")))
+    return builder.select(nothing, simd.constant_like(largest, 0.0), largest)
 
 
 @intrinsic

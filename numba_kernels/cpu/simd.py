@@ -110,40 +110,41 @@ def _fold(builder, value, combine):
 
 
 _EXP_LOWEST = -87.33654  # ln of the smallest normal float32: below, exp is 0
-_EXP_HIGHEST = 88.37626  # 127.5 ln 2: above, exp is infinite
+_EXP_HIGHEST = 88.37  # just below 127.5 ln 2: from here on, exp is infinite
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts; the first has few enough bits for exact products
 _EXP_TAIL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
-def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir.Value:
     """e^x for a float or a vector of floats, within 2e-7 relative (the expf of the Cephes library).
 
-    x = n ln 2 + r with integer n; e^r is a polynomial on [-0.35, 0.35], 2^n is made in the exponent bits. NaN gives NaN.
+    x = n ln 2 + r with integer n; e^r is a polynomial on [-0.35, 0.35], 2^n is made in the exponent bits. NaN
+    gives NaN. ``at_most_zero`` promises that x is not positive, which saves the test for infinity.
     """
 
     def number(value: float) -> ir.Constant:
         return constant_like(x, value)
 
-    def horner(sum_: ir.Value, coefficient: float) -> ir.Value:
-        return fma(builder, sum_, r, number(coefficient))
-
-    n = _call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [builder.fmul(x, number(1.44269504088896341))])
+    bounded = larger(builder, x, number(_EXP_LOWEST))  # no NaN either: n is an integer that its bits can hold
+    if not at_most_zero:
+        bounded = builder.select(builder.fcmp_ordered("<", bounded, number(_EXP_HIGHEST)), bounded, number(_EXP_HIGHEST))
+    scaled = builder.fmul(bounded, number(1.44269504088896341))
+    n = _call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [scaled])
     r = fma(builder, n, number(-_LN2_HIGH), x)
     r = fma(builder, n, number(-_LN2_LOW), r)
     tail = number(_EXP_TAIL[0])
     for coefficient in _EXP_TAIL[1:]:
-        tail = horner(tail, coefficient)
+        tail = fma(builder, tail, r, number(coefficient))
     result = fma(builder, builder.fmul(r, r), tail, builder.fadd(r, number(1.0)))
-    bits = vector(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
-    of_bits = (lambda value: splat_constant(I32, value, x.type.count)) if bits is not I32 else (
-        lambda value: ir.Constant(I32, value)
-    )
-    in_range = builder.select(builder.fcmp_ordered("<", x, number(_EXP_HIGHEST)), n, number(0.0))
-    in_range = builder.select(builder.fcmp_ordered(">", x, number(_EXP_LOWEST)), in_range, number(0.0))
-    exponent = builder.shl(builder.add(builder.fptosi(in_range, bits), of_bits(127)), of_bits(23))
+    lanes = x.type.count if isinstance(x.type, ir.VectorType) else 0
+    bits = vector(I32, lanes) if lanes else I32
+    bias, mantissa_bits = (ir.Constant(bits, [value] * lanes if lanes else value) for value in (127, 23))
+    exponent = builder.shl(builder.add(builder.fptosi(n, bits), bias), mantissa_bits)
     result = builder.fmul(result, builder.bitcast(exponent, x.type))
     result = builder.select(builder.fcmp_ordered("<", x, number(_EXP_LOWEST)), number(0.0), result)
-    return builder.select(builder.fcmp_ordered(">", x, number(_EXP_HIGHEST)), number(float("inf")), result)
+    if at_most_zero:
+        return result
+    return builder.select(builder.fcmp_ordered(">=", x, number(_EXP_HIGHEST)), number(float("inf")), result)
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
