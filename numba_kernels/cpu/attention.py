@@ -2,11 +2,11 @@
 
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
-Flash attention's online softmax (https://arxiv.org/abs/2205.14135) over pages (https://arxiv.org/abs/2309.06180). The query
-heads that share a KV head, and the tokens of one sequence, form the rows of a group, so that keys and values are read
-once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged in the order of positions. Where a batch has
-too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel merges; the
-arithmetic is the same, so that neither the batch nor the number of threads changes a result.
+Flash attention's online softmax (https://arxiv.org/abs/2205.14135) over pages (https://arxiv.org/abs/2309.06180). The
+query heads that share a KV head, and the tokens of one sequence, form the rows of a group, so that keys and values are
+read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged in the order of positions. Where a
+batch has too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel
+merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
 A row that may attend to nothing gives zeros. Status 1: a block table entry outside the pages.
 """
@@ -18,7 +18,7 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, STATE_ROWS, score_tile, softmax_tile, value_tile
+from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
 from numba_kernels.cpu.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.scalars import exp_f32
 from numba_kernels.cpu.target import LANES, TILE_ROWS
@@ -103,7 +103,7 @@ def _write(total, target, tokens, share, q_heads, head_dim, width):
 
 @njit(nogil=True)
 def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
-    """Queries (an address, tokens ``token_stride`` elements apart) times ``scale``, as tiles [head_dim][rows of tile]."""
+    """Queries (at an address, tokens ``token_stride`` apart) times ``scale``, as tiles [head_dim][row of the tile]."""
     row = 0
     tile, height = 0, _height(tokens * share)
     for token in range(tokens):

@@ -1,7 +1,7 @@
 """The three register tiles of attention over paged keys and values, as LLVM IR.
 
-A chunk is CHUNK_TOKENS consecutive tokens. Its keys lie transposed in their pages, eight tokens side by side at least, so
-that a vector of scores is a chain of fused multiply-adds over head_dim; its values lie in rows of whole vectors, so
+A chunk is CHUNK_TOKENS consecutive tokens. Its keys lie transposed in their pages, eight tokens side by side at least,
+so that a vector of scores is a chain of fused multiply-adds over head_dim; its values lie in rows of whole vectors, so
 that a vector of the output is a chain over tokens. Neither needs a horizontal sum. Chains do not depend on how many
 rows a tile has: an attention row is the same alone and in a batch.
 """
@@ -204,10 +204,8 @@ def value_tile(typingctx, stored, weights, values, value_stride, first, last, fa
             """``width`` vectors of the output from vector ``start`` on."""
             sums = [_registers(builder, width) for _ in range(height)]
             row_bytes = builder.mul(out_vectors, _constant(LANES * 4))
-            out_rows = [
-                builder.add(builder.add(out, builder.mul(row_bytes, _constant(r))), builder.mul(start, _constant(LANES * 4)))
-                for r in range(height)
-            ]
+            out_at = builder.add(out, builder.mul(start, _constant(LANES * 4)))
+            out_rows = [builder.add(out_at, builder.mul(row_bytes, _constant(r))) for r in range(height)]
             for r, row in enumerate(sums):
                 factor = simd.splat(builder, simd.load(builder, simd.offset(builder, factors, 4 * r), F32, 4))
                 for c, register in enumerate(row):

@@ -62,7 +62,7 @@ class _Tile:
     def emit(self, builder, height):
         registers = [(r, v) for r in range(height) for v in range(TILE_VECTORS)]
         sums = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in registers}
-        partials = {(r, v): simd.offset(builder, self.partial, (r * TILE_VECTORS + v) * LANES * 4) for r, v in registers}
+        partials = {rv: simd.offset(builder, self.partial, i * LANES * 4) for i, rv in enumerate(registers)}
 
         with builder.if_else(self.is_first) as (begins, resumes):
             with begins:

@@ -1,9 +1,9 @@
 """How a kernel is compiled, packed and run: one function ``body(arguments, ticket)`` called for each ticket.
 
 A kernel is a C function of two arguments: a pointer to a block of 8-byte fields (addresses, sizes, float64 parameters)
-and the number of the piece of work to do. One small ``@njit(parallel=True)`` function runs any of them: its threads draw
-tickets until none is left, so that a slow core simply draws fewer. Numba compiles a loop body into every library that
-links it; behind a function pointer each kernel is compiled once, and the parallel machinery once for all.
+and the number of the piece of work to do. One small ``@njit(parallel=True)`` function runs any of them: its threads
+draw tickets until none is left, so that a slow core simply draws fewer. Numba compiles a loop body into every library
+that links it; behind a function pointer each kernel is compiled once, and the parallel machinery once for all.
 
 Kernels do not raise: what they find wrong with their input they write into the field ``status``.
 """

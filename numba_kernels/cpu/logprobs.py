@@ -2,7 +2,7 @@
 
     log p_i = x_i - max - log sum_j e^(x_j - max)
 
-The best are held in a short sorted list, the highest first, ties by the lower id: one comparison for nearly every token.
+The best are held in a short sorted list, highest first, ties by the lower id: one comparison for nearly every token.
 """
 
 from __future__ import annotations

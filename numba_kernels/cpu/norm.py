@@ -28,16 +28,17 @@ def rms_norm_kernel(stored: type) -> Kernel:
 
     def rms_norm(arguments, ticket):
         a = carray(arguments, 1)[0]
+        width, weight = a.width, a.weight  # locals: a store to ``out`` could change a field, for all LLVM knows
         first = ticket * a.rows_a_ticket
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
-            x = float32_at(a.x + row * a.width * 4, a.width)
-            out = float32_at(a.out + row * a.width * 4, a.width)
+            x = float32_at(a.x + row * width * 4, width)
+            out = float32_at(a.out + row * width * 4, width)
             total = np.float32(0.0)
-            for i in range(a.width):
+            for i in range(width):
                 total += x[i] * x[i]
-            scale = np.float32(1.0 / math.sqrt(total / a.width + a.eps))
-            for i in range(a.width):
-                out[i] = x[i] * scale * load_f32(stored, a.weight, i)
+            scale = np.float32(1.0 / math.sqrt(total / width + a.eps))
+            for i in range(width):
+                out[i] = x[i] * scale * load_f32(stored, weight, i)
 
     return Kernel(rms_norm, FIELDS, fastmath=_REASSOCIATE)
 
@@ -48,24 +49,25 @@ def layer_norm_kernel(stored: type) -> Kernel:
 
     def layer_norm(arguments, ticket):
         a = carray(arguments, 1)[0]
+        width, weight, bias = a.width, a.weight, a.bias
         first = ticket * a.rows_a_ticket
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
-            x = float32_at(a.x + row * a.width * 4, a.width)
-            out = float32_at(a.out + row * a.width * 4, a.width)
+            x = float32_at(a.x + row * width * 4, width)
+            out = float32_at(a.out + row * width * 4, width)
             total = np.float32(0.0)
-            for i in range(a.width):
+            for i in range(width):
                 total += x[i]
-            mean = np.float32(total / a.width)
+            mean = np.float32(total / width)
             squares = np.float32(0.0)
-            for i in range(a.width):
+            for i in range(width):
                 centred = x[i] - mean
                 squares += centred * centred
-            scale = np.float32(1.0 / math.sqrt(squares / a.width + a.eps))
-            if a.bias != 0:
-                for i in range(a.width):
-                    out[i] = (x[i] - mean) * scale * load_f32(stored, a.weight, i) + load_f32(stored, a.bias, i)
+            scale = np.float32(1.0 / math.sqrt(squares / width + a.eps))
+            if bias != 0:
+                for i in range(width):
+                    out[i] = (x[i] - mean) * scale * load_f32(stored, weight, i) + load_f32(stored, bias, i)
             else:
-                for i in range(a.width):
-                    out[i] = (x[i] - mean) * scale * load_f32(stored, a.weight, i)
+                for i in range(width):
+                    out[i] = (x[i] - mean) * scale * load_f32(stored, weight, i)
 
     return Kernel(layer_norm, FIELDS, fastmath=_REASSOCIATE)

@@ -1,8 +1,8 @@
 """What happens to q, k and v between their projection and attention, in one pass over the tokens.
 
-Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k heads are normalised over D (RMSNorm with a weight of
-D, Qwen3's) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary`` dimensions, as
-two halves or as interleaved pairs); q goes out as ``[T, Hq, D]``, k and v into the pages at the token's slot:
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k heads are normalised over D (RMSNorm with a weight
+of D, Qwen3's) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary`` dimensions,
+as two halves or as interleaved pairs); q goes out as ``[T, Hq, D]``, k and v into the pages at the token's slot:
 K ``[block, head, dim, token]``, V ``[block, head, token, dim padded]``. A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
@@ -62,44 +62,45 @@ def qkv_kernel(stored: type) -> Kernel:
 
     def qkv(arguments, ticket):
         a = carray(arguments, 1)[0]
-        d = a.head_dim
-        half = a.rotary // 2
+        d, block_size, value_stride = a.head_dim, a.block_size, a.value_stride
+        half, rotary, interleaved = a.rotary // 2, a.rotary, a.interleaved != 0
         heads = a.q_heads + 2 * a.kv_heads
         positions = int32_at(a.positions, a.num_tokens)
         slots = int64_at(a.slots, a.num_tokens)
-        q_norm = float32_at(a.q_norm, d)
-        k_norm = float32_at(a.k_norm, d)
+        q_norm, k_norm = float32_at(a.q_norm, d), float32_at(a.k_norm, d)
+        has_q_norm, has_k_norm, eps = a.q_norm != 0, a.k_norm != 0, a.eps
         key = np.empty(d, np.float32)
-        page_bytes = a.kv_heads * a.block_size * itemsize
         first = ticket * a.tokens_a_ticket
-        for token in range(first, min(a.num_tokens, first + a.tokens_a_ticket)):
-            position = np.int64(positions[token])
-            slot = slots[token]
-            if half > 0 and (position < 0 or position >= a.num_positions):
+        last = min(a.num_tokens, first + a.tokens_a_ticket)
+        for token in range(first, last):
+            if half > 0 and (positions[token] < 0 or positions[token] >= a.num_positions):
                 a.status = BAD_POSITION
-                continue
-            if slot >= a.num_blocks * a.block_size:
+                return
+            if slots[token] >= a.num_blocks * block_size:
                 a.status = BAD_SLOT
-                continue
-            cos = float32_at(a.cos + position * half * 4, half)
-            sin = float32_at(a.sin + position * half * 4, half)
+                return
+
+        for token in range(first, last):
+            cos = float32_at(a.cos + positions[token] * half * 4, half)
+            sin = float32_at(a.sin + positions[token] * half * 4, half)
             row = a.qkv + token * heads * d * 4
             for head in range(a.q_heads):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
-                _prepare_head(source, target, q_norm, a.q_norm != 0, a.eps, cos, sin, a.rotary, a.interleaved != 0)
-            if slot < 0:
+                _prepare_head(source, target, q_norm, has_q_norm, eps, cos, sin, rotary, interleaved)
+            if slots[token] < 0:
                 continue
-            block, inside = slot // a.block_size, slot % a.block_size
+            block, inside = slots[token] // block_size, slots[token] % block_size
             for head in range(a.kv_heads):
                 source = float32_at(row + (a.q_heads + head) * d * 4, d)
-                _prepare_head(source, key, k_norm, a.k_norm != 0, a.eps, cos, sin, a.rotary, a.interleaved != 0)
-                k_page = a.k_cache + block * page_bytes * d + head * a.block_size * d * itemsize
+                _prepare_head(source, key, k_norm, has_k_norm, eps, cos, sin, rotary, interleaved)
+                page = block * a.kv_heads + head
+                k_at = a.k_cache + (page * d * block_size + inside) * itemsize
                 for i in range(d):
-                    store_f32(stored, k_page, i * a.block_size + inside, key[i])
+                    store_f32(stored, k_at, i * block_size, key[i])
                 value = float32_at(row + (a.q_heads + a.kv_heads + head) * d * 4, d)
-                v_page = a.v_cache + (block * a.kv_heads + head) * a.block_size * a.value_stride * itemsize
+                v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
                 for i in range(d):
-                    store_f32(stored, v_page, inside * a.value_stride + i, value[i])
+                    store_f32(stored, v_at, i, value[i])
 
     return Kernel(qkv, FIELDS)

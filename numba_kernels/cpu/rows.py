@@ -58,7 +58,7 @@ def largest_of(typingctx, x, count):
 
 @intrinsic
 def exponentials(typingctx, x, origin, count, out):
-    """The float64 sum of ``e^(x[i] - origin)`` over ``count`` floats at ``x``; each goes to ``out`` unless that is 0."""
+    """The float64 sum of ``e^(x[i] - origin)`` over ``count`` floats at ``x``; each is written to ``out`` unless 0."""
 
     def codegen(context, builder, signature, args):
         x, origin, count, out = args

@@ -1,9 +1,9 @@
 """One token for each row of logits: masks, penalties, temperature, min-p, top-k, top-p and the draw, in vLLM's order.
 
-The draw is a race: token i finishes after E_i / w_i, where w_i is its weight and E_i an exponentially distributed number
-from Philox with the request's seed as key and (token id / 4, choice, position, 0) as counter, word id % 4; the first to
-finish wins. That is a draw from the weights' distribution, which needs no sum, no order of tokens and no state. Since
--log(1 - u) is at least u, a logarithm is taken only for the few tokens that could win.
+The draw is a race: token i finishes after E_i / w_i, where w_i is its weight and E_i an exponentially distributed
+number from Philox with the request's seed as key and (token id / 4, choice, position, 0) as counter, word id % 4; the
+first to finish wins. That is a draw from the weights' distribution, which needs no sum, no order of tokens and no
+state. Since -log(1 - u) is at least u, a logarithm is taken only for the few tokens that could win.
 
 Status 1: an id outside the vocabulary among bias or penalty ids.
 """

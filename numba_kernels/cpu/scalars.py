@@ -1,4 +1,4 @@
-"""Intrinsics on single values at raw addresses, for kernels written as plain loops: LLVM vectorises what is around them.
+"""Intrinsics on single values at raw addresses, for kernels written as plain loops, which LLVM then vectorises.
 
 A stored type is named by the numpy class whose bits carry it: float32; uint16 for bfloat16; int16 for float16.
 """
@@ -33,20 +33,24 @@ def float_bits(typingctx, x):
     return types.int32(types.float32), codegen
 
 
+def _place(builder, kind, address, index):
+    """A pointer to element ``index``: by getelementptr, so that LLVM sees an array and vectorises loops over it."""
+    element = F32 if kind == types.float32 else I16
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+
+
 @intrinsic
 def load_f32(typingctx, stored, address, index):
     """Element ``index`` of the array of ``stored`` at ``address``, as float32."""
     kind = stored.instance_type
 
     def codegen(context, builder, signature, args):
-        _, address, index = args
-        place = builder.add(address, builder.mul(index, ir.Constant(simd.I64, kind.bitwidth // 8)))
+        value = builder.load(_place(builder, kind, *args[1:]))
         if kind == types.float32:
-            return simd.load(builder, place, F32, 4)
-        bits = simd.load(builder, place, I16, 2)
+            return value
         if kind == types.uint16:
-            return builder.bitcast(builder.shl(builder.zext(bits, I32), ir.Constant(I32, 16)), F32)
-        return builder.fpext(builder.bitcast(bits, ir.HalfType()), F32)
+            return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), F32)
 
     return types.float32(stored, types.intp, types.intp), codegen
 
@@ -58,12 +62,11 @@ def store_f32(typingctx, stored, address, index, value):
 
     def codegen(context, builder, signature, args):
         _, address, index, value = args
-        place = builder.add(address, builder.mul(index, ir.Constant(simd.I64, kind.bitwidth // 8)))
         if kind == types.uint16:
             value = _to_bfloat16(builder, value)
         elif kind == types.int16:
             value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
-        simd.store(builder, value, place, kind.bitwidth // 8)
+        builder.store(value, _place(builder, kind, address, index))
         return context.get_dummy_value()
 
     return types.void(stored, types.intp, types.intp, types.float32), codegen

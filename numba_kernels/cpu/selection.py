@@ -1,7 +1,7 @@
 """Top-k and top-p without sorting: where in a row's order the kept tokens end.
 
-The order is by logit, the highest first, and by token id among equals. Tokens fall into buckets by their distance from the
-largest logit; only the bucket in which the k-th token, or the mass p, is reached is put in order, by a heap.
+The order is by logit, the highest first, and by token id among equals. Tokens fall into buckets by their distance from
+the largest logit; only the bucket in which the k-th token, or the mass p, is reached is put in order, by a heap.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _sift_down(logits, ids, size, parent):
 
 @njit(nogil=True)
 def _heap_of_bucket(logits, largest, bucket, lowest, size):
-    """A heap, the first in order on top, of the at most ``size`` tokens of a bucket with logits of at least ``lowest``."""
+    """A heap, the first in order on top, of the (at most ``size``) tokens of a bucket from ``lowest`` on."""
     heap = np.empty(size, np.float32)
     ids = np.empty(size, np.int64)
     count = 0

@@ -127,7 +127,8 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
 
     bounded = larger(builder, x, number(_EXP_LOWEST))  # no NaN either: n is an integer that its bits can hold
     if not at_most_zero:
-        bounded = builder.select(builder.fcmp_ordered("<", bounded, number(_EXP_HIGHEST)), bounded, number(_EXP_HIGHEST))
+        highest = number(_EXP_HIGHEST)
+        bounded = builder.select(builder.fcmp_ordered("<", bounded, highest), bounded, highest)
     scaled = builder.fmul(bounded, number(1.44269504088896341))
     n = _call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [scaled])
     r = fma(builder, n, number(-_LN2_HIGH), x)

@@ -15,7 +15,8 @@ def attention(queries, keys, values, scale, window=None):
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            scores = keys[first : position + 1, kv_head].astype(np.float64) @ queries[j, head].astype(np.float64) * scale
+            seen = keys[first : position + 1, kv_head].astype(np.float64)
+            scores = seen @ queries[j, head].astype(np.float64) * scale
             weights = np.exp(scores - scores.max())
             out[j, head] = weights / weights.sum() @ values[first : position + 1, kv_head].astype(np.float64)
     return out

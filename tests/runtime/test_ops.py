@@ -36,8 +36,9 @@ def _qkv(**changes):
     case = paged_case(np.random.default_rng(0), [(0, 8)], heads=2, kv_heads=1, head_dim=4, block_size=8)
     k_cache, v_cache = case.cache.layer(0)
     arguments = {
-        "qkv": _zeros(3, 16), "positions": _zeros(3, dtype=np.int32), "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 4,
-        "rope": None, "q_norm": None, "k_norm": None, "norm_eps": 1e-6, "k_cache": k_cache, "v_cache": v_cache,
+        "qkv": _zeros(3, 16), "positions": _zeros(3, dtype=np.int32), "num_q_heads": 2, "num_kv_heads": 1,
+        "head_dim": 4, "rope": None, "q_norm": None,
+        "k_norm": None, "norm_eps": 1e-6, "k_cache": k_cache, "v_cache": v_cache,
         "slot_mapping": _zeros(3, dtype=np.int64),
     } | changes  # fmt: skip
     return ops.qkv_prepare(arguments.pop("qkv"), arguments.pop("positions"), **arguments)
@@ -63,10 +64,12 @@ REFUSALS = [
     ("embedding", "token_ids", lambda: ops.embedding(tensor(np.array([-1], np.int32)), _zeros(5, 3)), "-1"),
     ("embedding", "table", lambda: ops.embedding(_zeros(2, dtype=np.int32), _zeros(5)), r"\(5,\)"),
     ("add_embedding", "table", lambda: ops.add_embedding(_zeros(1, 2), _zeros(1, dtype=np.int32), _zeros(5, 3)), "3"),
-    ("add_embedding", "positions", lambda: ops.add_embedding(_zeros(1, 2), _zeros(2, dtype=np.int32), _zeros(5, 2)), ""),
+    ("add_embedding", "positions", lambda: ops.add_embedding(_zeros(1, 2), _zeros(2, dtype=np.int32), _zeros(5, 2)),
+     r"\(2,\), must be \[1\]"),
     ("gather_rows", "indices", lambda: ops.gather_rows(_zeros(2, 2), tensor(np.array([2], np.int32))), "0 to 1"),
     ("rms_norm", "weight", lambda: ops.rms_norm(_zeros(2, 3), _zeros(4), 1e-6), r"\(4,\)"),
-    ("layer_norm", "bias", lambda: ops.layer_norm(_zeros(2, 3), _zeros(3), _zeros(3, dtype=np.float16), 1e-6), "float16"),
+    ("layer_norm", "bias", lambda: ops.layer_norm(_zeros(2, 3), _zeros(3), _zeros(3, dtype=np.float16), 1e-6),
+     "float16"),
     ("gelu", "kind", lambda: ops.gelu(_zeros(3), "exact"), "'exact'"),
     ("gelu", "x", lambda: ops.gelu(_zeros(3, dtype=np.int32), "erf"), "int32"),
     ("silu", "out", lambda: ops.silu(_zeros(3), out=_zeros(4)), r"\(4,\)"),
@@ -131,7 +134,8 @@ def test_embedding_from_a_table_and_from_packed_panels(dtype):
 
 def test_gather_rows_also_of_nothing():
     x = normal(np.random.default_rng(0), (5, 3))
-    np.testing.assert_array_equal(ops.gather_rows(tensor(x), tensor(np.array([4, 0, 4], np.int32))).numpy(), x[[4, 0, 4]])
+    rows = tensor(np.array([4, 0, 4], np.int32))
+    np.testing.assert_array_equal(ops.gather_rows(tensor(x), rows).numpy(), x[[4, 0, 4]])
     assert ops.gather_rows(tensor(x), _zeros(0, dtype=np.int32)).shape == (0, 3)
 
 
@@ -147,8 +151,9 @@ def test_kv_cache_spec_counts_its_bytes_and_refuses():
     held = sum(pages.array.nbytes for layer in range(3) for pages in cache.layer(layer))
     assert cache.size_bytes == held == 5 * spec.bytes_per_block == 5 * 16 * spec.bytes_per_token
     for change, words in (({"block_size": 12}, "block_size is 12"), ({"head_dim": 0}, "head_dim is 0")):
+        fields = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 8, "dtype": float32}
         with pytest.raises(InvalidArgumentError, match=words):
-            KVCacheSpec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 8, "dtype": float32} | change)
+            KVCacheSpec(**(fields | change))
     with pytest.raises(InvalidArgumentError, match="dtype is int8"):
         KVCacheSpec(1, 1, 8, 8, int8)
     with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
@@ -206,8 +211,9 @@ assert (ops.sample(tensor(x), params).token_ids == x.argmax(-1)).all()
 
 def _python(code: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
-    )
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

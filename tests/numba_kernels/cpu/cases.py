@@ -27,7 +27,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...] | int, dtype: np.dty
 
 @dataclass
 class PagedCase:
-    """A ragged batch over a shuffled block table, with its keys and values also in plain rows, one for each sequence."""
+    """A ragged batch over a shuffled block table, with each sequence's keys and values also in plain rows."""
 
     cache: KVCache
     batch: Batch

@@ -92,7 +92,8 @@ def test_long_prefill_crosses_segments():
 def test_large_scores_neither_overflow_nor_underflow():
     case = paged_case(np.random.default_rng(3), [(90, 3)], heads=2, kv_heads=2, head_dim=16)
     for scale in (300.0, 1e-30):
-        assert relative_error(_attend(case, scale), _expected(case, scale)) < 3e-4  # scores of 3000 carry errors of 2e-4
+        # scores of 3000 carry errors of 2e-4
+        assert relative_error(_attend(case, scale), _expected(case, scale)) < 3e-4
 
 
 def test_closed_forms():
@@ -117,7 +118,7 @@ def test_nan_in_a_query_stays_in_its_head():
 def test_refuses_a_block_outside_the_pages(entry):
     case = paged_case(np.random.default_rng(6), [(30, 1)], heads=2, kv_heads=2, head_dim=16)
     case.batch.block_tables[0].array[0, 1] = entry
-    with pytest.raises(InvalidArgumentError, match="attention: batch.block_tables names a block outside"):
+    with pytest.raises(InvalidArgumentError, match=r"attention: batch\.block_tables names a block outside"):
         _attend(case, 1.0)
 
 

@@ -33,8 +33,9 @@ def test_equals_float64(layout, dtype):
     tokens, q_heads, kv_heads, head_dim, block_size, rotary, interleaved, has_norm = layout
     rng = np.random.default_rng(tokens)
     case = paged_case(
-        rng, [(0, 2 * tokens + 1)], heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
-    )
+        rng, [(0, 2 * tokens + 1)], heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype,
+    )  # fmt: skip
     k_pages, v_pages = (pages.array for pages in case.cache.layer(0))
     num_blocks = k_pages.shape[0]
     k_pages[...] = v_pages[...] = 99
@@ -82,7 +83,8 @@ def test_narrow_pages_round_to_nearest_even(dtype):
         (np.arange(256, dtype=np.uint32) * 0x8000 + 0x3F800000).view(np.float32),
     ])  # fmt: skip
     values = np.concatenate([values, np.zeros(-len(values) % 16, np.float32)])
-    case = paged_case(np.random.default_rng(0), [(0, 8)], heads=1, kv_heads=1, head_dim=len(values), block_size=8, dtype=dtype)
+    layout = {"heads": 1, "kv_heads": 1, "head_dim": len(values), "block_size": 8}
+    case = paged_case(np.random.default_rng(0), [(0, 8)], dtype=dtype, **layout)
     qkv = np.tile(values, 3)[None]
     _run(case, qkv, np.zeros(1, np.int64), np.zeros(1, np.int32), None, (None, None), (1, 1, len(values)))
     stored = case.cache.layer(0)[1].array[0, 0, 0]

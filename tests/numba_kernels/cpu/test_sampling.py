@@ -75,7 +75,8 @@ def test_draws_follow_the_distribution(filters):
 def test_a_draw_depends_on_seed_choice_and_position_alone():
     logits = normal(np.random.default_rng(1), (1, 500))
     many = np.repeat(logits, 64, 0)
-    params = _fill(64, temperature=1.0, seed=np.arange(64) // 16, choice_index=np.arange(64) // 4 % 4, position=np.arange(64) % 4)
+    rows = np.arange(64)
+    params = _fill(64, temperature=1.0, seed=rows // 16, choice_index=rows // 4 % 4, position=rows % 4)
     tokens = ops.sample(tensor(many), params).token_ids
     assert len(set(tokens.tolist())) > 30
     for row in (0, 17, 63):
