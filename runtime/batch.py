@@ -7,7 +7,8 @@ chunk of length one; there is no padding and no separate prefill path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.tensor import Tensor
 
@@ -29,6 +30,7 @@ class Batch:
     logits_indices: Tensor  # [num_logits] int32: rows of the token row whose logits are wanted
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
 
-STORED: dict[DType, type[Any]] = {float32: np.float32, bfloat16: np.uint16, float16: np.int16}
+STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: np.int16}
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 

@@ -2,8 +2,8 @@
 
 Activations on cpu are float32; weights are float32, float16 or bfloat16 as stored, widened in the kernel; so is the KV
 cache. Every function checks dtype, shape, contiguity and device of each argument and raises InvalidArgumentError naming
-the operation and the argument. Small inputs run on the calling thread, larger ones on numba's threads; any Python thread
-may call. Results do not depend on the other rows of a batch, nor on the number of threads.
+the operation and the argument. Small inputs run on the calling thread, larger ones on numba's threads; any Python
+thread may call. Results do not depend on the other rows of a batch, nor on the number of threads.
 
 The generic arithmetic behind Tensor's operators is `runtime.tensor_ops`; its functions are reached through here too.
 """
@@ -36,14 +36,14 @@ from runtime.storage import NDArray
 from runtime.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "attention", "embedding", "gather_rows", "gelu", "layer_norm", "linear",
-    "log_softmax_topk", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu", "swiglu",
+    "LinearWeight", "RopeTable", "add_embedding", "attention", "embedding", "gather_rows", "gelu", "layer_norm",
+    "linear", "log_softmax_topk", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu", "swiglu",
 ]  # fmt: skip
 
 _NUM_WORKERS = numba.get_num_threads()
 _SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_LINEAR_MACS = 600_000
-_SERIAL_ATTENTION_MACS = 300_000
+_SERIAL_ATTENTION_MACS = 64_000
 _WEIGHT_DTYPES = tuple(STORED)
 
 
@@ -65,13 +65,18 @@ def _check(
     """The tensor's array, if it is a C-contiguous cpu tensor of this type and shape (None = any size)."""
     if not isinstance(tensor, Tensor):
         raise _fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    if tensor.device is not CPU and tensor.device != CPU:
+    if tensor.storage.device is not CPU and tensor.device != CPU:
         raise _fail(op, argument, f"is on {tensor.device}, only cpu has this operation so far")
-    dtypes = (dtype,) if isinstance(dtype, DType) else dtype
-    if tensor.dtype not in dtypes:
-        raise _fail(op, argument, f"is {tensor.dtype.name}, must be {' or '.join(d.name for d in dtypes)}")
+    if tensor.dtype is not dtype:
+        dtypes = (dtype,) if isinstance(dtype, DType) else dtype
+        if tensor.dtype not in dtypes:
+            raise _fail(op, argument, f"is {tensor.dtype.name}, must be {' or '.join(d.name for d in dtypes)}")
     actual = tensor.shape
-    if len(actual) != len(shape) or any(want is not None and want != got for want, got in zip(shape, actual)):
+    does_fit = len(actual) == len(shape)
+    for want, got in zip(shape, actual):  # a plain loop: this function runs some three hundred times a step
+        if want is not None and want != got:
+            does_fit = False
+    if not does_fit:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise _fail(op, argument, f"has shape {actual}, must be [{wanted}]")
     array = tensor.array
@@ -88,14 +93,21 @@ def _indices(op: str, argument: str, tensor: Tensor, size: int | None, limit: in
     return array
 
 
-def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, NDArray]:
+def _address(
+    op: str, argument: str, tensor: Tensor, dtype: DType | tuple[DType, ...], shape: tuple[int | None, ...]
+) -> int:
+    """The address of the tensor's first element, after the same checks."""
+    _check(op, argument, tensor, dtype, shape)
+    return tensor.address
+
+
+def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """``out``, if it may be written and has this shape, else a new float32 tensor."""
     if out is None:
-        tensor = Tensor.from_numpy(np.empty(shape, np.float32))
-        return tensor, tensor.array
-    array = _check(op, "out", out, float32, shape)
-    if not array.flags.writeable:
+        return Tensor.over(np.empty(shape, np.float32), float32)
+    if not _check(op, "out", out, float32, shape).flags.writeable:
         raise _fail(op, "out", "is read-only")
-    return out, array
+    return out
 
 
 def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
@@ -112,15 +124,15 @@ def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
 def linear(
     x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]`` float32. ``out`` may be ``residual``, not ``x``."""
+    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
     if not isinstance(weight, LinearWeight):
         raise _fail("linear", "weight", f"must be a LinearWeight from prepare_linear, not {type(weight).__name__}")
     width, depth = weight.shape
     x_array = _check("linear", "x", x, float32, (None, depth))
     rows = x_array.shape[0]
-    added = 0 if residual is None else address_of(_check("linear", "residual", residual, float32, (rows, width)))
-    result, out_array = _output("linear", out, (rows, width))
-    if out is not None and np.may_share_memory(x_array, out_array):
+    added = 0 if residual is None else _address("linear", "residual", residual, float32, (rows, width))
+    result = _output("linear", out, (rows, width))
+    if out is not None and np.may_share_memory(x_array, out.array):
         raise _fail("linear", "out", "shares memory with x")
     if rows == 0 or width == 0:
         return result
@@ -135,7 +147,7 @@ def linear(
         panels_a_ticket = max(1, panels * row_tickets // (4 * workers * row_tickets))
         tickets = row_tickets * -(-panels // panels_a_ticket)
     _linear.linear_kernel(weight.stored)(
-        tickets, workers, address_of(x_array), weight.panels_address, weight.bias_address, added, address_of(out_array),
+        tickets, workers, x.address, weight.panels_address, weight.bias_address, added, result.address,
         rows, depth, width, panels_a_ticket, rows_a_ticket,
     )  # fmt: skip
     return result
@@ -164,7 +176,7 @@ def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
 
     A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
     """
-    return Tensor.from_numpy(_table_rows("embedding", "token_ids", token_ids, None, table))
+    return Tensor.over(np.ascontiguousarray(_table_rows("embedding", "token_ids", token_ids, None, table)), float32)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -180,7 +192,7 @@ def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices [n]`` int32 of ``x [T, H]`` float32 -> ``[n, H]``."""
     array = _check("gather_rows", "x", x, float32, (None, None))
-    return Tensor.from_numpy(array[_indices("gather_rows", "indices", indices, None, array.shape[0])])
+    return Tensor.over(array[_indices("gather_rows", "indices", indices, None, array.shape[0])], float32)
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
@@ -188,39 +200,37 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over rows ``[T, H]``; weight ``[H]`` of any weight dtype."""
-    array = _check("rms_norm", "x", x, float32, (None, None))
-    rows, width = array.shape
-    scale = _check("rms_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
-    result, out = _output("rms_norm", None, array.shape)
+    rows, width = _check("rms_norm", "x", x, float32, (None, None)).shape
+    scale = _address("rms_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+    result = _output("rms_norm", None, x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _norm.rms_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, address_of(array), address_of(scale), 0, address_of(out), rows, width, rows_a_ticket, eps
+        tickets, workers, x.address, scale, 0, result.address, rows, width, rows_a_ticket, eps
     )
     return result
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over rows ``[T, H]``; weight and bias ``[H]`` of one dtype."""
-    array = _check("layer_norm", "x", x, float32, (None, None))
-    rows, width = array.shape
-    scale = _check("layer_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
-    shift = 0 if bias is None else address_of(_check("layer_norm", "bias", bias, weight.dtype, (width,)))
-    result, out = _output("layer_norm", None, array.shape)
+    rows, width = _check("layer_norm", "x", x, float32, (None, None)).shape
+    scale = _address("layer_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+    shift = 0 if bias is None else _address("layer_norm", "bias", bias, weight.dtype, (width,))
+    result = _output("layer_norm", None, x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _norm.layer_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, address_of(array), address_of(scale), shift, address_of(out), rows, width, rows_a_ticket, eps
+        tickets, workers, x.address, scale, shift, result.address, rows, width, rows_a_ticket, eps
     )
     return result
 
 
 def _activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
     array = _check(op, "x", x, float32, x.shape)
-    result, target = _output(op, out, array.shape)
+    result = _output(op, out, x.shape)
     width = array.shape[-1] if array.ndim else 1
     rows = array.size // width if width else 0
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     _activation.activation_kernel(name)(
-        tickets, workers, address_of(array), 0, address_of(target), rows, width, width, width, rows_a_ticket
+        tickets, workers, x.address, 0, result.address, rows, width, width, width, rows_a_ticket
     )
     return result
 
@@ -239,16 +249,15 @@ def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``."""
-    array = _check("swiglu", "gate_up", gate_up, float32, (None, None))
-    rows, both = array.shape
+    rows, both = _check("swiglu", "gate_up", gate_up, float32, (None, None)).shape
     if both % 2:
         raise _fail("swiglu", "gate_up", f"has {both} columns, must be an even number")
     width = both // 2
-    result, out = _output("swiglu", None, (rows, width))
+    result = _output("swiglu", None, (rows, width))
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
-    gate = address_of(array)
+    gate = gate_up.address
     _activation.activation_kernel("silu")(
-        tickets, workers, gate, gate + width * 4, address_of(out), rows, width, both, both, rows_a_ticket
+        tickets, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_ticket
     )
     return result
 
@@ -260,8 +269,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class RopeTable:
     """Rotations for each position: ``cos`` and ``sin`` ``[max_position, rotary_dim / 2]`` float32.
 
-    ``interleaved`` pairs dimensions (2 i, 2 i + 1), otherwise (i, i + rotary_dim / 2). Dimensions from ``rotary_dim`` on
-    are left as they are.
+    ``interleaved`` pairs dimensions (2 i, 2 i + 1), otherwise (i, i + rotary_dim / 2). Dimensions from ``rotary_dim``
+    on are left as they are.
     """
 
     cos: Tensor
@@ -316,25 +325,75 @@ def qkv_prepare(
     cos = sin = rotary = num_positions = interleaved = 0
     if rope is not None:
         cos_array = _check(op, "rope.cos", rope.cos, float32, (None, None))
-        sin_array = _check(op, "rope.sin", rope.sin, float32, cos_array.shape)
+        _check(op, "rope.sin", rope.sin, float32, cos_array.shape)
         num_positions, rotary = cos_array.shape[0], 2 * cos_array.shape[1]
         if rotary > head_dim:
             raise _fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
-        cos, sin, interleaved = address_of(cos_array), address_of(sin_array), int(rope.interleaved)
-    result, q = _output(op, None, (tokens, num_q_heads, head_dim))
+        cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
+    result = _output(op, None, (tokens, num_q_heads, head_dim))
     tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
     status = _qkv.qkv_kernel(STORED[k_cache.dtype])(
-        tickets, workers, address_of(array), address_of(position_array), cos, sin,
+        tickets, workers, qkv.address, positions.address, cos, sin,
         *(0 if norm is None else address_of(norm) for norm in norms),
-        address_of(k_pages), address_of(v_pages), address_of(slots), address_of(q),
+        k_cache.address, v_cache.address, slot_mapping.address, result.address,
         tokens, num_q_heads, num_kv_heads, head_dim, rotary, interleaved, num_positions,
         k_pages.shape[0], k_pages.shape[3], v_pages.shape[3], tokens_a_ticket, norm_eps,
     )  # fmt: skip
     if status == _qkv.BAD_POSITION:
-        raise _fail(op, "positions", f"hold {position_array.min()} to {position_array.max()}, limit {num_positions - 1}")
+        low, high = position_array.min(), position_array.max()
+        raise _fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
     if status == _qkv.BAD_SLOT:
         raise _fail(op, "slot_mapping", f"holds {slots.max()}, limit {k_pages.shape[0] * k_pages.shape[3] - 1}")
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    """How a batch is cut into row groups, worked out and checked once for all layers."""
+
+    group_tokens: int  # most tokens of a row group
+    group_starts: NDArray  # [num_seqs + 1] int32: row groups before each sequence
+    num_keys: int  # query tokens times the keys of their sequence, at most what is attended to
+    longest: int  # tokens of the longest sequence
+    table_width: int
+    addresses: tuple[int, ...]  # query_start, seq_lens, block table, group_starts
+
+
+def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_size: int) -> _AttentionPlan | None:
+    """None for a batch without sequences. ``share`` query heads share a KV head."""
+    key = ("attention", group, tokens, share, block_size)
+    if key in batch.plans:
+        plan: _AttentionPlan | None = batch.plans[key]
+        return plan
+    op = "attention"
+    seqs = batch.num_seqs
+    starts = _check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
+    seq_lens = _check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
+    table = _check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
+    query_lens = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
+        raise _fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
+    limit = table.shape[1] * block_size
+    if (seq_lens < query_lens).any() or (seq_lens > limit).any():
+        raise _fail(
+            op, "batch.seq_lens", f"must lie between the chunk's length and {limit}, the tokens of a block table's row"
+        )
+    plan = None
+    if seqs:
+        group_tokens = max(1, _attention.GROUP_ROWS // share)
+        group_starts = np.zeros(seqs + 1, np.int32)
+        np.cumsum(-(-query_lens // group_tokens), out=group_starts[1:])
+        tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
+        plan = _AttentionPlan(
+            group_tokens,
+            group_starts,
+            num_keys=int(np.dot(query_lens.astype(np.int64), seq_lens)),
+            longest=int(seq_lens.max()),
+            table_width=table.shape[1],
+            addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
+        )
+    batch.plans[key] = plan
+    return plan
 
 
 def attention(
@@ -353,47 +412,30 @@ def attention(
     longer than its block table, or a table entry outside the pages, is an error.
     """
     op = "attention"
-    array = _check(op, "q", q, float32, (None, None, None))
-    tokens, q_heads, head_dim = array.shape
+    tokens, q_heads, head_dim = _check(op, "q", q, float32, (None, None, None)).shape
     k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
     blocks, kv_heads, _, block_size = k_pages.shape
     if q_heads % kv_heads:
         raise _fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
     if window is not None and window < 1:
         raise _fail(op, "window", f"is {window}, must be at least 1")
-    seqs = batch.num_seqs
-    starts = _check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
-    seq_lens = _check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
-    table = _check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
-    result, out = _output(op, None, (tokens, q_heads * head_dim))
-    query_lens = np.diff(starts)
-    if seqs == 0 or starts[0] != 0 or starts[-1] != tokens or query_lens.min() < 0:
-        if seqs == 0 and tokens == 0:
-            return result
-        raise _fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
-    longest = int(seq_lens.max())
-    if (seq_lens < query_lens).any() or longest > table.shape[1] * block_size:
-        raise _fail(
-            op, "batch.seq_lens", f"must be at least each chunk's length and at most {table.shape[1]} blocks of {block_size}"
-        )
-
     share = q_heads // kv_heads
-    group_tokens = max(1, _attention.GROUP_ROWS // share)
-    group_starts = np.zeros(seqs + 1, np.int32)
-    np.cumsum(-(-query_lens // group_tokens), out=group_starts[1:])
-    groups = int(group_starts[-1]) * kv_heads
-    keys = int(np.dot(query_lens.astype(np.int64), seq_lens))
-    workers = 1 if keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else _NUM_WORKERS
-    segments = -(-longest // _attention.SEGMENT_TOKENS)
+    plan = _attention_plan(batch, group, tokens, share, block_size)
+    result = _output(op, None, (tokens, q_heads * head_dim))
+    if plan is None:
+        return result
+    groups = int(plan.group_starts[-1]) * kv_heads
+    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else _NUM_WORKERS
+    segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
     if workers == 1 or groups >= 2 * workers:
         segments = 1
     width = v_pages.shape[3]
-    partial = np.empty(groups * segments * group_tokens * share * (width + 2) if segments > 1 else 0, np.float32)
+    partial = np.empty(groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0, np.float32)
+    query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
-        address_of(array), address_of(k_pages), address_of(v_pages), address_of(starts), address_of(seq_lens),
-        address_of(table), address_of(group_starts), address_of(partial), address_of(out),
-        seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, table.shape[1], window or 0, group_tokens, segments,
-        scale,
+        q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
+        result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
+        window or 0, plan.group_tokens, segments, scale,
     )  # fmt: skip
     status = _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments)
     if status == _attention.BAD_BLOCK:
@@ -427,7 +469,8 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     if params.bias_values.size != params.bias_ids.size:
         raise _fail(op, "params.bias_values", f"has {params.bias_values.size} entries, bias_ids {params.bias_ids.size}")
     mask = params.allowed_mask
-    if mask is not None and (mask.dtype != np.uint32 or mask.shape != (rows, mask_words) or not mask.flags.c_contiguous):
+    fits = mask is None or (mask.dtype == np.uint32 and mask.shape == (rows, mask_words) and mask.flags.c_contiguous)
+    if mask is not None and not fits:
         raise _fail(op, "params.allowed_mask", f"is {mask.dtype} {mask.shape}, must be uint32 {(rows, mask_words)}")
     if rows and vocab == 0:
         raise _fail(op, "logits", "has no columns")

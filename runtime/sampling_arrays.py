@@ -43,7 +43,7 @@ class SamplingArrays:
     @property
     def num_rows(self) -> int:
         """Rows of logits that these parameters belong to."""
-        return self.temperature.shape[0]
+        return len(self.temperature)
 
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:

@@ -62,9 +62,10 @@ class Tensor:
         offset: position of the first element in the storage, in elements.
         array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
             field. DeviceError on any other device.
+        address: where the first element of `array` lies, kept likewise: what a kernel is given.
     """
 
-    __slots__ = ("__weakref__", "_share", "array", "dtype", "offset", "shape", "storage", "strides")
+    __slots__ = ("__weakref__", "_share", "address", "array", "dtype", "offset", "shape", "storage", "strides")
 
     __array_ufunc__ = None  # numpy leaves `array + tensor` to us
     __hash__ = object.__hash__  # `==` compares elements; a tensor as a key is itself
@@ -75,6 +76,7 @@ class Tensor:
     strides: Shape
     offset: int
     array: NDArray
+    address: int
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, strides: Shape, offset: int = 0) -> None:
         self.storage = storage
@@ -86,8 +88,11 @@ class Tensor:
 
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
-        def __getattr__(self, name: str) -> NDArray:
-            """Called only while a field is missing, which is what `array` is until its first use."""
+        def __getattr__(self, name: str) -> NDArray | int:
+            """Called only while a field is missing: `array` and `address` are, until their first use."""
+            if name == "address":
+                self.address = self.array.ctypes.data
+                return self.address
             if name != "array":
                 raise AttributeError(f"Tensor has no attribute {name!r}")
             if self.device != CPU:
@@ -179,6 +184,13 @@ class Tensor:
         tensor = cls(storage, dtype, array.shape, strides, offset_bytes // itemsize)
         if type(array) is np.ndarray and not layout.has_overlap(array.shape, strides):
             tensor.array = array.view()
+        return tensor
+
+    @classmethod
+    def over(cls, array: NDArray, dtype: DType) -> Tensor:
+        """A cpu tensor over a new C-contiguous array of `dtype`, which is not checked: for results of ours."""
+        tensor = cls(Storage(CPU, array.nbytes, array, array), dtype, array.shape, layout.contiguous_strides(array.shape))
+        tensor.array = array
         return tensor
 
     @classmethod
