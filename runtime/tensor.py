@@ -189,7 +189,8 @@ class Tensor:
     @classmethod
     def over(cls, array: NDArray, dtype: DType) -> Tensor:
         """A cpu tensor over a new C-contiguous array of `dtype`, which is not checked: for results of ours."""
-        tensor = cls(Storage(CPU, array.nbytes, array, array), dtype, array.shape, layout.contiguous_strides(array.shape))
+        storage = Storage(CPU, array.nbytes, array, array)
+        tensor = cls(storage, dtype, array.shape, layout.contiguous_strides(array.shape))
         tensor.array = array
         return tensor
 
