@@ -75,9 +75,7 @@ class Burst:
         return [record.token_ids for record in self.records]
 
 
-def run_burst(
-    client: EngineClient, prompts: list[list[int]], max_tokens: int, *, timeout_s: float = 600.0
-) -> Burst:
+def run_burst(client: EngineClient, prompts: list[list[int]], max_tokens: int, *, timeout_s: float = 600.0) -> Burst:
     """Submits every prompt (greedy, `max_tokens` new tokens, EOS ignored) and waits for the last token.
 
     Raises `BenchmarkError` when a request ends otherwise than by its length, or after `timeout_s`.

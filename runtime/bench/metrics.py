@@ -26,9 +26,7 @@ def percentiles_of(values: Sequence[float], percentiles: Iterable[float]) -> dic
     return {f"{q:g}": float(value) for q, value in zip(wanted, found)}
 
 
-def summarize(
-    name: str, values_s: Sequence[float], percentiles: Iterable[float] = (99.0,)
-) -> dict[str, float]:
+def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float] = (99.0,)) -> dict[str, float]:
     """Seconds in, milliseconds out, under vLLM's keys: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `p99_X_ms`.
 
     `std` is the population's. Without a single value (no request had a second token, say) every entry is 0.0,

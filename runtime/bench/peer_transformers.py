@@ -10,8 +10,8 @@ Requests (`op`):
 - `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
 - `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"}
-  → {token_ids, prefill_s, decode_s, total_s, idle_share}: the last is the processor time that this process
-  used while it waited for the request, per second of waiting
+  → {token_ids, prefill_s, decode_s, total_s, processor_s, idle_share}: the last two are the processor time that
+  this process used for the request, and while it waited for it, per second of waiting
 - `quit`
 
 Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
@@ -108,8 +108,9 @@ def main() -> None:
         if op == "quit":
             return
         try:
+            processor = time.process_time()
             reply = answers[op](**request)
-            reply["idle_share"] = used / waited
+            reply.update(idle_share=used / waited, processor_s=time.process_time() - processor)
         except Exception as error:  # reported to the parent, which ends the benchmark
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=replies, flush=True)

@@ -85,9 +85,7 @@ async def bench_serve(
     origin = Origin.parse(base_url)
     model = model or await _first_model(origin, api_key)
     input_lens = varied_lengths(load.num_prompts, load.random_input_len, load.random_range_ratio, load.seed)
-    output_lens = varied_lengths(
-        load.num_prompts, load.random_output_len, load.random_range_ratio, load.seed + 1
-    )
+    output_lens = varied_lengths(load.num_prompts, load.random_output_len, load.random_range_ratio, load.seed + 1)
     longest = max(input_lens + [load.random_input_len])
     prompts = random_prompts(load.num_prompts + load.num_warmups, longest, vocab_size, load.seed)
 
@@ -119,9 +117,7 @@ async def bench_serve(
     values: dict[str, list[float]] = {
         "ttft": [answer.ttft_s for answer in answers],
         "tpot": [
-            tpot
-            for a in answers
-            if (tpot := time_per_output_token_s(a.latency_s, a.ttft_s, a.output_len)) is not None
+            tpot for a in answers if (tpot := time_per_output_token_s(a.latency_s, a.ttft_s, a.output_len)) is not None
         ],
         "itl": [gap for answer in answers for gap in answer.itl_s],
         "e2el": [answer.latency_s for answer in answers],

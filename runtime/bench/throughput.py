@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from runtime.llm import LLM
 
 
-def bench_throughput(
-    llm: LLM, *, input_len: int, output_len: int, num_prompts: int, seed: int = 0
-) -> dict[str, Any]:
+def bench_throughput(llm: LLM, *, input_len: int, output_len: int, num_prompts: int, seed: int = 0) -> dict[str, Any]:
     """Times one run of `num_prompts` distinct random prompts (greedy, EOS ignored), after a shorter warm-up.
 
     Keys as vLLM's: `elapsed_time` (s), `num_requests`, `total_num_tokens` (prompt and output),

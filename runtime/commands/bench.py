@@ -12,9 +12,7 @@ import typer
 
 from runtime.commands.options import EngineOptions, with_options
 
-bench = typer.Typer(
-    name="bench", help="Measure: latency, throughput, serve, streaming, peers.", rich_markup_mode=None
-)
+bench = typer.Typer(name="bench", help="Measure: latency, throughput, serve, streaming, peers.", rich_markup_mode=None)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
 OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to this file, too.")]
@@ -118,9 +116,7 @@ def serve(
     random_input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     random_output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
-    random_vocab_size: Annotated[
-        int, typer.Option(help="With --base-url: ids are drawn from [0, this).")
-    ] = 256,
+    random_vocab_size: Annotated[int, typer.Option(help="With --base-url: ids are drawn from [0, this).")] = 256,
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
     burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None,
@@ -131,9 +127,7 @@ def serve(
     num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.")] = 1,
     save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
     result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
-    result_filename: Annotated[
-        str | None, typer.Option(help="Its name; default: made of rate and time.")
-    ] = None,
+    result_filename: Annotated[str | None, typer.Option(help="Its name; default: made of rate and time.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Load on a server: TTFT, TPOT, ITL, end-to-end latency.
@@ -186,8 +180,7 @@ def serve(
     if save_result:
         stamp = report["environment"]["date"].replace(":", "")
         path = result_dir / (
-            result_filename
-            or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
+            result_filename or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
         )
     deliver(report, _serve_lines(report), as_json, path)
 
@@ -199,7 +192,7 @@ def peers(
     output_json: OutputJson = None,
 ) -> None:
     """Ours against Hugging Face transformers, in turns, on GPT-2 124M's shape in float32."""
-    from runtime.bench.peers import bench_peers, find_peer_python
+    from runtime.bench.peers import QUIET_SHARE, bench_peers, find_peer_python
 
     python = find_peer_python(peer_python, Path(__file__).resolve().parents[2])
     report = bench_peers(python, num_rounds=num_rounds)
@@ -216,6 +209,9 @@ def peers(
             f"{theirs['median_tokens_per_second']:>12.1f}{result['ratio']:>8.2f}x"
             f"   {min(result['ratios']):.2f} … {max(result['ratios']):.2f}"
         )
+        if result["largest_others_share"] > QUIET_SHARE:
+            busy = f"others used up to {result['largest_others_share']:.0%} of the machine"
+            print(f"{result['workload']}: {busy}; do not trust its ratio", file=sys.stderr)
     versions = report["peer"]
     print(
         f"tokens/s, medians of {num_rounds} rounds; transformers {versions['transformers']} on torch "
@@ -232,11 +228,7 @@ def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: 
         print(json.dumps(report))
         return
     for name, value in lines.items():
-        print(
-            f"{name + ':':<40}{value:>14,.3f}"
-            if isinstance(value, float)
-            else f"{name + ':':<40}{value!s:>14}"
-        )
+        print(f"{name + ':':<40}{value:>14,.3f}" if isinstance(value, float) else f"{name + ':':<40}{value!s:>14}")
     environment = report["environment"]
     words = [environment[key] for key in ("model", "dtype", "device") if key in environment]
     print("  ".join(["", *words, f"{environment.get('num_threads', environment['num_cores'])} threads"]))

@@ -141,6 +141,4 @@ def terminal_reader() -> Callable[[], str]:
 
 def history_file() -> Path:
     """`$XDG_STATE_HOME/xserv/chat_history`, by default under `~/.local/state`."""
-    return (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "xserv" / "chat_history"
-    )
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "xserv" / "chat_history"

@@ -29,16 +29,10 @@ def generate(
     prompt_token_ids: Annotated[
         list[str] | None, typer.Option(metavar="ID,ID,...", help="A prompt as token ids; may be repeated.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message to a chat model.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message to a chat model.")] = False,
     n: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Alternatives beside each token (with --json).")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a completion, one a line.")
-    ] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Alternatives beside each token (with --json).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a completion, one a line.")] = False,
 ) -> None:
     """Complete prompts: text on stdout, or with --json one object a line."""
     prompts: list[Any] = [*(prompt or []), *(_ids(text) for text in prompt_token_ids or [])]
@@ -118,12 +112,8 @@ def read_prompts(path: Path) -> list[str | list[int]]:
         except ValueError as error:
             raise typer.BadParameter(f"{name}:{number} is no JSON: {error}") from error
         value = item.get("prompt", item.get("prompt_token_ids")) if isinstance(item, dict) else item
-        if not isinstance(value, str) and not (
-            isinstance(value, list) and all(type(i) is int for i in value)
-        ):
-            raise typer.BadParameter(
-                f'{name}:{number} has neither "prompt" (text) nor "prompt_token_ids" (ids)'
-            )
+        if not isinstance(value, str) and not (isinstance(value, list) and all(type(i) is int for i in value)):
+            raise typer.BadParameter(f'{name}:{number} has neither "prompt" (text) nor "prompt_token_ids" (ids)')
         prompts.append(value)
     return prompts
 

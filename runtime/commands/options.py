@@ -44,9 +44,9 @@ class EngineOptions:
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
     ] = "auto"
-    seed: Annotated[
-        int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (
+        None
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults."""
@@ -61,9 +61,9 @@ class LlmOptions(EngineOptions):
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer; default: the model's.")
     ] = None
-    skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")
-    ] = False
+    skip_tokenizer_init: Annotated[bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +79,12 @@ class SamplingOptions:
     frequency_penalty: Annotated[float | None, typer.Option(help="Over the answer, in [-2, 2].")] = None
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = (
-        None
-    )
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None
     stop_token_ids: Annotated[
         list[int] | None,
         typer.Option("--stop-token-id", help="Token id that ends an answer; may be repeated."),
     ] = None
-    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = (
-        None
-    )
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = None
 
     def given(self) -> dict[str, Any]:
         """The fields that were named on the command line."""
@@ -107,9 +103,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name not in groups:
-            parameters.append(
-                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            )
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         group = groups[parameter.name]
         group_hints = get_type_hints(group, include_extras=True)

@@ -16,12 +16,10 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo).")
     ] = None,
-    max_waiting: Annotated[
-        int, typer.Option(help="Longest queue; beyond it the answer is 429.", min=1)
-    ] = 1024,
-    max_body_bytes: Annotated[
-        int, typer.Option(help="Largest request body; beyond it the answer is 413.", min=1)
-    ] = 8 * 1024 * 1024,
+    max_waiting: Annotated[int, typer.Option(help="Longest queue; beyond it the answer is 429.", min=1)] = 1024,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body; beyond it the answer is 413.", min=1)] = 8
+    * 1024
+    * 1024,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM.", min=0.0)
     ] = 10.0,

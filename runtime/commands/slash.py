@@ -33,9 +33,7 @@ def run_slash(session: ChatSession, line: str) -> Reply:
 
 def _help(session: ChatSession, rest: str) -> Reply:
     lines = [f"{name:<9}{description}" for name, (description, _) in COMMANDS.items()]
-    return Reply(
-        "\n".join([*lines, "Ctrl-C stops an answer, Ctrl-D leaves; a line that ends with \\ goes on."])
-    )
+    return Reply("\n".join([*lines, "Ctrl-C stops an answer, Ctrl-D leaves; a line that ends with \\ goes on."]))
 
 
 def _reset(session: ChatSession, rest: str) -> Reply:
@@ -70,18 +68,14 @@ def _value(name: str, hint: Any, text: str) -> Any:
     kind = get_args(hint)[0]  # each hint is `T | None`
     try:
         if kind is bool:
-            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[
-                text.lower()
-            ]
+            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.lower()]
         if kind in (int, float):
             return kind(text)
         if kind == list[int]:
             return [int(part) for part in text.replace(",", " ").split()]
         return [text]
     except (ValueError, KeyError):
-        raise InvalidArgumentError(
-            f"{name} {text!r} is no {getattr(kind, '__name__', kind)}", param=name
-        ) from None
+        raise InvalidArgumentError(f"{name} {text!r} is no {getattr(kind, '__name__', kind)}", param=name) from None
 
 
 def _stats(session: ChatSession, rest: str) -> Reply:
