@@ -314,12 +314,10 @@ def _parameters(tokens: _Tokens) -> list[Variable]:
         while tokens.kind == "directive":
             word = tokens.next()
             if word == ".align":
-                alignment = _integer(tokens.next())
-                align = align or alignment
+                align = _integer(tokens.next())
             elif word[1:] in TYPE_BYTES:
                 size = TYPE_BYTES[word[1:]]
-                align = 0  # an alignment before the type belongs to the parameter, one after .ptr to what it points at
-            elif word == ".ptr":
+            elif word == ".ptr":  # what follows describes the memory that the parameter points at
                 while tokens.kind == "directive" and tokens.peek() != ".align":
                     tokens.next()
                 if tokens.accept(".align"):
