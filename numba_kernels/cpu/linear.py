@@ -12,15 +12,16 @@ import functools
 import mmap
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
-from numba_kernels.cpu.gemm_tile import gemm_tile
+from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
 from numba_kernels.cpu.launch import Fields, Kernel, address
 from numba_kernels.cpu.target import PANEL_COLUMNS, TILE_ROWS
 
 MAX_BLOCK_DEPTH = 1024  # K elements of a block: 192 KB of float32 panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 _HUGE_PAGE_BYTES = 2 << 20
+_AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, TILE_ROWS + 1)))
 
 
 def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
@@ -30,7 +31,7 @@ def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape)) * dtype.itemsize
     if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     start = -data.ctypes.data % _HUGE_PAGE_BYTES
@@ -50,6 +51,11 @@ def pack_rows(panels: np.ndarray, weight: np.ndarray, first_column: int) -> None
 FIELDS = Fields("x panels bias residual out num_rows depth width panels_a_ticket rows_a_ticket")
 
 
+@njit(nogil=True)
+def _residual(start, element):
+    return start + element * 4 if start != 0 else 0
+
+
 @functools.cache
 def linear_kernel(stored: type) -> Kernel:
     """Writes ``out [T, N]`` for ``x [T, K]``, float32; a ticket is some panels times some rows.
@@ -67,34 +73,46 @@ def linear_kernel(stored: type) -> Kernel:
         first_row = ticket % row_tickets * a.rows_a_ticket
         last_row = min(a.num_rows, first_row + a.rows_a_ticket)
 
+        panel_row_bytes = PANEL_COLUMNS * itemsize
+        panel_stride = a.depth * panel_row_bytes
+        rows = last_row - first_row
+        if rows <= TILE_ROWS:  # one pass over the weight, as fast as memory delivers it
+            panel = first_panel
+            while panel < last_panel:
+                panels = _AT_ONCE[rows] if panel + _AT_ONCE[rows] <= last_panel else 1
+                column = panel * PANEL_COLUMNS
+                weight = a.panels + panel * panel_stride
+                gemm_tile(
+                    stored, a.x + first_row * a.depth * 4, a.depth * 4, a.depth, weight, panel_stride,
+                    a.bias + column * 4, _residual(a.residual, first_row * a.width + column),
+                    a.out + (first_row * a.width + column) * 4, a.width * 4,
+                    min(panels * PANEL_COLUMNS, a.width - column),
+                    0, True, True, weight + STREAM_AHEAD_BYTES, panel_row_bytes, panels, rows,
+                )  # fmt: skip
+                panel += panels
+            return
+
         num_blocks = max(1, -(-a.depth // MAX_BLOCK_DEPTH))
         block_depth = -(-a.depth // num_blocks)
-        partial_rows = np.empty((last_row - first_row if num_blocks > 1 else 1, PANEL_COLUMNS), np.float32)
-        partial_bytes = PANEL_COLUMNS * 4 if num_blocks > 1 else 0
-        num_tiles = -(-(last_row - first_row) // TILE_ROWS)
-        panel_row_bytes = PANEL_COLUMNS * itemsize
-        step = -(-panel_row_bytes // num_tiles)  # all row tiles together prefetch the next block
+        partial_rows = np.empty((rows, PANEL_COLUMNS), np.float32)
+        step = -(-panel_row_bytes * TILE_ROWS // rows)  # all row tiles together prefetch the next block
         for panel in range(first_panel, last_panel):
             column = panel * PANEL_COLUMNS
             columns = min(PANEL_COLUMNS, a.width - column)
-            residual = a.residual + column * 4 if a.residual != 0 else 0
             for block in range(num_blocks):
                 start = block * block_depth
                 depth = min(block_depth, a.depth - start)
-                weight = a.panels + (panel * a.depth + start) * panel_row_bytes
-                ahead = weight + (depth * panel_row_bytes if num_tiles > 1 else STREAM_AHEAD_BYTES)
+                weight = a.panels + panel * panel_stride + start * panel_row_bytes
+                ahead = weight + depth * panel_row_bytes
                 partial = address(partial_rows)
-                row = first_row
-                while row < last_row:
-                    rows = min(TILE_ROWS, last_row - row)
+                for row in range(first_row, last_row, TILE_ROWS):
                     gemm_tile(
-                        stored, a.x + (row * a.depth + start) * 4, a.depth * 4, depth, weight, a.bias + column * 4,
-                        residual + row * a.width * 4 if residual != 0 else 0,
+                        stored, a.x + (row * a.depth + start) * 4, a.depth * 4, depth, weight, 0, a.bias + column * 4,
+                        _residual(a.residual, row * a.width + column),
                         a.out + (row * a.width + column) * 4, a.width * 4, columns,
-                        partial, block == 0, block == num_blocks - 1, ahead, step, rows,
+                        partial, block == 0, block == num_blocks - 1, ahead, step, 1, min(TILE_ROWS, last_row - row),
                     )  # fmt: skip
                     ahead += depth * step
-                    partial += rows * partial_bytes
-                    row += rows
+                    partial += TILE_ROWS * PANEL_COLUMNS * 4
 
     return Kernel(linear, FIELDS)
