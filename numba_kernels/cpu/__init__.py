@@ -1,11 +1,9 @@
 """The cpu backend's kernels: numba ``@njit`` functions around a few register tiles written as LLVM IR.
 
-Importing this package settles two things for the process, before any kernel is decorated:
-
-- where numba keeps compiled code: ``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, one folder for each content of
-  these sources and version of numba, because numba's own cache does not notice a change in a callee's file;
-- numba's threading layer: workqueue, the one that every numba wheel carries. It sleeps between kernels instead of
-  spinning, and it must not be entered by two Python threads at once: ``runtime.ops`` holds one lock around each launch.
+Importing this package settles, before any kernel is decorated, where numba keeps compiled code:
+``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, one folder for each content of these sources and version of
+numba, because numba's own cache does not notice a change in a callee's file. Threads are our own (`pool`): numba's
+layers sleep between kernels, or spin without end, or must not be entered by two Python threads.
 """
 
 from __future__ import annotations
@@ -39,4 +37,3 @@ def _cache_folder() -> Path:
 
 
 numba.config.CACHE_DIR = str(_cache_folder())
-numba.config.THREADING_LAYER = "workqueue"

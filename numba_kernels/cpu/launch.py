@@ -1,9 +1,9 @@
 """How a kernel is compiled, packed and run: one function ``body(arguments, ticket)`` called for each ticket.
 
 A kernel is a C function of two arguments: a pointer to a block of 8-byte fields (addresses, sizes, float64 parameters)
-and the number of the piece of work to do. One small ``@njit(parallel=True)`` function runs any of them: its threads
-draw tickets until none is left, so that a slow core simply draws fewer. Numba compiles a loop body into every library
-that links it; behind a function pointer each kernel is compiled once, and the parallel machinery once for all.
+and the number of the piece of work to do. The threads of `pool` draw tickets until none is left, so that a slow core
+simply draws fewer. Numba compiles a loop body into every library that links it; behind a function pointer each kernel
+is compiled once, and the machinery that runs them once for all.
 
 Kernels do not raise: what they find wrong with their input they write into the field ``status``.
 """
@@ -17,13 +17,15 @@ from collections.abc import Callable
 import llvmlite.ir as ir
 import numba
 import numpy as np
-from numba import carray, cfunc, njit, prange, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
+
+from numba_kernels.cpu import pool
 
 _MAX_BLOCK_BYTES = 1024
 _block = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the lock
 _block_address = _block.ctypes.data
-_lock = threading.Lock()  # the workqueue layer must not be entered by two threads at once
+_lock = threading.Lock()  # the pool serves one launch at a time
 
 
 def address_of(array: np.ndarray) -> int:
@@ -61,49 +63,11 @@ class Kernel:
         """Returns ``status``, 0 unless the kernel set it. ``values`` are the fields in their order."""
         with _lock:
             self._pack(_block, 0, 0, *values)
-            _run(self._address, _block_address, num_tickets, min(num_workers, num_tickets))
+            pool.run(self._address, _block_address, num_tickets, num_workers)
             return int(_status[0])
 
 
 _status = _block[:8].view(np.int64)
-
-
-@intrinsic
-def _call(typingctx, function, arguments, ticket):
-    def codegen(context, builder, signature, args):
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, ir.IntType(64)])
-        target = builder.inttoptr(args[0], kind.as_pointer())
-        builder.call(target, [builder.inttoptr(args[1], pointer), args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp), codegen
-
-
-@intrinsic
-def _take_ticket(typingctx, counter):
-    """Adds 1 to ``counter[0]`` as one step among all threads; returns the value before."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(counter), codegen
-
-
-@njit("void(int64, int64, int64, int64)", nogil=True, parallel=True, cache=True)
-def _run(function, arguments, num_tickets, num_workers):
-    if num_workers <= 1:
-        for ticket in range(num_tickets):
-            _call(function, arguments, ticket)
-    else:
-        counter = np.empty(1, np.int64)
-        counter[0] = 0
-        for _ in prange(num_workers):
-            mine = _take_ticket(counter)
-            while mine < num_tickets:
-                _call(function, arguments, mine)
-                mine = _take_ticket(counter)
 
 
 @intrinsic

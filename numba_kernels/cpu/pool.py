@@ -1,0 +1,207 @@
+"""The threads that share a kernel's tickets: helpers that spin for a moment between kernels, and then sleep.
+
+A decode step is a hundred kernels of some ten microseconds, one right after the other; waking a sleeping thread for
+each costs more than many of them take. So a helper that has found no work keeps looking for SPIN_ROUNDS rounds (about
+half a millisecond) before it sleeps, and a launch never waits for one that sleeps: it wakes it, and meanwhile
+draws the tickets itself.
+
+The protocol, over the words of `_words` (each on a cache line of its own):
+
+- A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
+  tickets like everybody, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
+- A helper counts itself in ACTIVE, then draws. What it drew from an open job is that job's, whose words cannot change
+  while the helper is counted; what it drew from a closed one is at least CLOSED, and it leaves.
+
+One launch at a time: `launch.Kernel` holds the lock. Helpers are daemon threads, joined when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import threading
+
+import llvmlite.ir as ir
+import numba
+import numpy as np
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
+SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
+
+CLOSED = 1 << 40
+_LINE = 8  # words of 8 bytes a cache line
+NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_TICKETS, NUM_HELPERS, ASLEEP, STOP = (i * _LINE for i in range(8))
+
+_words = np.zeros(9 * _LINE, np.int64)
+_words[NEXT] = CLOSED
+_I64 = ir.IntType(64)
+
+
+def _word(context, builder, signature, args):
+    """The address of word ``args[1]`` of the array ``args[0]``."""
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.gep(data, [args[1]])
+
+
+@intrinsic
+def _load(typingctx, words, index):
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(context, builder, signature, args), "seq_cst", 8)
+
+    return types.int64(words, types.intp), codegen
+
+
+@intrinsic
+def _store(typingctx, words, index, value):
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[2], _word(context, builder, signature, args), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(words, types.intp, types.int64), codegen
+
+
+@intrinsic
+def _add(typingctx, words, index, value):
+    """Adds as one step among all threads; returns the value before."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _word(context, builder, signature, args), args[2], "seq_cst")
+
+    return types.int64(words, types.intp, types.int64), codegen
+
+
+@intrinsic
+def _pause(typingctx):
+    """Tells the core that this is a waiting loop, where LLVM has a word for it."""
+
+    def codegen(context, builder, signature, args):
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _call(typingctx, function, arguments, ticket):
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I64])
+        target = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(target, [builder.inttoptr(args[1], pointer), args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
+def run_alone(function, arguments, num_tickets):
+    """Every ticket, on this thread."""
+    for ticket in range(num_tickets):
+        _call(function, arguments, ticket)
+
+
+@njit("void(int64[::1])", nogil=True)
+def _draw(words):
+    """Draws and runs tickets until none is left."""
+    ticket = _add(words, NEXT, 1)
+    while ticket < CLOSED and ticket < _load(words, NUM_TICKETS):
+        _call(_load(words, FUNCTION), _load(words, ARGUMENTS), ticket)
+        ticket = _add(words, NEXT, 1)
+
+
+@njit("void(int64[::1], int64, int64, int64, int64)", nogil=True, cache=True)
+def _launch(words, function, arguments, num_tickets, num_helpers):
+    _store(words, FUNCTION, function)
+    _store(words, ARGUMENTS, arguments)
+    _store(words, NUM_TICKETS, num_tickets)
+    _store(words, NUM_HELPERS, num_helpers)
+    _store(words, NEXT, 0)
+    _draw(words)
+    _store(words, NEXT, CLOSED)
+    while _load(words, ACTIVE) != 0:
+        _pause()
+
+
+@njit("void(int64[::1], int64, int64)", nogil=True, cache=True)
+def _help(words, index, rounds):
+    """Takes part in jobs until ``rounds`` looks in a row found none."""
+    idle = 0
+    while idle < rounds and _load(words, STOP) == 0:
+        if _load(words, NEXT) < _load(words, NUM_TICKETS) and index < _load(words, NUM_HELPERS):
+            _add(words, ACTIVE, 1)
+            _draw(words)
+            _add(words, ACTIVE, -1)
+            idle = 0
+        else:
+            _pause()
+            idle += 1
+
+
+class _Helpers:
+    """The helper threads of this process, started by the first launch that wants them."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.wake = threading.Condition()
+
+    def start(self) -> None:
+        for index in range(NUM_THREADS - 1):
+            name = f"xserv-kernel-{index + 1}"
+            self.threads.append(threading.Thread(target=self._serve, args=(index,), name=name, daemon=True))
+            self.threads[-1].start()
+
+    def rouse(self) -> None:
+        with self.wake:
+            _words[ASLEEP] = 0
+            self.wake.notify_all()
+
+    def stop(self) -> None:
+        """Ends the threads: one that is inside compiled code must not meet the end of the interpreter."""
+        _words[STOP] = 1
+        self.rouse()
+        for thread in self.threads:
+            thread.join()
+        self.threads = []
+
+    def _serve(self, index: int) -> None:
+        while not _words[STOP]:
+            _help(_words, index, SPIN_ROUNDS)
+            with self.wake:
+                # A job may have been opened while this thread waited for the interpreter's lock.
+                if not _words[STOP] and _words[NEXT] >= _words[NUM_TICKETS]:
+                    _words[ASLEEP] += 1
+                    self.wake.wait()
+
+
+_helpers = _Helpers()
+
+
+def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
+    """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
+    if min(num_threads, num_tickets, NUM_THREADS) <= 1:
+        run_alone(function, arguments, num_tickets)
+        return
+    if _words[ASLEEP]:
+        _helpers.rouse()
+    elif not _helpers.threads:
+        _helpers.start()
+    _launch(_words, function, arguments, num_tickets, num_threads - 1)
+
+
+def _after_fork() -> None:
+    """A child process has none of its parent's threads."""
+    global _helpers
+    _helpers = _Helpers()
+    _words[:] = 0
+    _words[NEXT] = CLOSED
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _helpers.stop())

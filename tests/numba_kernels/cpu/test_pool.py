@@ -1,0 +1,69 @@
+"""The threads behind the kernels: every ticket runs once, whoever sleeps, and no process hangs at its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from numba import carray, cfunc, types
+
+from numba_kernels.cpu import pool
+
+CODE = """
+import os
+import numpy as np
+from tests.numba_kernels.cpu.test_pool import launch
+assert launch(100, 2).tolist() == [1] * 100
+child = os.fork() if {fork} else None
+assert launch(100, 2).tolist() == [1] * 100
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@cfunc(types.void(types.CPointer(types.int64), types.intp))
+def _count(counts, ticket):
+    """Adds 1 to the ticket's own cell, after a little work, lest one thread take them all."""
+    total = 0
+    for i in range(2000):
+        total += i ^ ticket
+    carray(counts, ticket + 1)[ticket] += 1 + (total & 0)
+
+
+def launch(num_tickets: int, num_threads: int) -> np.ndarray:
+    """How often each ticket ran."""
+    counts = np.zeros(max(1, num_tickets), np.int64)
+    pool.run(_count.address, counts.ctypes.data, num_tickets, num_threads)
+    return counts[:num_tickets]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
+def test_every_ticket_runs_once(num_threads):
+    for num_tickets in [0, 1, 2, 3, 7, 64, 1000, *[5] * 200]:
+        assert launch(num_tickets, num_threads).tolist() == [1] * num_tickets
+
+
+def test_helpers_sleep_when_idle_and_are_roused():
+    launch(64, 2)
+    if pool.NUM_THREADS == 1:
+        assert not pool._helpers.threads
+        return
+    for _ in range(3):
+        deadline = time.monotonic() + 30
+        while pool._words[pool.ASLEEP] < len(pool._helpers.threads):
+            assert time.monotonic() < deadline, "a helper does not go to sleep"
+            time.sleep(0.01)
+        assert launch(64, 2).tolist() == [1] * 64
+        assert pool._words[pool.ACTIVE] == 0
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_process_ends_and_may_fork(fork):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", CODE.format(fork=fork)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
