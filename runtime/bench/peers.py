@@ -46,9 +46,10 @@ class Workload:
     """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; what counts is `measure`.
 
     measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the
-    first new token) or "burst" (all new tokens per second of the whole).
+    first new first new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
     """
 
+    key: str
     name: str
     num_prompts: int
     prompt_len: int
@@ -57,10 +58,10 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("decode, batch 1", 1, 16, 33, "decode"),
-    Workload("decode, batch 32", 32, 16, 17, "decode"),
-    Workload("prefill 512", 1, 512, 1, "prefill"),
-    Workload("burst 32 x 4 -> 8", 32, 4, 8, "burst"),
+    Workload("decode-1", "decode, batch 1", 1, 16, 33, "decode"),
+    Workload("decode-32", "decode, batch 32", 32, 16, 17, "decode"),
+    Workload("prefill", "prefill 512", 1, 512, 1, "prefill"),
+    Workload("burst", "burst 32 x 4 -> 8", 32, 4, 8, "burst"),
 )
 
 
@@ -91,6 +92,15 @@ class Side:
             "max_tokens_per_second": max(rates),
             "tokens_per_second": rates,
         }
+
+
+def named_workloads(names: str) -> tuple[Workload, ...]:
+    """Those of comma-separated keys, in the table's order; `BenchmarkError` for one that is not there."""
+    wanted = {name.strip() for name in names.split(",")}
+    if unknown := wanted - {workload.key for workload in WORKLOADS}:
+        known = ", ".join(workload.key for workload in WORKLOADS)
+        raise BenchmarkError(f"--workloads: {', '.join(sorted(unknown))!r} is none of {known}")
+    return tuple(workload for workload in WORKLOADS if workload.key in wanted)
 
 
 def find_peer_python(given: Path | None, root: Path) -> Path:

@@ -188,14 +188,16 @@ def serve(
 def peers(
     peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 7,
+    workloads: Annotated[str, typer.Option(help="Which to run.")] = "decode-1,decode-32,prefill,burst",
     as_json: JsonFlag = False,
     output_json: OutputJson = None,
 ) -> None:
     """Ours against Hugging Face transformers, in turns, on GPT-2 124M's shape in float32."""
-    from runtime.bench.peers import QUIET_SHARE, bench_peers, find_peer_python
+    from runtime.bench.peers import QUIET_SHARE, bench_peers, find_peer_python, named_workloads
 
+    chosen = named_workloads(workloads)
     python = find_peer_python(peer_python, Path(__file__).resolve().parents[2])
-    report = bench_peers(python, num_rounds=num_rounds)
+    report = bench_peers(python, num_rounds=num_rounds, workloads=chosen)
     if output_json is not None:
         output_json.write_text(json.dumps(report, indent=1) + "\n")
     if as_json:

@@ -156,6 +156,7 @@ def test_defaults_are_those_of_the_library() -> None:
         (["info", "--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["tokenize", "--decode", "one"], 2, "'one' is no token id"),
         (["bench", "peers", "--peer-python", "/nowhere/python"], 1, "pip install torch transformers"),
+        (["bench", "peers", "--workloads", "burst,prefil"], 1, "'prefil' is none of decode-1, decode-32, prefill"),
         (["bench", "serve", "--request-rate", "0"], 1, "--request-rate"),
         (["bench", "serve", "--base-url", "ftp://x"], 1, "--base-url"),
         (["bench", "serve", "--metric-percentiles", "101"], 2, "--metric-percentiles"),

@@ -186,9 +186,9 @@ def test_peer_python_is_asked_for(tmp_path: Path) -> None:
 
 
 WORKLOADS = (
-    Workload("decode", 2, 5, 4, "decode"),
-    Workload("prefill", 1, 20, 1, "prefill"),
-    Workload("burst", 3, 4, 3, "burst"),
+    Workload("d", "decode", 2, 5, 4, "decode"),
+    Workload("p", "prefill", 1, 20, 1, "prefill"),
+    Workload("b", "burst", 3, 4, 3, "burst"),
 )
 
 
