@@ -45,8 +45,8 @@ SETTLE_S = 0.05  # between two measurements, for threads that spin a little befo
 class Workload:
     """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; what counts is `measure`.
 
-    measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the
-    first new first new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
+    measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the first
+    new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
     """
 
     key: str
