@@ -1,1 +1,1 @@
-"""An emulated GPU: it executes PTX text on the CPU, exactly, and checks every access (docs/architecture.md)."""
+"""The emulated GPU, being built: so far `ptx.py`, which parses PTX text. Nothing executes it yet."""
