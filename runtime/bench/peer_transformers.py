@@ -9,10 +9,11 @@ Requests (`op`):
 
 - `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
-- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"}
-  → {token_ids, prefill_s, decode_s, total_s, processor_s, idle_share}: the last two are the processor time that
-  this process used for the request, and while it waited for it, per second of waiting
+- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"} → {token_ids, prefill_s, decode_s, total_s}
+- `clock` → {}
 - `quit`
+
+Every reply has `processor_s`, the processor time that this process has used since it started.
 
 Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
 leanest that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once
@@ -96,25 +97,22 @@ def main() -> None:
     replies, sys.stdout = sys.stdout, sys.stderr
     peer = Peer()
     answers: dict[str, Callable[..., dict[str, Any]]] = {
+        "clock": dict,
         "load": peer.load,
         "logits": peer.logits,
         "generate": peer.generate,
     }
-    idle_wall, idle_processor = time.perf_counter(), time.process_time()
     for line in sys.stdin:
-        waited, used = time.perf_counter() - idle_wall, time.process_time() - idle_processor
         request = json.loads(line)
         op = request.pop("op")
         if op == "quit":
             return
         try:
-            processor = time.process_time()
             reply = answers[op](**request)
-            reply.update(idle_share=used / waited, processor_s=time.process_time() - processor)
         except Exception as error:  # reported to the parent, which ends the benchmark
             reply = {"error": f"{type(error).__name__}: {error}"}
+        reply["processor_s"] = time.process_time()
         print(json.dumps(reply), file=replies, flush=True)
-        idle_wall, idle_processor = time.perf_counter(), time.process_time()
 
 
 if __name__ == "__main__":

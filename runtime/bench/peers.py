@@ -183,20 +183,23 @@ def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, 
     run_burst(llm.client, prompts, workload.new_tokens)
 
     def measure_ours() -> Turn:
+        before = peer.ask("clock")["processor_s"]
         watch = Disturbance()
         burst = run_burst(llm.client, prompts, workload.new_tokens)
-        others = watch.share(0.0)
+        used = peer.ask("clock")["processor_s"] - before
+        others = watch.share(used)
         check_outputs(burst.token_ids, workload.new_tokens, vocab_size, f"{workload.name}, ours")
-        return Turn(_our_rate(burst, workload), 0.0, others)
+        return Turn(_our_rate(burst, workload), used / burst.wall_s, others)
 
     def measure_peer() -> Turn:
-        watch, wall, processor = Disturbance(), time.perf_counter(), time.process_time()
+        before = peer.ask("clock")["processor_s"]
+        watch, ours_before = Disturbance(), time.process_time()
         reply = peer.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, cache=cache)
-        used, wall = time.process_time() - processor, time.perf_counter() - wall
-        others = watch.share(reply["processor_s"])
+        used = time.process_time() - ours_before
+        others = watch.share(reply["processor_s"] - before)
         if reply["token_ids"] != expected:
             raise BenchmarkError(f"{workload.name}: the peer gave other tokens than before")
-        return Turn(_peer_rate(reply, workload), max(used / wall, reply["idle_share"]), others)
+        return Turn(_peer_rate(reply, workload), used / reply["total_s"], others)
 
     rounds: list[tuple[Turn, Turn]] = []  # ours, the peer's
     num_quiet = 0

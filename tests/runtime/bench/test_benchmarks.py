@@ -220,7 +220,7 @@ import json, sys
 import numpy
 for line in sys.stdin:
     request = json.loads(line)
-    reply = {{"torch": "0", "transformers": "0", "threads": 1, "idle_share": 0.0, "processor_s": 0.0}}
+    reply = {{"torch": "0", "transformers": "0", "threads": 1, "processor_s": 0.0}}
     if request["op"] == "logits":
         numpy.save(request["path"], numpy.full((len(request["token_ids"]), 97), {value}, numpy.float32))
         reply["path"] = request["path"]
