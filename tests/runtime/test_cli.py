@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import random
 import re
 import select
 import shutil
@@ -463,3 +464,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(stories: Path, tmp_path: Pa
     assert terminal.end() == 0
     history = (tmp_path / "xserv" / "chat_history").read_text()
     assert "+Once upon a time" in history
+
+
+def test_the_bundled_model_adds() -> None:
+    generator = random.Random(20)
+    pairs = [(generator.randint(10, 99), generator.randint(10, 99)) for _ in range(30)]
+    status, out, err = invoke("chat", stdin="".join(f"What is {a} plus {b}?\n" for a, b in pairs))
+    assert (status, err) == (0, "")
+    answers = out.splitlines()
+    assert len(answers) == 30
+    assert sum(str(a + b) in answer for (a, b), answer in zip(pairs, answers)) >= 28
