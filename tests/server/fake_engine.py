@@ -214,7 +214,7 @@ class FakeEngineClient:
                     new_token_ids=[],
                     num_prompt_tokens=len(found.request.prompt_token_ids),
                     finish_reason=reason,
-                    error="secret detail /root/model.bin" if reason == "error" else None,
+                    error="secret detail" if reason == "error" else None,
                 )
             )
 
