@@ -1,0 +1,91 @@
+"""Where numba keeps compiled cpu code, for any package here that has some.
+
+Numba's own cache notices a change in a function's file, not in the files of what it calls. So each module's code goes
+to ``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, where the digest is of the module's source, of every module of
+this project that it imports, directly or not, and of the compiler's versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+
+_ROOT = Path(__file__).resolve().parent.parent
+_IMPORT = re.compile(
+    r"^\s*(?:from\s+((?:numba_kernels|runtime)[\w.]*)\s+import\s+([\w, ()\n]+)"
+    r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
+    re.MULTILINE,
+)
+
+
+def _file_of(module: str) -> Path | None:
+    path = _ROOT.joinpath(*module.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _imports(source: Path) -> tuple[Path, ...]:
+    """The project's files that a file imports by name."""
+    found = []
+    for module, names, plain in _IMPORT.findall(source.read_text()):
+        modules = [plain] if plain else [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+        found += [path for path in map(_file_of, modules) if path is not None]
+    return tuple(found)
+
+
+@functools.cache
+def cache_folder(source: Path) -> Path:
+    """The folder for a source file's code, made now; one of this process alone where the home cannot be written."""
+    seen: set[Path] = set()
+    pending = [source.resolve()]
+    while pending:
+        path = pending.pop()
+        if path not in seen:
+            seen.add(path)
+            pending += _imports(path)
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(seen):
+        digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "xserv" / "numba" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
+    return folder
+
+
+@contextmanager
+def _kept_for(function: Callable[..., Any]) -> Iterator[None]:
+    """Numba reads the folder when a function is decorated."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """``numba.njit`` for host code: cached, without the interpreter's lock, C's error model."""
+    with _kept_for(function):
+        return numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+def compile_c_function(function: Callable[..., None], signature: Any) -> Any:
+    """``numba.cfunc`` of the same kind, compiled (or read from disk) now; `.address` is its entry."""
+    with _kept_for(function):
+        return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)

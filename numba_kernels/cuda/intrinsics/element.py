@@ -1,0 +1,98 @@
+"""Reading and writing elements of f32, f16 or bf16 as float32, for kernels made by a factory over the dtype.
+
+    load, store = loader("bf16"), storer("bf16")      # load(pointer, index) -> float32; store(pointer, index, value)
+    load8, store8 = vector_loader("bf16"), vector_storer("bf16")    # 8 neighbours at a 16-byte address, as a tuple
+
+Pointers are ``CPointer(float32)`` for f32 and ``CPointer(uint16)`` for the 16-bit formats (`pointer_type`); the vector
+forms take a uint64 address. For f32 the vector forms move 4 elements: `VECTOR_WIDTH`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import types
+
+from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.device import device_function
+
+DTYPES = ("f32", "f16", "bf16")
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
+
+
+def pointer_type(dtype: str) -> Any:
+    """The kernel argument's type for an array of this dtype. KeyError for no dtype of `DTYPES`."""
+    return types.CPointer({"f32": types.float32, "f16": types.uint16, "bf16": types.uint16}[dtype])
+
+
+@functools.cache
+def loader(dtype: str) -> Any:
+    """A device function ``(pointer, index) -> float32``."""
+    if dtype == "f32":
+        return device_function(lambda pointer, index: pointer[index])
+    widen = {"f16": convert.f32_from_f16, "bf16": convert.f32_from_bf16}[dtype]
+    return device_function(lambda pointer, index: widen(pointer[index]))
+
+
+@functools.cache
+def storer(dtype: str) -> Any:
+    """A device function ``(pointer, index, float32) -> None``, which rounds to nearest even."""
+    if dtype == "f32":
+
+        @device_function
+        def store(pointer, index, value):
+            pointer[index] = value
+
+        return store
+    narrow = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}[dtype]
+
+    @device_function
+    def store_narrow(pointer, index, value):
+        pointer[index] = narrow(value)
+
+    return store_narrow
+
+
+@functools.cache
+def vector_loader(dtype: str) -> Any:
+    """A device function ``address -> tuple of VECTOR_WIDTH float32``; the address is a multiple of 16."""
+    if dtype == "f32":
+        return memory.load_4xf32
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
+    load = memory.load_4xb32
+
+    @device_function
+    def load_vector(address):
+        a, b, c, d = load(address)
+        a0, a1 = unpack(a)
+        b0, b1 = unpack(b)
+        c0, c1 = unpack(c)
+        d0, d1 = unpack(d)
+        return a0, a1, b0, b1, c0, c1, d0, d1
+
+    return load_vector
+
+
+@functools.cache
+def vector_storer(dtype: str) -> Any:
+    """A device function ``(address, tuple of VECTOR_WIDTH float32) -> None``; the address is a multiple of 16."""
+    if dtype == "f32":
+        return memory.store_4xf32
+    pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
+    store = memory.store_4xb32
+
+    @device_function
+    def store_vector(address, values):
+        store(
+            address,
+            (
+                pack(values[0], values[1]),
+                pack(values[2], values[3]),
+                pack(values[4], values[5]),
+                pack(values[6], values[7]),
+            ),
+        )
+
+    return store_vector

@@ -1,0 +1,59 @@
+"""What a kernel is before it is compiled, and what a launch is before it is launched: plain data.
+
+A `Specialisation` is a Numba kernel with every compile-time number settled; its machine code depends on nothing else
+but the architecture. A `plan` function of a family turns shapes, dtypes and a compute capability into a `Launch`.
+Compiling and launching is the runtime's work (`runtime.device`), which this room does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Specialisation:
+    """One kernel for one choice of types and constants. Compared by identity: factories are cached.
+
+    Attributes:
+        name: unique among all kernels, made of the family and the constants: ``rms_norm_bf16_h1024``.
+        kernel: the ``@cuda.jit`` function; `.py_func` is what is compiled.
+        argument_types: numba types, in order. Device memory is passed as ``types.CPointer(...)`` or ``uint64``.
+        max_threads: threads a block at most (``.maxntid``).
+        min_blocks: blocks a multiprocessor at least (``.minnctapersm``), 0 where it is left to ptxas.
+        constants: what the closure fixes, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
+        min_capability: the lowest compute capability that has its instructions, as 80 or 90.
+        needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
+        fastmath: whether ptx may use approximate division and square root, and flush subnormals.
+    """
+
+    name: str
+    kernel: Any
+    argument_types: tuple[Any, ...]
+    max_threads: int
+    min_blocks: int = 0
+    constants: dict[str, Any] = field(default_factory=dict)
+    min_capability: int = 80
+    needs_arch_features: bool = False
+    fastmath: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A specialisation and its launch configuration; arguments are given when it is launched.
+
+    Attributes:
+        shared_bytes: dynamic shared memory.
+        cluster: blocks a cluster.
+        is_dependent: whether it may start before the kernel in front of it has ended (programmatic dependent launch);
+            then the kernel executes ``griddepcontrol.wait`` before it touches memory.
+    """
+
+    specialisation: Specialisation
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int = 0
+    cluster: Dim3 = (1, 1, 1)
+    is_dependent: bool = False
