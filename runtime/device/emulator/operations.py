@@ -1,0 +1,72 @@
+"""Operations: what an instruction does that is no plain vector arithmetic, as C functions compiled by Numba.
+
+An operation is a Python function of ``(warp, mask, site, *arguments) -> int`` registered with its argument kinds::
+
+    @operation("ld_shared_u32", "ppl")
+    def ld_shared_u32(warp, mask, site, target, addresses, offset): ...
+
+Kinds: ``p`` a 32-bit slot (``CPointer(uint32)``, 32 lanes), ``q`` a 64-bit slot (``CPointer(uint64)``), ``i`` an int32,
+``l`` an int64. `warp` is ``CPointer(int64)`` (see context.py), `mask` a uint32 of the active lanes, `site` the
+instruction's index. It returns DONE, FAILED, RETRY or DONE_BUT_YIELD, touches only the lanes of `mask` of a target, and
+must stand a target that is also a source. Compiled when a kernel that uses it is loaded, and kept on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba import types
+
+from numba_kernels.cache import compile_c_function
+
+_KINDS = {
+    "p": types.CPointer(types.uint32),
+    "q": types.CPointer(types.uint64),
+    "i": types.int32,
+    "l": types.int64,
+}
+_PREFIX = "xserv_operation_"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    name: str
+    kinds: str
+    function: Callable[..., Any]
+
+    @property
+    def symbol(self) -> str:
+        return _PREFIX + self.name
+
+
+OPERATIONS: dict[str, Operation] = {}
+_COMPILED: dict[str, Any] = {}  # keeps the compiled code alive
+
+
+def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as an operation; the function itself is returned as it is."""
+    unknown = set(kinds) - set(_KINDS)
+    if unknown:
+        raise ValueError(f"operation {name}: argument kinds {sorted(unknown)} are not among p, q, i, l")
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if name in OPERATIONS:
+            raise ValueError(f"operation {name} is registered twice")
+        OPERATIONS[name] = Operation(name, kinds, function)
+        return function
+
+    return register
+
+
+def compile_operation(name: str) -> int:
+    """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
+    if name not in _COMPILED:
+        found = OPERATIONS[name]
+        arguments = (types.CPointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in found.kinds))
+        compiled = compile_c_function(found.function, types.int32(*arguments))
+        llvm.add_symbol(found.symbol, compiled.address)
+        _COMPILED[name] = compiled
+    return int(_COMPILED[name].address)
