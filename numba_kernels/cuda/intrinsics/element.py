@@ -4,7 +4,7 @@
     load8, store8 = vector_loader("bf16"), vector_storer("bf16")    # 8 neighbours at a 16-byte address, as a tuple
 
 Pointers are ``CPointer(float32)`` for f32 and ``CPointer(uint16)`` for the 16-bit formats (`pointer_type`); the vector
-forms take a uint64 address. For f32 the vector forms move 4 elements: `VECTOR_WIDTH`.
+forms take a uint64 address, and move 16 bytes: `VECTOR_WIDTH` elements.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ def pointer_type(dtype: str) -> Any:
     return types.CPointer({"f32": types.float32, "f16": types.uint16, "bf16": types.uint16}[dtype])
 
 
+_NARROW = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}
+_LOAD_ONE = {
+    "f32": memory.load_f32,
+    "f16": device_function(lambda address: convert.f32_from_f16(memory.load_b16(address))),
+    "bf16": device_function(lambda address: convert.f32_from_bf16(memory.load_b16(address))),
+}
+
+
 @functools.cache
 def loader(dtype: str) -> Any:
     """A device function ``(pointer, index) -> float32``."""
@@ -46,7 +54,7 @@ def storer(dtype: str) -> Any:
             pointer[index] = value
 
         return store
-    narrow = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}[dtype]
+    narrow = _NARROW[dtype]
 
     @device_function
     def store_narrow(pointer, index, value):
@@ -76,10 +84,51 @@ def vector_loader(dtype: str) -> Any:
 
 
 @functools.cache
-def vector_storer(dtype: str) -> Any:
-    """A device function ``(address, tuple of VECTOR_WIDTH float32) -> None``; the address is a multiple of 16."""
+def elements_loader(dtype: str, width: int) -> Any:
+    """A device function ``address -> tuple of `width` float32``, where `width` is 1 or `VECTOR_WIDTH`."""
+    if width > 1:
+        return vector_loader(dtype)
+    load = _LOAD_ONE[dtype]
+    return device_function(lambda address: (load(address),))
+
+
+@functools.cache
+def elements_storer(dtype: str, width: int) -> Any:
+    """A device function ``(address, values) -> None``, where `width` is 1 or `VECTOR_WIDTH`."""
+    if width > 1:
+        return vector_storer(dtype)
     if dtype == "f32":
-        return memory.store_4xf32
+        store = memory.store_f32
+        return device_function(lambda address, values: store(address, values[0]))
+    store_bits, narrow = memory.store_b16, _NARROW[dtype]
+    return device_function(lambda address, values: store_bits(address, narrow(values[0])))
+
+
+@functools.cache
+def floats_loader(width: int) -> Any:
+    """A device function ``address -> tuple of `width` (1, 4 or 8) float32`` out of float32 memory."""
+    if width < 8:
+        return elements_loader("f32", width)
+    load = memory.load_4xf32
+
+    @device_function
+    def load_eight(address):
+        a = load(address)
+        b = load(address + types.uint64(16))
+        return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+
+    return load_eight
+
+
+@functools.cache
+def vector_storer(dtype: str) -> Any:
+    """A device function ``(address, VECTOR_WIDTH float32 in a tuple or local array) -> None``; the address is a
+    multiple of 16."""
+    if dtype == "f32":
+        store_floats = memory.store_4xf32
+        return device_function(
+            lambda address, values: store_floats(address, (values[0], values[1], values[2], values[3]))
+        )
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
     store = memory.store_4xb32
 

@@ -1,0 +1,228 @@
+"""RMSNorm and LayerNorm over the rows of x [T, H], with the residual addition in front of them fused in.
+
+    rms_norm    s / sqrt(mean(s^2) + eps) * weight                                 https://arxiv.org/abs/1910.07467
+    layer_norm  (s - mean) / sqrt(mean((s - mean)^2) + eps) * weight + bias        https://arxiv.org/abs/1607.06450
+
+where s is x or, with a residual, x + residual rounded to the dtype, which is written back over the residual. x,
+residual and out are f32, f16 or bf16; weight and bias [H] are float32, and so is the arithmetic.
+
+A block takes a row. It reads the row twice: once for the sums, once to scale it, when the row (at most tens of
+kilobytes) comes from the first-level cache; device memory is read and written once, and that bounds the time.
+LayerNorm's mean and variance come of one pass by Welford's update (https://doi.org/10.1080/00401706.1962.10490022) and
+Chan, Golub and LeVeque's combination of partial results, which cancel no large numbers. A row's result does not depend
+on the other rows.
+
+Where H and the addresses allow it, accesses are 16 bytes wide; else one element.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, float32, types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics.block import block_sum
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import (
+    DTYPES,
+    ITEM_BYTES,
+    VECTOR_WIDTH,
+    elements_loader,
+    elements_storer,
+    floats_loader,
+)
+from numba_kernels.cuda.intrinsics.math import divide, reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+MAX_THREADS = 1024
+
+
+@functools.cache
+def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
+    """Arguments: x, residual (0 without), weight, out addresses; H; 1 / H; eps."""
+    item_bytes = uint64(ITEM_BYTES[dtype])
+    load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
+
+    @cuda.jit
+    def rms_norm(x, residual, weight, out, size, reciprocal_size, eps):
+        partials = cuda.shared.array(32, float32)
+        values = cuda.local.array(width, float32)
+        row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes
+        x += row_bytes
+        out += row_bytes
+        step = uint32(cuda.blockDim.x) * uint32(width)
+        first = uint32(cuda.threadIdx.x) * uint32(width)
+        if has_residual:
+            residual += row_bytes
+        squares = float32(0)
+        index = first
+        while index < size:
+            at = uint64(index) * item_bytes
+            loaded = load(x + at)
+            if has_residual:
+                added = load(residual + at)
+                for lane in range(width):
+                    values[lane] = loaded[lane] + added[lane]
+                store(residual + at, values)
+                loaded = load(residual + at)
+            for lane in range(width):
+                squares += loaded[lane] * loaded[lane]
+            index += step
+        squares = block_sum(squares, partials)
+        scale = reciprocal_sqrt(squares * reciprocal_size + eps)
+        index = first
+        while index < size:
+            at = uint64(index) * item_bytes
+            weights = load_weight(weight + uint64(index) * uint64(4))
+            if has_residual:
+                loaded = load(residual + at)
+            else:
+                loaded = load(x + at)
+            for lane in range(width):
+                values[lane] = loaded[lane] * scale * weights[lane]
+            store(out + at, values)
+            index += step
+
+    return _specialisation("rms_norm", rms_norm, dtype, width, has_residual, num_pointers=4)
+
+
+@device_function
+def _combine(count, mean, squares, other_count, other_mean, other_squares):
+    """(count, mean, sum of squared deviations) of two sets of numbers together."""
+    total = count + other_count
+    share = float32(0)
+    if total > float32(0):
+        share = divide(other_count, total)
+    difference = other_mean - mean
+    return total, mean + difference * share, squares + other_squares + difference * difference * count * share
+
+
+@device_function
+def _combine_warp(count, mean, squares):
+    distance = uint32(16)
+    while distance > uint32(0):
+        other_count = shuffle_xor_f32(count, distance)
+        other_mean = shuffle_xor_f32(mean, distance)
+        other_squares = shuffle_xor_f32(squares, distance)
+        count, mean, squares = _combine(count, mean, squares, other_count, other_mean, other_squares)
+        distance >>= uint32(1)
+    return count, mean, squares
+
+
+@functools.cache
+def _layer_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
+    """Arguments: x, residual (0 without), weight, bias, out addresses; H; 1 / H; eps."""
+    item_bytes = uint64(ITEM_BYTES[dtype])
+    load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
+
+    @cuda.jit
+    def layer_norm(x, residual, weight, bias, out, size, reciprocal_size, eps):
+        partials = cuda.shared.array((3, 32), float32)
+        values = cuda.local.array(width, float32)
+        row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes
+        x += row_bytes
+        out += row_bytes
+        step = uint32(cuda.blockDim.x) * uint32(width)
+        first = uint32(cuda.threadIdx.x) * uint32(width)
+        if has_residual:
+            residual += row_bytes
+        count = float32(0)
+        mean = float32(0)
+        squares = float32(0)
+        index = first
+        while index < size:
+            at = uint64(index) * item_bytes
+            loaded = load(x + at)
+            if has_residual:
+                added = load(residual + at)
+                for lane in range(width):
+                    values[lane] = loaded[lane] + added[lane]
+                store(residual + at, values)
+                loaded = load(residual + at)
+            for lane in range(width):
+                count += float32(1)
+                difference = loaded[lane] - mean
+                mean += divide(difference, count)
+                squares += difference * (loaded[lane] - mean)
+            index += step
+        count, mean, squares = _combine_warp(count, mean, squares)
+        lane_of_warp = lane_index()
+        warp = uint32(cuda.threadIdx.x) >> uint32(5)
+        if lane_of_warp == uint32(0):
+            partials[uint32(0), warp] = count
+            partials[uint32(1), warp] = mean
+            partials[uint32(2), warp] = squares
+        sync_block()
+        count = float32(0)
+        mean = float32(0)
+        squares = float32(0)
+        if lane_of_warp < uint32(cuda.blockDim.x) >> uint32(5):
+            count = partials[uint32(0), lane_of_warp]
+            mean = partials[uint32(1), lane_of_warp]
+            squares = partials[uint32(2), lane_of_warp]
+        count, mean, squares = _combine_warp(count, mean, squares)
+        scale = reciprocal_sqrt(squares * reciprocal_size + eps)
+        index = first
+        while index < size:
+            at = uint64(index) * item_bytes
+            weights = load_weight(weight + uint64(index) * uint64(4))
+            if has_residual:
+                loaded = load(residual + at)
+            else:
+                loaded = load(x + at)
+            shifts = load_weight(bias + uint64(index) * uint64(4))
+            for lane in range(width):
+                values[lane] = (loaded[lane] - mean) * scale * weights[lane] + shifts[lane]
+            store(out + at, values)
+            index += step
+
+    return _specialisation("layer_norm", layer_norm, dtype, width, has_residual, num_pointers=5)
+
+
+def _specialisation(
+    family: str, kernel: object, dtype: str, width: int, has_residual: bool, num_pointers: int
+) -> Specialisation:
+    name = f"{family}{'_residual' if has_residual else ''}_{dtype}_x{width}"
+    constants = {"dtype": dtype, "width": width, "has_residual": has_residual}
+    argument_types = (types.uint64,) * num_pointers + (types.uint32, types.float32, types.float32)
+    return Specialisation(name, kernel, argument_types, MAX_THREADS, constants=constants)
+
+
+def _row_launch(specialisation: Specialisation, num_rows: int, size: int, width: int) -> Launch:
+    vectors = max(1, -(-size // width))
+    threads = min(MAX_THREADS, -(-vectors // 32) * 32)
+    while threads > 256 and threads * 4 > vectors:  # beyond 256 threads each has several vectors, for fewer barriers
+        threads -= 32
+    return Launch(specialisation, (num_rows, 1, 1), (threads, 1, 1))
+
+
+def access_width(dtype: str, size: int, alignment: int = 16) -> int:
+    """Elements an access: the vector width where rows of `size` and addresses of `alignment` bytes allow it, or 1."""
+    return VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
+
+
+def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
+    """x [num_rows, size], both at least 1. Arguments: x, residual (0 without), weight, out, size, 1 / size, eps.
+
+    `alignment` is what divides all addresses, in bytes.
+    """
+    width = access_width(dtype, size, alignment)
+    return _row_launch(_rms_norm(dtype, width, has_residual), num_rows, size, width)
+
+
+def plan_layer_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
+    """As `plan_rms_norm`. Arguments: x, residual (0 without), weight, bias, out, size, 1 / size, eps."""
+    width = access_width(dtype, size, alignment)
+    return _row_launch(_layer_norm(dtype, width, has_residual), num_rows, size, width)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every kernel of this family."""
+    for dtype in DTYPES:
+        for width in (1, VECTOR_WIDTH[dtype]):
+            for has_residual in (False, True):
+                yield _rms_norm(dtype, width, has_residual)
+                yield _layer_norm(dtype, width, has_residual)
