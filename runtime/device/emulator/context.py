@@ -10,10 +10,11 @@ from __future__ import annotations
 LANES = 32
 FULL_MASK = 0xFFFFFFFF
 
-# --- a shared address: offset, or (rank in cluster + 1) << SHARED_RANK_SHIFT | offset as `mapa` makes it; 0 is "mine" ---
+# A shared address is an offset; `mapa` makes (rank in cluster + 1) << SHARED_RANK_SHIFT | offset, so that 0 is "mine".
 SHARED_RANK_SHIFT = 24
 SHARED_OFFSET_MASK = (1 << SHARED_RANK_SHIFT) - 1
-# Generic addresses: device memory as it is; shared memory at SHARED_WINDOW + shared address; local at LOCAL_WINDOW + offset.
+# Generic addresses: device memory as it is, shared memory at SHARED_WINDOW + shared address, local at LOCAL_WINDOW +
+# offset.
 SHARED_WINDOW = 0x7FFF_0000_0000_0000
 LOCAL_WINDOW = 0x7FFE_0000_0000_0000
 
@@ -47,6 +48,7 @@ LAUNCH_CONSTANTS_BYTES = 25
 LAUNCH_GLOBAL_RACES = 26  # [MEMORY] what the global race checker keeps
 LAUNCH_PARAMETER_BYTES = 27
 LAUNCH_THREAD_INDEX = 28  # which OS thread this is
+LAUNCH_DEPENDENT = 29  # [ASYNC] 1: a programmatic dependent launch, which must execute griddepcontrol.wait
 LAUNCH_FREE = 32  # fields from here on belong to other rooms: add them here by name
 LAUNCH_FIELDS = 64
 
@@ -68,6 +70,10 @@ BLOCK_EXITED_WARPS = 13
 BLOCK_WARPS = 14  # address of the first warp's array; the next lies WARP_FIELDS further
 BLOCK_PROGRESS = 15  # counts what may let a blocked warp of the cluster go on
 BLOCK_CLUSTER_BARRIER = 16  # [ASYNC] state of barrier.cluster of this block
+BLOCK_PROXY = 17  # [ASYNC] address of what proxy.py keeps, or 0
+BLOCK_ASYNC = 18  # [ASYNC] address of the queue of bulk copies, or 0: see queue.py
+BLOCK_PROXY_TIME = 19  # [ASYNC] counts fences and barriers
+BLOCK_MAP_FENCE = 20  # [ASYNC] 1 once a thread has acquired tensor maps
 BLOCK_FREE = 24
 BLOCK_FIELDS = 64
 
@@ -89,6 +95,12 @@ WARP_PARKED = 13  # mask of the lanes so parked
 WARP_CLOCK = 14  # [MEMORY] address of the vector clock
 WARP_SITE = 15  # the instruction at which it last blocked
 WARP_LOCAL_SHADOW = 16  # [MEMORY] shadow of local memory, as WARP_LOCAL
+WARP_COPIES = 17  # [ASYNC] address of the warp's cp.async queue, or 0: see cp_async.py
+WARP_WGMMA = 18  # [ASYNC] address of the warp's wgmma queue, or 0: see wgmma.py
+WARP_PROXY_SEEN = 19  # [ASYNC] BLOCK_PROXY_TIME when the warp last passed a barrier
+WARP_BEFORE_DEPENDENCY = 20  # [ASYNC] 1 until griddepcontrol.wait in a dependent launch
+WARP_MAX_REGISTERS = 21  # [ASYNC] what setmaxnreg set, or 0
+WARP_CLUSTER_PHASE = 22  # [ASYNC] barrier.cluster: generation << 32 | lanes that arrived and have not waited
 WARP_FREE = 24
 WARP_FIELDS = 64
 

@@ -38,6 +38,27 @@ class FaultKind(IntEnum):
     # memory and races [MEMORY]: 100 …
     # warp-level [ALU]: 200 …
     # asynchronous work, tensor cores [ASYNC]: 300 …
+    IN_FLIGHT = 300
+    SOURCE_IN_FLIGHT = 301
+    BEFORE_DEPENDENCY = 302
+    MISSING_PROXY_FENCE = 303
+    ACCUMULATOR_IN_FLIGHT = 304
+    MISSING_WGMMA_FENCE = 305
+    WGMMA_DESCRIPTOR = 306
+    MBARRIER_INVALID = 307
+    MBARRIER_ARRIVALS = 308
+    MBARRIER_TRANSACTIONS = 309
+    ASYNC_ALIGNMENT = 310
+    ASYNC_SIZE = 311
+    TENSOR_MAP = 312
+    MISSING_TENSOR_MAP_FENCE = 313
+    CLUSTER_RANK = 314
+    CLUSTER_BARRIER = 315
+    EXIT_IN_FLIGHT = 316
+    REGISTER_BUDGET = 317
+    BLOCK_EXITED = 318
+    WARPGROUP = 319
+    NOT_SHARED = 320
 
 
 MESSAGES: dict[FaultKind, str] = {
@@ -49,6 +70,29 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.BARRIER_NUMBER: "barrier {a}: there are 0 to 15",
     FaultKind.DEADLOCK: "deadlock",
     FaultKind.BRANCH_INDEX: "brx.idx with index {a} of {b} targets",
+    FaultKind.IN_FLIGHT: "{address:#x} is the target of an asynchronous copy in flight (issued by instruction {a})",
+    FaultKind.SOURCE_IN_FLIGHT: "{address:#x} is overwritten while an asynchronous operation still reads it",
+    FaultKind.BEFORE_DEPENDENCY: "a dependent launch touches global memory at {address:#x} before griddepcontrol.wait",
+    FaultKind.MISSING_PROXY_FENCE: "the async proxy reads shared memory at {address:#x} that warp {a} wrote through the "
+    "generic proxy, without fence.proxy.async between",
+    FaultKind.ACCUMULATOR_IN_FLIGHT: "a register of wgmma that is in flight is touched before its wgmma.wait_group",
+    FaultKind.MISSING_WGMMA_FENCE: "wgmma uses a register that was written after the last wgmma.fence",
+    FaultKind.WGMMA_DESCRIPTOR: "wgmma descriptor {a:#018x}: base offset, address or alignment is not that of a matrix",
+    FaultKind.MBARRIER_INVALID: "{address:#x} holds no initialised mbarrier",
+    FaultKind.MBARRIER_ARRIVALS: "mbarrier at {address:#x}: {a} arrivals where {b} are pending (1 to 1048575 may be asked)",
+    FaultKind.MBARRIER_TRANSACTIONS: "mbarrier at {address:#x}: a transaction count of {a} is out of ±1048575",
+    FaultKind.ASYNC_ALIGNMENT: "{address:#x} is not aligned to {a} bytes",
+    FaultKind.ASYNC_SIZE: "an asynchronous copy of {a} bytes, {b} of them from the source: not allowed",
+    FaultKind.TENSOR_MAP: "the tensor map at {address:#x} does not fit the instruction (field {a}, value {b})",
+    FaultKind.MISSING_TENSOR_MAP_FENCE: "the tensor map at {address:#x} lies in global memory and this block has executed "
+    "no fence.proxy.tensormap::generic.acquire",
+    FaultKind.CLUSTER_RANK: "block {a} of a cluster of {b} does not exist",
+    FaultKind.CLUSTER_BARRIER: "barrier.cluster: lanes {a:#010x} arrive twice, or wait without having arrived",
+    FaultKind.EXIT_IN_FLIGHT: "the warp exits while its asynchronous copy (instruction {a}) still uses shared memory",
+    FaultKind.REGISTER_BUDGET: "setmaxnreg {a} where a thread has {b} registers and the block {c}",
+    FaultKind.BLOCK_EXITED: "{address:#x} lies in the shared memory of block {a} of the cluster, which has exited",
+    FaultKind.WARPGROUP: "wgmma by warp {a} of a block of {b} warps: four consecutive warps make a warpgroup",
+    FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
     FaultKind.LANE_NOT_IN_MASK: "a lane executes a .sync instruction whose member mask {a:#010x} lacks it",
 }
 
