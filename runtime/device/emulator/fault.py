@@ -59,6 +59,10 @@ class FaultKind(IntEnum):
     BLOCK_EXITED = 318
     WARPGROUP = 319
     NOT_SHARED = 320
+    # streams and what outlives them [DRIVER]: 400 …
+    MISSING_EVENT = 400
+    USE_AFTER_FREE = 401
+    LEAK = 402
 
 
 MESSAGES: dict[FaultKind, str] = {
@@ -94,6 +98,9 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.WARPGROUP: "wgmma by warp {a} of a block of {b} warps: four consecutive warps make a warpgroup",
     FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
     FaultKind.LANE_NOT_IN_MASK: "a lane executes a .sync instruction whose member mask {a:#010x} lacks it",
+    FaultKind.MISSING_EVENT: "no event orders this access to {address:#x} and that of another stream's work",
+    FaultKind.USE_AFTER_FREE: "memory at {address:#x} is freed while another stream's work may still use it",
+    FaultKind.LEAK: "{a} allocations are alive",
 }
 
 
