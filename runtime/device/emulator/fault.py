@@ -36,6 +36,18 @@ class FaultKind(IntEnum):
     BRANCH_INDEX = 8
     LANE_NOT_IN_MASK = 9
     # memory and races [MEMORY]: 100 …
+    OUT_OF_BOUNDS = 100
+    ACCESS_AFTER_FREE = 101
+    MISALIGNED = 102
+    UNINITIALIZED = 103
+    WRONG_SPACE = 104
+    NO_PEER_ACCESS = 105
+    LANES_DIFFER = 106
+    NC_WRITTEN = 107
+    RACE_READ_AFTER_WRITE = 108
+    RACE_WRITE_AFTER_WRITE = 109
+    RACE_WRITE_AFTER_READ = 110
+    RACE_WITHIN_WARP = 111
     # warp-level [ALU]: 200 …
     # asynchronous work, tensor cores [ASYNC]: 300 …
     IN_FLIGHT = 300
@@ -97,6 +109,21 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.BLOCK_EXITED: "{address:#x} lies in the shared memory of block {a} of the cluster, which has exited",
     FaultKind.WARPGROUP: "wgmma by warp {a} of a block of {b} warps: four consecutive warps make a warpgroup",
     FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
+    # Memory faults are put into full sentences by memory_fault.py, which knows the allocations; these are their heads.
+    FaultKind.OUT_OF_BOUNDS: "{b} bytes at {address:#x} are not inside an allocation",
+    FaultKind.ACCESS_AFTER_FREE: "{b} bytes at {address:#x} have been freed",
+    FaultKind.MISALIGNED: "{b} bytes at {address:#x} are not aligned to {d}",
+    FaultKind.UNINITIALIZED: "{b} bytes at {address:#x} are read before anything wrote them",
+    FaultKind.WRONG_SPACE: "address {address:#x} is not in the state space of the instruction",
+    FaultKind.NO_PEER_ACCESS: "{b} bytes at {address:#x} belong to another device",
+    FaultKind.LANES_DIFFER: "two lanes of one instruction write different values to {address:#x}",
+    FaultKind.NC_WRITTEN: "a .nc load of {address:#x}, which this launch has written",
+    FaultKind.RACE_READ_AFTER_WRITE: "a race: a read of {address:#x} that nothing orders after a write of it",
+    FaultKind.RACE_WRITE_AFTER_WRITE: "a race: a write to {address:#x} that nothing orders after another write",
+    FaultKind.RACE_WRITE_AFTER_READ: "a race: a write to {address:#x} that nothing orders after a read of it",
+    FaultKind.RACE_WITHIN_WARP: (
+        "a race: a lane reads what another lane of its warp wrote to {address:#x}, with no bar.warp.sync between"
+    ),
     FaultKind.LANE_NOT_IN_MASK: "a lane executes a .sync instruction whose member mask {a:#010x} lacks it",
     FaultKind.MISSING_EVENT: "no event orders this access to {address:#x} and that of another stream's work",
     FaultKind.USE_AFTER_FREE: "memory at {address:#x} is freed while another stream's work may still use it",

@@ -145,6 +145,8 @@ class Machine:
         self.shadow_delta = self.span
         self.used_bytes = 0
         self.neighbours: list[Machine] = []
+        self.race_clock = 0  # what the race checker's clocks have reached; see races.py
+        self.race_shadows: dict[int, Mapping] = {}  # its shadow of the arena, by granule
         self._peers: set[int] = set()
         self._live, self._dead = _Extents(), _Extents()
         self._next = self.base + REDZONE_BYTES  # all above has never been allocated
