@@ -1,0 +1,375 @@
+"""The caching allocator of a device's memory: the driver gives large segments, and blocks are cut from them.
+
+Each stream has a pool of its own: what is freed there is used again there, in the stream's order, without waiting.
+A block that another stream used too (`record_stream`) goes back only when an event on that stream has passed. Small
+blocks (up to 1 MiB) and large ones have separate segments, so that a small one never keeps a large segment from its
+next use.
+
+Where no block is free the driver is asked; where it has none, segments of which nothing is in use go back to it; then
+Python's collector runs and every event is waited for; then DeviceOutOfMemoryError says where the memory is.
+
+A block is returned by `DeviceBlock.release`, or by the end of the object, in any thread and at any moment: it only
+lands in a queue, which the next call empties. While a stream is captured into a graph, its blocks come from the graph's
+own pool, and what other pools get back is kept for as long as the graph.
+
+On an emulated device each block is followed by a gap, and the emulator is told which bytes belong to a block, so that
+an access beside it, or after it was returned, is found although it lies within a segment.
+
+After PyTorch's CUDACachingAllocator; the differences are the arena (`runtime.device.arena`) and what is written here.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.device.arena import Arena, Block, round_to_class
+from runtime.device.context import Context
+from runtime.device.errors import CaptureError, DeviceOutOfMemoryError
+from runtime.device.stream import Event, Stream
+from runtime.errors import InvalidArgumentError
+
+SMALL_BLOCK_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 32 << 20
+SEGMENT_GRANULE = 2 << 20  # the driver's own page
+EMULATED_GAP_BYTES = 256
+
+
+class DeviceBlock:
+    """Memory on a device, returned to its pool by `release` or with the object.
+
+    Attributes:
+        address: of its first byte, aligned to 256; never 0.
+        size_bytes: what was asked for.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_pool", "address", "size_bytes")
+
+    def __init__(self, pool: Pool, block: Block, size_bytes: int) -> None:
+        self._pool: Pool | None = pool
+        self._block = block
+        self.address = block.address
+        self.size_bytes = size_bytes
+
+    def record_stream(self, stream: Stream) -> None:
+        """Says that work on `stream` uses the block, which is not the stream it was allocated for."""
+        if (pool := self._pool) is not None and stream is not pool.stream:
+            pool.users.setdefault(self._block, set()).add(stream)
+
+    def release(self) -> None:
+        """Returns the memory; once is enough. Work in its own stream may still be using it."""
+        pool = self._pool
+        if pool is not None:
+            self._pool = None
+            pool.allocator.give_back(pool, self._block, self.size_bytes)
+
+    __del__ = release
+
+
+class Pool:
+    """The memory of one stream, or of one graph. Only the allocator calls what is here."""
+
+    def __init__(self, allocator: Allocator, stream: Stream) -> None:
+        self.allocator = allocator
+        self.stream = stream
+        self.small = Arena()
+        self.large = Arena()
+        self.users: dict[Block, set[Stream]] = {}  # other streams that use a block
+        self.waiting: deque[tuple[Block, list[Event]]] = deque()  # returned, but perhaps still in use
+        self.segments: dict[int, int] = {}  # address: size
+
+    @property
+    def arenas(self) -> tuple[Arena, Arena]:
+        return self.small, self.large
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorStatistics:
+    """What an allocator holds now and has done so far.
+
+    Attributes:
+        allocated_bytes: of blocks in use, as rounded; requested_bytes: as asked for.
+        reserved_bytes: taken from the driver, in use or not.
+        peak_allocated_bytes, peak_reserved_bytes: the most of each since the start or `reset_peaks`.
+        num_allocations: calls of `allocate`; num_hits: those that asked the driver for nothing.
+        num_driver_allocations, num_driver_frees: calls of cuMemAlloc (failed ones too) and cuMemFree.
+        num_segments: pieces that `reserved_bytes` consists of.
+        num_waiting: blocks returned that wait for another stream's event.
+    """
+
+    allocated_bytes: int
+    requested_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_allocations: int
+    num_hits: int
+    num_driver_allocations: int
+    num_driver_frees: int
+    num_segments: int
+    num_waiting: int
+
+
+class Allocator:
+    """A device's memory. All methods may be called from any thread."""
+
+    def __init__(self, context: Context, default_stream: Stream, *, name: str) -> None:
+        """`name`: the device's, for messages."""
+        self._context = context
+        self._default_stream = default_stream
+        self._name = name
+        self._lock = threading.Lock()
+        self._pools: dict[Stream, Pool] = {}
+        self._private: list[Pool] = []
+        self._redirected: dict[Stream, Pool] = {}
+        self._retained: list[tuple[Pool, Block]] | None = None  # while something is captured
+        self._returned: deque[tuple[Pool, Block, int]] = deque()
+        self._events: list[Event] = []
+        self._mark = getattr(context.driver.api, "emuMarkAsync", None)
+        self._gap = EMULATED_GAP_BYTES if self._mark is not None else 0
+        self._allocated = self._requested = self._reserved = 0
+        self._peak_allocated = self._peak_reserved = 0
+        self._num_allocations = self._num_misses = 0
+        self._num_driver_allocations = self._num_driver_frees = 0
+
+    def allocate(self, size_bytes: int, stream: Stream | None = None) -> DeviceBlock:
+        """Memory for work on `stream` (None: the device's own); its contents are not defined.
+
+        Raises:
+            InvalidArgumentError: for a size below 0.
+            DeviceOutOfMemoryError: with the sizes and a table of the memory.
+            CaptureError: while the stream is captured and its private pool has no room.
+        """
+        if size_bytes < 0:
+            raise InvalidArgumentError(f"size_bytes must be at least 0, got {size_bytes}", param="size_bytes")
+        stream = stream or self._default_stream
+        size = round_to_class(size_bytes + self._gap)
+        with self._lock:
+            if self._returned:
+                self._collect_returned()
+            pool = self._redirected.get(stream) or self._pools.get(stream) or self._new_pool(stream)
+            if pool.waiting and self._retained is None:
+                self._collect_waiting(pool)
+            arena = pool.small if size <= SMALL_BLOCK_BYTES else pool.large
+            self._num_allocations += 1
+            block = arena.take(size)
+            if block is None:
+                block = self._grow(pool, arena, size, size_bytes)
+            self._requested += size_bytes
+            self._allocated += size
+            if self._allocated > self._peak_allocated:
+                self._peak_allocated = self._allocated
+            if self._mark is not None:
+                self._context.call("emuMarkAsync", block.address, size_bytes, True, pool.stream.handle)
+        return DeviceBlock(pool, block, size_bytes)
+
+    def give_back(self, pool: Pool, block: Block, size_bytes: int) -> None:
+        """Called by DeviceBlock, perhaps from a finaliser in the middle of another call of this allocator."""
+        self._returned.append((pool, block, size_bytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect_returned()
+            finally:
+                self._lock.release()
+
+    def trim(self) -> int:
+        """Gives the segments of which nothing is in use back to the driver; how many bytes that was.
+
+        Raises CaptureError while a stream is captured.
+        """
+        with self._lock:
+            if self._retained is not None:
+                raise CaptureError(f"{self._name}: memory cannot be freed while a stream is captured")
+            self._collect_returned()
+            for pool in self._all_pools():
+                self._collect_waiting(pool)
+            return self._free_segments()
+
+    @property
+    def statistics(self) -> AllocatorStatistics:
+        with self._lock:
+            self._collect_returned()
+            return AllocatorStatistics(
+                self._allocated,
+                self._requested,
+                self._reserved,
+                self._peak_allocated,
+                self._peak_reserved,
+                self._num_allocations,
+                self._num_allocations - self._num_misses,
+                self._num_driver_allocations,
+                self._num_driver_frees,
+                sum(len(pool.segments) for pool in self._all_pools()),
+                sum(len(pool.waiting) for pool in self._all_pools()),
+            )
+
+    def reset_peaks(self) -> None:
+        """The peaks begin again at what is held now."""
+        with self._lock:
+            self._collect_returned()
+            self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
+
+    def table(self) -> str:
+        """Where the memory is, as lines: the device's, and each pool's."""
+        with self._lock:
+            return self._table()
+
+    def check_integrity(self) -> None:
+        """Walks over all blocks. Raises AssertionError where anything overlaps, is lost, or does not add up."""
+        with self._lock:
+            self._collect_returned()
+            reserved = in_use = 0
+            owners: dict[int, int] = {}
+            for pool in self._all_pools():
+                taken = 0
+                for arena in pool.arenas:
+                    arena_taken, arena_free = arena.check_integrity()
+                    taken += arena_taken
+                    reserved += arena_taken + arena_free
+                waiting = sum(block.size for block, _ in pool.waiting)
+                retained = sum(block.size for owner, block in self._retained or () if owner is pool)
+                in_use += taken - waiting - retained - sum(block.size for block in getattr(pool, "kept", ()))
+                owners.update(pool.segments)
+                assert sum(arena.num_segments for arena in pool.arenas) == len(pool.segments), "a segment is lost"
+            assert reserved == self._reserved, f"pools hold {reserved} bytes, {self._reserved} were reserved"
+            assert in_use == self._allocated, f"blocks hold {in_use} bytes, {self._allocated} are allocated"
+            assert sum(owners.values()) == self._reserved, "two pools hold one segment"
+            end = 0
+            for address in sorted(owners):
+                assert address >= end, f"segment {address:#x} overlaps the one before it"
+                end = address + owners[address]
+
+    # What follows runs with the lock held.
+
+    def _new_pool(self, stream: Stream) -> Pool:
+        pool = self._pools[stream] = Pool(self, stream)
+        return pool
+
+    def _all_pools(self) -> Iterator[Pool]:
+        yield from self._pools.values()
+        yield from self._private
+
+    def _collect_returned(self) -> None:
+        returned = self._returned
+        while returned:
+            pool, block, size_bytes = returned.popleft()
+            self._requested -= size_bytes
+            self._allocated -= block.size
+            if self._retained is not None and pool not in self._redirected.values():
+                self._retained.append((pool, block))
+            elif pool.users and (streams := pool.users.pop(block, None)):
+                pool.waiting.append((block, [self._event().record(stream) for stream in streams]))
+            else:
+                self._give(pool, block)
+
+    def _give(self, pool: Pool, block: Block) -> None:
+        if self._mark is not None:
+            self._context.call("emuMarkAsync", block.address, block.size, False, pool.stream.handle)
+        block.arena.give(block)
+
+    def _event(self) -> Event:
+        return self._events.pop() if self._events else Event(self._context)
+
+    def _collect_waiting(self, pool: Pool, *, wait: bool = False) -> None:
+        """Takes back, in order, the blocks whose events have passed; with `wait` all of them."""
+        while pool.waiting:
+            block, events = pool.waiting[0]
+            for event in events:
+                if wait:
+                    event.synchronize()
+                elif not event.is_done():
+                    return
+            pool.waiting.popleft()
+            self._events += events
+            self._give(pool, block)
+
+    def _grow(self, pool: Pool, arena: Arena, size: int, size_bytes: int) -> Block:
+        """A block from a new segment."""
+        if self._retained is not None and pool in self._redirected.values():
+            raise CaptureError(
+                f"{self._name}: {size_bytes:,} bytes do not fit the graph's private pool, and a stream that is "
+                "captured cannot allocate: run the same work once before, in the same pool"
+            )
+        self._num_misses += 1
+        least = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
+        wanted = SMALL_SEGMENT_BYTES if arena is pool.small else max(LARGE_SEGMENT_BYTES, least)
+        if not (self._reserve(pool, arena, wanted) or self._reserve_after_collecting(pool, arena, size, least)):
+            raise DeviceOutOfMemoryError(
+                f"{self._name}: no memory for {size_bytes:,} bytes\n{self._table()}", requested_bytes=size_bytes
+            )
+        block = arena.take(size)
+        assert block is not None
+        return block
+
+    def _reserve(self, pool: Pool, arena: Arena, size: int) -> bool:
+        self._num_driver_allocations += 1
+        try:
+            address = int(self._context.call("cuMemAlloc", size))
+        except DeviceOutOfMemoryError:
+            return False
+        arena.add_segment(address, size)
+        pool.segments[address] = size
+        self._reserved += size
+        self._peak_reserved = max(self._peak_reserved, self._reserved)
+        if self._mark is not None:
+            self._context.call("emuMarkAsync", address, size, False, pool.stream.handle)
+        return True
+
+    def _reserve_after_collecting(self, pool: Pool, arena: Arena, size: int, least: int) -> bool:
+        """The steps that the module's docstring tells, until there is a free block of `size`."""
+        if self._retained is None:
+            self._free_segments()
+        if self._reserve(pool, arena, least):
+            return True
+        gc.collect()
+        self._collect_returned()
+        if self._retained is None:
+            for each in self._all_pools():
+                self._collect_waiting(each, wait=True)
+            self._free_segments()
+        return self._reserve(pool, arena, least) or self._has_room(arena, size)
+
+    def _has_room(self, arena: Arena, size: int) -> bool:
+        block = arena.take(size)
+        if block is None:
+            return False
+        arena.give(block)
+        return True
+
+    def _free_segments(self) -> int:
+        freed = 0
+        for pool in self._all_pools():
+            for arena in pool.arenas:
+                for address, size in arena.remove_free_segments():
+                    self._num_driver_frees += 1
+                    self._context.call("cuMemFree", address)
+                    del pool.segments[address]
+                    freed += size
+        self._reserved -= freed
+        return freed
+
+    def _table(self) -> str:
+        free, total = self._context.call("cuMemGetInfo")
+        rows = [
+            ("device", total, total - free, free),
+            ("reserved here", self._reserved, self._allocated, self._reserved - self._allocated),
+        ]
+        for pool in self._all_pools():
+            kind = "graph" if pool in self._private else "stream"
+            size, unused = sum(pool.segments.values()), sum(arena.free_bytes for arena in pool.arenas)
+            rows.append((f"{kind} {int(pool.stream.handle):#x}", size, size - unused, unused))
+        lines = [f"{'':<24}{'bytes':>18}{'in use':>18}{'free':>18}"]
+        lines += [f"{name:<24}{size:>18,}{used:>18,}{unused:>18,}" for name, size, used, unused in rows]
+        largest = max((arena.largest_free_bytes for pool in self._all_pools() for arena in pool.arenas), default=0)
+        return "\n".join([*lines, f"largest free block: {largest:,} bytes"])
+
+
+__all__ = ["Allocator", "AllocatorStatistics", "DeviceBlock", "Pool"]
+
+_ = (Any, contextmanager)  # private pools follow

@@ -1,0 +1,279 @@
+"""A GPU, real or emulated: its memory, copies, kernels and streams."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime.device import properties
+from runtime.device.allocator import Allocator, DeviceBlock
+from runtime.device.context import Context
+from runtime.device.device import Device
+from runtime.device.driver import Driver, open_driver
+from runtime.device.errors import CompileError, LaunchError
+from runtime.device.kernel import Bound, Kernel, Streams, bind, describe
+from runtime.device.kernel_cache import KernelCache
+from runtime.device.pinned import PinnedBlock, PinnedPool
+from runtime.device.stream import Event, Stream
+from runtime.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+STAGING_BYTES = 8 << 20
+"""Copies from and to memory that is not pinned go through pinned pieces of this size, each copied while the next is
+filled."""
+
+
+class Gpu:
+    """One device. `Gpu.of` gives the process's only object for it.
+
+    Work goes to `stream`, which is one of ours and not the legacy default stream; `use` chooses another for a while.
+    That choice is the process's, so one thread at a time drives a device; others name their stream in each call.
+
+    Attributes:
+        device: its name.
+        driver: what speaks with it.
+        context: its primary context.
+        properties: what it says of itself.
+        arch: what kernels are compiled for, "sm_90a".
+        capability: (9, 0).
+        allocator: its memory.
+        pinned: pinned host memory.
+        kernel_cache: compiled kernels on disk.
+    """
+
+    def __init__(self, device: Device, driver: Driver, *, kernel_cache: KernelCache | None = None) -> None:
+        """For `of`, and for tests with a driver of their own."""
+        self.device = device
+        self.driver = driver
+        self.context = Context(driver, device.index)
+        self.context.make_current()
+        self.properties = properties.query(self.context)
+        self.capability = self.properties.capability
+        self.arch = device.arch or self.properties.arch
+        self.default_stream = Stream(self.context)
+        self.allocator = Allocator(self.context, self.default_stream, name=device.type)
+        self.pinned = PinnedPool(self.context)
+        self.kernel_cache = kernel_cache or KernelCache()
+        self._streams = Streams(self.default_stream)
+        self._kernels: dict[Specialisation, Kernel] = {}
+        self._lock = threading.Lock()  # of the kernels
+        self._bound = _BoundOfThread()
+
+    @staticmethod
+    def of(device: Device | str) -> Gpu:
+        """The object of a device, made when it is first asked for.
+
+        Raises:
+            InvalidArgumentError: for the cpu.
+            NoDriverError, DriverTooOldError, InvalidDeviceError: where it is not to be had, with what to do.
+        """
+        device = Device.parse(device)
+        if device.kind == "cpu":
+            raise InvalidArgumentError("device 'cpu' is no GPU", param="device")
+        with _opening:
+            return _open(device)
+
+    @property
+    def stream(self) -> Stream:
+        """Where work goes when no stream is named."""
+        return self._streams.current
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[Stream]:
+        """Work goes to `stream` until the block ends."""
+        before = self._streams.current
+        self._streams.current = stream
+        try:
+            yield stream
+        finally:
+            self._streams.current = before
+
+    def new_stream(self, *, priority: int = 0) -> Stream:
+        """A stream of this device; lower priorities run first."""
+        return Stream(self.context, priority=priority)
+
+    def new_event(self, *, is_timed: bool = False) -> Event:
+        """An event of this device, not recorded yet."""
+        return Event(self.context, is_timed=is_timed)
+
+    def synchronize(self) -> None:
+        """Waits for everything on the device.
+
+        Raises LaunchError where a kernel failed, with the launch made last and, of an emulated device, the fault.
+        """
+        try:
+            self.context.call("cuCtxSynchronize")
+        except LaunchError as error:
+            raise self._with_last_launch(error) from error.__cause__
+
+    # Memory
+
+    def allocate(self, size_bytes: int, stream: Stream | None = None) -> DeviceBlock:
+        """Memory for work on `stream`, as `Allocator.allocate`."""
+        return self.allocator.allocate(size_bytes, stream or self._streams.current)
+
+    def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
+        """Copies an array's elements, in C order, to the device. The array may be changed as soon as this returns.
+
+        The copy is ordered on the stream and goes through pinned memory, piece by piece.
+        """
+        stream = stream or self._streams.current
+        source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, source.size, STAGING_BYTES):
+            part = source[start : start + STAGING_BYTES]
+            staging = self.pinned.allocate(part.size)
+            staging.array[:] = part
+            self.upload(address + start, staging, stream=stream)
+            staging.release_after(stream)
+
+    def read(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
+        """Fills a C-contiguous array from the device, after all that the stream holds, and waits for it.
+
+        Raises:
+            InvalidArgumentError: where the array is not contiguous or cannot be written.
+            LaunchError: where work in front of the copy failed.
+        """
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise InvalidArgumentError("read needs a C-contiguous array that can be written", param="array")
+        stream = stream or self._streams.current
+        target = array.reshape(-1).view(np.uint8)
+        pieces = [(start, min(STAGING_BYTES, target.size - start)) for start in range(0, target.size, STAGING_BYTES)]
+        pending: list[tuple[int, PinnedBlock, Event]] = []
+        for start, size in pieces:
+            staging = self.pinned.allocate(size)
+            self.download(staging, address + start, stream=stream)
+            pending.append((start, staging, stream.record()))
+            if len(pending) == 2:
+                self._take_piece(target, *pending.pop(0))
+        for piece in pending:
+            self._take_piece(target, *piece)
+
+    def _take_piece(self, target: np.ndarray[Any, Any], start: int, staging: PinnedBlock, event: Event) -> None:
+        try:
+            event.synchronize()
+        except LaunchError as error:
+            raise self._with_last_launch(error) from error.__cause__
+        target[start : start + staging.size_bytes] = staging.array
+        staging.release()
+
+    def upload(
+        self, address: int, source: PinnedBlock, size_bytes: int | None = None, stream: Stream | None = None
+    ) -> None:
+        """Copies from pinned memory, asynchronously: `source` must not change until the stream has come past it."""
+        size = source.size_bytes if size_bytes is None else size_bytes
+        self._check_size("upload", size, source.size_bytes)
+        self.context.call("cuMemcpyHtoDAsync", address, source.address, size, (stream or self.stream).handle)
+
+    def download(
+        self, target: PinnedBlock, address: int, size_bytes: int | None = None, stream: Stream | None = None
+    ) -> None:
+        """Copies into pinned memory, asynchronously: it is there when the stream has come past it."""
+        size = target.size_bytes if size_bytes is None else size_bytes
+        self._check_size("download", size, target.size_bytes)
+        self.context.call("cuMemcpyDtoHAsync", target.address, address, size, (stream or self.stream).handle)
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
+        """Copies within the device, by addresses, asynchronously; the two must not overlap."""
+        if size_bytes:
+            self.context.call("cuMemcpyDtoDAsync", target, source, size_bytes, (stream or self.stream).handle)
+
+    def fill(self, address: int, byte: int, size_bytes: int, stream: Stream | None = None) -> None:
+        """Sets bytes, asynchronously."""
+        if size_bytes:
+            self.context.call("cuMemsetD8Async", address, byte, size_bytes, (stream or self.stream).handle)
+
+    def copy_to_peer(self, peer: Gpu, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
+        """Copies from this device's memory to another's, asynchronously, on a stream of this one."""
+        if size_bytes:
+            contexts = (target, peer.context.handle, source, self.context.handle)
+            self.context.call("cuMemcpyPeerAsync", *contexts, size_bytes, (stream or self.stream).handle)
+
+    def enable_peer_access(self, peer: Gpu) -> bool:
+        """Lets kernels here use the other device's memory. False where the machine cannot; twice is once."""
+        if not self.driver.call("cuDeviceCanAccessPeer", self.context.device, peer.context.device):
+            return False
+        self.context.make_current()
+        (status,) = self.driver.api.cuCtxEnablePeerAccess(peer.context.handle, 0)
+        if status and int(status) != 704:  # it was enabled before
+            raise self.driver.error("cuCtxEnablePeerAccess", status)
+        return True
+
+    @staticmethod
+    def _check_size(name: str, size: int, most: int) -> None:
+        if not 0 <= size <= most:
+            raise InvalidArgumentError(f"{name}: {size} bytes are not 0 to the block's {most}", param="size_bytes")
+
+    # Kernels
+
+    def launch(self, launch: Launch, *arguments: int | float, stream: Stream | None = None) -> None:
+        """Launches a kernel; arguments as `Bound` takes them. What is launched again and again is better bound once.
+
+        Raises: as `bind` and `Bound`.
+        """
+        bound = self._bound.launches.get(launch)
+        if bound is None:
+            bound = self._bound.launches[launch] = self.bind(launch)
+        if stream is None or stream is self._streams.current:
+            bound(*arguments)
+        else:
+            with self.use(stream):
+                bound(*arguments)
+
+    def bind(self, launch: Launch) -> Bound:
+        """The launch with all but its arguments; its kernel is compiled or read from disk, and loaded.
+
+        Raises:
+            CompileError: where the kernel does not compile, or not for this device.
+            LaunchError: where the configuration breaks a limit.
+        """
+        most = self.properties.shared_bytes_per_block
+        if launch.shared_bytes > most:
+            raise LaunchError(
+                f"{describe(launch)}: a block of {self.device} has at most {most} bytes of shared memory",
+                kernel=launch.specialisation.name,
+                grid=launch.grid,
+                block=launch.block,
+                shared_bytes=launch.shared_bytes,
+            )
+        return bind(self.kernel(launch.specialisation), launch, self._streams)
+
+    def kernel(self, specialisation: Specialisation) -> Kernel:
+        """The kernel, compiled and loaded when it is first asked for."""
+        with self._lock:
+            kernel = self._kernels.get(specialisation)
+            if kernel is None:
+                capability = self.capability[0] * 10 + self.capability[1]
+                if capability < specialisation.min_capability:
+                    raise CompileError(
+                        f"kernel {specialisation.name} needs sm_{specialisation.min_capability}; "
+                        f"{self.device} is {self.arch}"
+                    )
+                compiled = self.kernel_cache.get(specialisation, self.arch, is_ptx=self.driver.is_emulated)
+                kernel = self._kernels[specialisation] = Kernel(self.context, specialisation, compiled)
+            return kernel
+
+    def _with_last_launch(self, error: LaunchError) -> LaunchError:
+        last = self._streams.last
+        return LaunchError(f"{error} (launched last: {describe(last.launch)})") if last is not None else error
+
+
+class _BoundOfThread(threading.local):
+    """Launches that `Gpu.launch` has bound, in this thread: a Bound has one buffer."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Launch, Bound] = {}
+
+
+_opening = threading.Lock()
+
+
+@functools.cache
+def _open(device: Device) -> Gpu:
+    return Gpu(device, open_driver(device.arch))

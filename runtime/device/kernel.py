@@ -1,0 +1,217 @@
+"""Kernels that are loaded on a device, and launches whose configuration is built once."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING, Any
+
+from runtime.device.context import Context, current
+from runtime.device.errors import LaunchError
+from runtime.device.kernel_cache import CompiledKernel
+from runtime.device.stream import Stream
+from runtime.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory that a kernel may have without asking for more."""
+
+MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
+MOST_THREADS = 1024
+MOST_CLUSTER_BLOCKS = 8  # more are not portable
+
+
+class Kernel:
+    """A kernel in a device's memory."""
+
+    def __init__(self, context: Context, specialisation: Specialisation, compiled: CompiledKernel) -> None:
+        self.context = context
+        self.specialisation = specialisation
+        self.compiled = compiled
+        self._module = context.call("cuModuleLoadData", compiled.image)
+        self.function = context.call("cuModuleGetFunction", self._module, compiled.name.encode())
+        self._shared_bytes = DEFAULT_SHARED_BYTES
+
+    def allow_shared(self, size_bytes: int) -> None:
+        """Lets launches have so much dynamic shared memory."""
+        if size_bytes > self._shared_bytes:
+            attribute = self.context.driver.types.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.context.call("cuFuncSetAttribute", self.function, attribute, size_bytes)
+            self._shared_bytes = size_bytes
+
+
+class Streams:
+    """Which stream a device's work goes to when none is named. `last` is the launch made last, for messages."""
+
+    __slots__ = ("current", "last")
+
+    def __init__(self, current: Stream) -> None:
+        self.current = current
+        self.last: Bound | None = None
+
+
+class Bound:
+    """A launch on a device that only lacks its arguments: ``bound(x.address, y.address, n)`` launches it.
+
+    Arguments are numbers, an address for each pointer, in the order of the specialisation's types. The call packs them
+    into a buffer of its own and hands the driver what was built before: one thread at a time may call it.
+    """
+
+    __slots__ = (
+        "_buffer", "_config", "_context", "_current_stream", "_function", "_launch", "_pack", "_parameters",
+        "_pointers", "_streams", "kernel", "launch",
+    )  # fmt: skip
+
+    def __init__(self, kernel: Kernel, launch: Launch, streams: Streams) -> None:
+        """Raises LaunchError where the configuration breaks a limit."""
+        check_launch(kernel, launch)
+        kernel.allow_shared(launch.shared_bytes)
+        context = kernel.context
+        self.kernel = kernel
+        self.launch = launch
+        self._context = context
+        self._streams = streams
+        self._current_stream: Stream | None = None
+        self._function = kernel.function
+        self._launch = context.driver.api.cuLaunchKernelEx
+        self._config = launch_config(context.driver.types, launch)
+        letters = kernel.compiled.argument_format
+        self._pack = struct.Struct("@" + letters).pack_into
+        self._buffer = (ctypes.c_char * max(1, struct.calcsize("@" + letters)))()
+        base = ctypes.addressof(self._buffer)
+        offsets = [struct.calcsize("@" + letters[: n + 1]) - struct.calcsize(letters[n]) for n in range(len(letters))]
+        self._pointers = (ctypes.c_void_p * max(1, len(letters)))(*(base + offset for offset in offsets))
+        self._parameters = ctypes.addressof(self._pointers)
+
+    def __call__(self, *arguments: int | float) -> None:
+        """Launches on the device's current stream.
+
+        Raises:
+            InvalidArgumentError: where the arguments are not as many, or not of the kind, that the kernel takes.
+            LaunchError: where the driver refuses the launch, or a kernel before it failed.
+        """
+        try:
+            self._pack(self._buffer, 0, *arguments)
+        except struct.error as error:
+            raise self._wrong_arguments(arguments, error) from None
+        if getattr(current, "context", None) is not self._context:
+            self._context.make_current()
+        streams = self._streams
+        stream = streams.current
+        if stream is not self._current_stream:
+            self._config.hStream = stream.handle
+            self._current_stream = stream
+        streams.last = self
+        status = self._launch(self._config, self._function, self._parameters, 0)[0]
+        if status:
+            raise self._failed(status)
+
+    def _wrong_arguments(self, arguments: tuple[Any, ...], error: struct.error) -> InvalidArgumentError:
+        specialisation = self.launch.specialisation
+        kinds, letters = specialisation.argument_types, self.kernel.compiled.argument_format
+        if len(arguments) != len(letters):
+            return InvalidArgumentError(
+                f"kernel {specialisation.name} takes {len(letters)} arguments, got {len(arguments)}"
+            )
+        for number, (letter, argument) in enumerate(zip(letters, arguments)):
+            try:
+                struct.pack(letter, argument)
+            except struct.error as reason:
+                what = f"argument {number} of type {kinds[number]}, got {argument!r}: {reason}"
+                return InvalidArgumentError(f"kernel {specialisation.name}: {what}", param=str(number))
+        return InvalidArgumentError(f"kernel {specialisation.name}: {error}")
+
+    def _failed(self, status: Any) -> Exception:
+        driver, launch = self._context.driver, self.launch
+        error = driver.error("cuLaunchKernelEx", status, about=describe(launch))
+        if isinstance(error, LaunchError):
+            error.kernel, error.grid, error.block = launch.specialisation.name, launch.grid, launch.block
+            error.shared_bytes = launch.shared_bytes
+        elif int(status) == 1:  # invalid value: of the configuration
+            return LaunchError(
+                str(error),
+                kernel=launch.specialisation.name,
+                grid=launch.grid,
+                block=launch.block,
+                shared_bytes=launch.shared_bytes,
+            )
+        return error
+
+
+class EmptyBound(Bound):
+    """A launch of no blocks: its arguments are checked, and nothing is launched."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: int | float) -> None:
+        try:
+            self._pack(self._buffer, 0, *arguments)
+        except struct.error as error:
+            raise self._wrong_arguments(arguments, error) from None
+
+
+def bind(kernel: Kernel, launch: Launch, streams: Streams) -> Bound:
+    """The launch on a loaded kernel; of a grid without blocks one that does nothing."""
+    return (EmptyBound if 0 in launch.grid else Bound)(kernel, launch, streams)
+
+
+def describe(launch: Launch) -> str:
+    """A launch in words."""
+    cluster = f", cluster {launch.cluster}" if launch.cluster != (1, 1, 1) else ""
+    return (
+        f"kernel {launch.specialisation.name}, grid {launch.grid}, block {launch.block}, "
+        f"{launch.shared_bytes} bytes of dynamic shared memory{cluster}"
+    )
+
+
+def check_launch(kernel: Kernel, launch: Launch) -> None:
+    """Raises LaunchError, naming the number and its limit, where a configuration can run on no device."""
+    specialisation = launch.specialisation
+    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    blocks = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+    broken = None
+    if any(not 0 <= size <= most for size, most in zip(launch.grid, MOST_BLOCKS)):
+        broken = f"a grid is at most {MOST_BLOCKS} blocks and none of its sizes below 0"
+    elif min(launch.block) < 1 or threads > min(specialisation.max_threads, MOST_THREADS):
+        broken = f"a block of this kernel has 1 to {min(specialisation.max_threads, MOST_THREADS)} threads"
+    elif min(launch.cluster) < 1 or blocks > MOST_CLUSTER_BLOCKS:
+        broken = f"a cluster has 1 to {MOST_CLUSTER_BLOCKS} blocks"
+    elif any(size % part for size, part in zip(launch.grid, launch.cluster)):
+        broken = "the grid is not a multiple of the cluster"
+    elif launch.shared_bytes < 0:
+        broken = "shared memory is at least 0 bytes"
+    elif launch.is_dependent and not kernel.compiled.waits_for_dependency:
+        broken = "a dependent launch needs a kernel that executes griddepcontrol.wait, and this one does not"
+    if broken is not None:
+        raise LaunchError(
+            f"{describe(launch)}: {broken}",
+            kernel=specialisation.name,
+            grid=launch.grid,
+            block=launch.block,
+            shared_bytes=launch.shared_bytes,
+        )
+
+
+def launch_config(types: Any, launch: Launch) -> Any:
+    """The driver's CUlaunchConfig, all but the stream."""
+    config = types.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes = launch.shared_bytes
+    attributes = []
+    if launch.cluster != (1, 1, 1):
+        attribute = types.CUlaunchAttribute()
+        attribute.id = types.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster
+        attributes.append(attribute)
+    if launch.is_dependent:
+        attribute = types.CUlaunchAttribute()
+        attribute.id = types.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config

@@ -1,0 +1,108 @@
+"""Pinned host memory: what a device copies from and to while the host goes on. Cut from large pieces, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.device.arena import Arena, Block, round_to_class
+from runtime.device.context import Context
+from runtime.device.stream import Event, Stream
+
+SEGMENT_BYTES = 4 << 20
+
+
+class PinnedBlock:
+    """Pinned memory, returned to its pool with the object, or by `release_after` when a stream has come past a copy.
+
+    Attributes:
+        address: of its first byte, aligned to 256.
+        size_bytes: how many there are.
+        array: the bytes, as uint8; valid while the block lives.
+    """
+
+    __slots__ = ("_block", "_pool", "address", "array", "size_bytes")
+
+    def __init__(self, pool: PinnedPool, block: Block, size_bytes: int) -> None:
+        self._pool: PinnedPool | None = pool
+        self._block = block
+        self.address = block.address
+        self.size_bytes = size_bytes
+        memory = (ctypes.c_uint8 * size_bytes).from_address(block.address)
+        self.array: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
+
+    def release_after(self, stream: Stream) -> None:
+        """Returns the memory as soon as what the stream holds now has run."""
+        pool = self._pool
+        if pool is not None:
+            self._pool = None
+            pool.returned.append((self._block, pool.record(stream)))
+
+    def release(self) -> None:
+        """Returns the memory now: no copy uses it any more."""
+        pool = self._pool
+        if pool is not None:
+            self._pool = None
+            pool.returned.append((self._block, None))
+
+    __del__ = release
+
+
+class PinnedPool:
+    """The pinned memory of one device. All methods may be called from any thread."""
+
+    def __init__(self, context: Context) -> None:
+        self.returned: deque[tuple[Block, Event | None]] = deque()
+        self.reserved_bytes = 0
+        self._context = context
+        self._arena = Arena()
+        self._waiting: deque[tuple[Block, Event]] = deque()
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def allocate(self, size_bytes: int) -> PinnedBlock:
+        """Memory that nothing has written. Raises DeviceOutOfMemoryError where the system has no more to pin."""
+        size = round_to_class(size_bytes)
+        with self._lock:
+            self._collect()
+            block = self._arena.take(size)
+            if block is None:
+                self._reserve(max(SEGMENT_BYTES, size))
+                block = self._arena.take(size)
+                assert block is not None
+        return PinnedBlock(self, block, size_bytes)
+
+    def record(self, stream: Stream) -> Event:
+        """An event at the end of the stream, one used before where there is one."""
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = Event(self._context)
+        return event.record(stream)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the bookkeeping does not add up."""
+        with self._lock:
+            taken, free = self._arena.check_integrity()
+            assert taken + free == self.reserved_bytes
+
+    def _collect(self) -> None:
+        while self.returned:
+            block, event = self.returned.popleft()
+            if event is None:
+                self._arena.give(block)
+            else:
+                self._waiting.append((block, event))
+        while self._waiting and self._waiting[0][1].is_done():
+            block, event = self._waiting.popleft()
+            self._events.append(event)
+            self._arena.give(block)
+
+    def _reserve(self, size: int) -> None:
+        address = int(self._context.call("cuMemHostAlloc", size, 0))
+        self._arena.add_segment(address, size)
+        self.reserved_bytes += size

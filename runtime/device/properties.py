@@ -1,0 +1,77 @@
+"""What a device says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.device.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProperties:
+    """A device's numbers, by its driver.
+
+    Attributes:
+        name: the product's.
+        capability: (major, minor).
+        total_memory_bytes: all of it.
+        num_sms: streaming multiprocessors.
+        shared_bytes_per_block: most dynamic shared memory of a block, when asked for.
+        shared_bytes_per_sm, registers_per_sm, threads_per_sm: of one multiprocessor.
+        l2_bytes: the second-level cache.
+        clock_khz, memory_clock_khz, memory_bus_bits: 0 where the driver does not tell.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    total_memory_bytes: int
+    num_sms: int
+    shared_bytes_per_block: int
+    shared_bytes_per_sm: int
+    registers_per_sm: int
+    threads_per_sm: int
+    l2_bytes: int
+    clock_khz: int
+    memory_clock_khz: int
+    memory_bus_bits: int
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """The memory's peak rate: two transfers a clock."""
+        return 2.0 * self.memory_clock_khz * 1e3 * self.memory_bus_bits / 8
+
+    @property
+    def arch(self) -> str:
+        """What kernels are compiled for: "sm_86"; from Hopper on with the architecture's own features, "sm_90a"."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+_ATTRIBUTES = {
+    "num_sms": "MULTIPROCESSOR_COUNT",
+    "shared_bytes_per_block": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+    "shared_bytes_per_sm": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+    "registers_per_sm": "MAX_REGISTERS_PER_MULTIPROCESSOR",
+    "threads_per_sm": "MAX_THREADS_PER_MULTIPROCESSOR",
+    "l2_bytes": "L2_CACHE_SIZE",
+    "clock_khz": "CLOCK_RATE",
+    "memory_clock_khz": "MEMORY_CLOCK_RATE",
+    "memory_bus_bits": "GLOBAL_MEMORY_BUS_WIDTH",
+}
+
+
+def query(context: Context) -> DeviceProperties:
+    """Asks the driver."""
+    kinds = context.driver.types.CUdevice_attribute
+
+    def attribute(name: str) -> int:
+        kind = getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(context.driver.call("cuDeviceGetAttribute", kind, context.device))
+
+    name = context.driver.call("cuDeviceGetName", 256, context.device)
+    return DeviceProperties(
+        name=name.rstrip(b"\0").decode(errors="replace") if isinstance(name, bytes) else str(name),
+        capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+        total_memory_bytes=int(context.driver.call("cuDeviceTotalMem", context.device)),
+        **{field: attribute(name) for field, name in _ATTRIBUTES.items()},
+    )
