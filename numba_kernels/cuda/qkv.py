@@ -1,0 +1,183 @@
+"""What happens to q, k and v between their projection and attention, in one pass over the tokens.
+
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k heads are normalised over D (RMSNorm,
+https://arxiv.org/abs/1910.07467, with a float32 weight of D: Qwen3's) and rotated by the token's position (`rope`); q goes
+out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
+written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's ``cpu/qkv.py``.
+
+A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
+bound by bandwidth, or by the launch at decode. A head's result depends on its token alone. Positions must have a row in
+the tables and slots must lie in the pages: nothing on the device checks them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, float32, types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, elements_storer, floats_loader
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.kv_cache import check_pages, page_row, row_address
+from numba_kernels.cuda.rope import check_rotary, head_cut
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+THREADS = 128
+
+
+@functools.cache
+def _qkv_prepare(
+    dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, has_norm: bool, is_vector: bool
+) -> Specialisation:
+    """Arguments: as `plan_qkv_prepare` says."""
+    cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
+    width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
+    load, rotate, store, places = cut.load, cut.rotate, cut.store, cut.places
+    load_weight, store_one = floats_loader(width), elements_storer(dtype, 1)
+    address = row_address(head_dim, block_size, dtype)
+    heads_a_block = THREADS // lanes
+    head_bytes, item_bytes, table_row_bytes = (
+        uint64(head_dim * ITEM_BYTES[dtype]), uint64(ITEM_BYTES[dtype]), uint64(2 * rotary)
+    )  # fmt: skip
+    padding = page_row(head_dim) - head_dim
+    reciprocal_dim = float32(1.0 / head_dim)
+    is_odd = head_dim % 2 == 1
+
+    @cuda.jit
+    def qkv_prepare(
+        qkv, positions, cos, sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, q, num_tokens, num_q_heads,
+        num_kv_heads, eps,
+    ):  # fmt: skip
+        lows = cuda.local.array((rounds, width), float32)
+        highs = cuda.local.array((rounds, width), float32)
+        zero = cuda.local.array(1, float32)
+        thread = uint32(cuda.threadIdx.x)
+        lane = uint32(thread & uint32(lanes - 1))
+        num_heads = uint32(num_q_heads + uint32(2) * num_kv_heads)
+        index = uint32(uint32(cuda.blockIdx.x) * uint32(heads_a_block) + thread // uint32(lanes))
+        last = uint32(num_tokens * num_heads - uint32(1))
+        is_head = index <= last
+        index = minimum_u32(index, last)  # lanes without a head take part in the shuffles
+        token = divide_u32(index, num_heads)
+        head = uint32(index - token * num_heads)
+        is_value = head >= uint32(num_q_heads + num_kv_heads)
+        source = qkv + uint64(index) * head_bytes
+        for part in range(rounds):
+            unit = uint32(lane + uint32(part * lanes))
+            if unit < uint32(num_units):
+                load(source, unit, lows[part], highs[part])
+
+        if has_norm:
+            squares = float32(0)
+            for part in range(rounds):
+                if uint32(lane + uint32(part * lanes)) < uint32(num_units):
+                    for i in range(width):
+                        squares += lows[part, i] * lows[part, i]
+                    for i in range(width):
+                        squares += highs[part, i] * highs[part, i]
+            distance = uint32(lanes // 2)
+            while distance > uint32(0):
+                squares += shuffle_xor_f32(squares, distance)
+                distance = uint32(distance >> uint32(1))
+            weight = q_norm
+            if head >= num_q_heads:
+                weight = k_norm
+            if weight != uint64(0) and not is_value:
+                scale = reciprocal_sqrt(squares * reciprocal_dim + eps)
+                for part in range(rounds):
+                    unit = uint32(lane + uint32(part * lanes))
+                    if unit < uint32(num_units):
+                        first, second = places(unit)
+                        weights = load_weight(weight + uint64(first) * uint64(4))
+                        for i in range(width):
+                            lows[part, i] = lows[part, i] * scale * weights[i]
+                        if not is_odd or second < uint32(head_dim):
+                            weights = load_weight(weight + uint64(second) * uint64(4))
+                            for i in range(width):
+                                highs[part, i] = highs[part, i] * scale * weights[i]
+
+        if is_head:
+            if rotary > 0 and not is_value:
+                row = uint64(uint32(positions[token])) * table_row_bytes
+                for part in range(rounds):
+                    unit = uint32(lane + uint32(part * lanes))
+                    if unit < uint32(num_units):
+                        rotate(unit, lows[part], highs[part], cos + row, sin + row)
+            is_query = head < num_q_heads
+            target = q + (uint64(token) * uint64(num_q_heads) + uint64(head)) * head_bytes
+            is_stored = is_query
+            if not is_query:
+                slot = slot_mapping[token]
+                is_stored = slot >= 0
+                cache = k_cache
+                kv_head = uint32(head - num_q_heads)
+                if is_value:
+                    cache = v_cache
+                    kv_head = uint32(kv_head - num_kv_heads)
+                block = uint32(uint64(slot) // uint64(block_size))
+                target = address(cache, block, uint32(uint32(slot) % uint32(block_size)), kv_head, num_kv_heads)
+            if is_stored:
+                for part in range(rounds):
+                    unit = uint32(lane + uint32(part * lanes))
+                    if unit < uint32(num_units):
+                        store(target, unit, lows[part], highs[part])
+                if padding > 0 and not is_query:
+                    zero[0] = float32(0)
+                    column = lane
+                    while column < uint32(padding):
+                        store_one(target + uint64(uint32(column + uint32(head_dim))) * item_bytes, zero)
+                        column = uint32(column + uint32(lanes))
+
+    rope = f"_r{rotary}{'_interleaved' if interleaved else ''}" if rotary else ""
+    name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{'_norm' if has_norm else ''}_x{width}"
+    constants = {
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "rotary": rotary, "interleaved": interleaved,
+        "has_norm": has_norm, "width": width,
+    }  # fmt: skip
+    argument_types = (
+        types.uint64, types.CPointer(types.int32), types.uint64, types.uint64, types.uint64, types.uint64,
+        types.CPointer(types.int64), types.uint64, types.uint64, types.uint64, types.uint32, types.uint32, types.uint32,
+        types.float32,
+    )  # fmt: skip
+    return Specialisation(name, qkv_prepare, argument_types, THREADS, constants=constants)
+
+
+def plan_qkv_prepare(
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    *,
+    rotary: int = 0,
+    interleaved: bool = False,
+    has_norm: bool = False,
+    alignment: int = 16,
+) -> Launch:
+    """qkv [num_tokens, (num_q_heads + 2 num_kv_heads) head_dim], C-contiguous; all counts at least 1.
+
+    Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_norm, k_norm
+    (float32 [head_dim]; 0 = not normalised), slot_mapping (int64 [T]), k_cache, v_cache, q addresses; num_tokens,
+    num_q_heads, num_kv_heads, eps. `alignment` in bytes divides the addresses of qkv, q and the norms' weights.
+    ValueError for sizes that no kernel has.
+    """
+    check_pages(head_dim, block_size, dtype)
+    check_rotary(dtype, head_dim, rotary, alignment)
+    is_vector = alignment % 16 == 0
+    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, has_norm, is_vector)
+    heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, is_vector).lanes
+    num_heads = num_tokens * (num_q_heads + 2 * num_kv_heads)
+    return Launch(kernel, (-(-num_heads // heads_a_block), 1, 1), (THREADS, 1, 1))
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """GPT-2 (no rotation), Llama and Qwen3 (with head norms), pages of 16 tokens."""
+    for dtype in DTYPES:
+        yield _qkv_prepare(dtype, 64, 16, 0, False, False, True)
+        for head_dim in (64, 128):
+            for has_norm in (False, True):
+                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, has_norm, True)
