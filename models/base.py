@@ -59,7 +59,7 @@ class Model(ABC):
 
         `[n, hidden_size]` -> `[n, vocab_size]`, both float32.
         """
-        return ops.linear(hidden, self.lm_head)
+        return ops.logits_linear(hidden, self.lm_head)
 
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the type of the weights."""

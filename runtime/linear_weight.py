@@ -1,4 +1,4 @@
-"""A weight matrix in the layout that the cpu's matrix product reads, made once when a model is loaded."""
+"""A weight matrix in the layout that its device's matrix product reads, made once when a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numba_kernels.cpu.launch import address_of
 from numba_kernels.cpu.linear import empty_panels, pack_rows
 from numba_kernels.cpu.target import PANEL_COLUMNS
-from runtime.device.device import Device
+from runtime.device.device import CPU, Device
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
@@ -20,32 +20,44 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 
 
 class LinearWeight:
-    """A weight matrix ``[N, K]`` and its bias, packed; made by `prepare_linear`, read by `linear` and `embedding`.
+    """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
 
     Attributes:
         shape: (N, K).
-        dtype: the stored type, float32, float16 or bfloat16; its product is float32.
+        dtype: the stored type, float32, float16 or bfloat16.
         device: where it lies.
-        size_bytes: of panels and bias, padding included.
+        size_bytes: of matrix and bias, padding included.
+    """
+
+    __slots__ = ("device", "dtype", "shape", "size_bytes")
+
+    def __init__(self, shape: tuple[int, int], dtype: DType, device: Device, size_bytes: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.size_bytes = size_bytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, device={self.device})"
+
+
+class PanelWeight(LinearWeight):
+    """On the cpu: panels of neighbouring columns, as the register tiles read them.
+
+    Attributes:
         panels: ``[ceil(N / PANEL_COLUMNS), K, PANEL_COLUMNS]`` of the type that `STORED` names.
         bias: float32, one for each of the panels' columns; zeros where there is none.
     """
 
-    __slots__ = ("bias", "bias_address", "device", "dtype", "panels", "panels_address", "shape", "size_bytes", "stored")
+    __slots__ = ("bias", "bias_address", "panels", "panels_address", "stored")
 
-    def __init__(self, shape: tuple[int, int], dtype: DType, device: Device) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.device = device
+    def __init__(self, shape: tuple[int, int], dtype: DType) -> None:
         self.stored = STORED[dtype]
         self.panels = empty_panels(*shape, np.dtype(self.stored))
         self.bias = np.zeros(self.panels.shape[0] * PANEL_COLUMNS, np.float32)
-        self.size_bytes = self.panels.nbytes + self.bias.nbytes
         self.panels_address = address_of(self.panels)
         self.bias_address = address_of(self.bias)
-
-    def __repr__(self) -> str:
-        return f"LinearWeight(shape={self.shape}, dtype={self.dtype.name}, device={self.device})"
+        super().__init__(shape, dtype, CPU, self.panels.nbytes + self.bias.nbytes)
 
     def rows(self, indices: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, np.dtype[Any]]:
         """Rows of the matrix, ``[n, K]``, as stored bits."""
@@ -53,28 +65,63 @@ class LinearWeight:
         return np.asarray(self.panels[panel, :, column])
 
 
+class RowWeight(LinearWeight):
+    """On a GPU: rows one after another, as they are stored.
+
+    Attributes:
+        weight: ``[N, K]``.
+        bias: ``[N]`` float32, or None.
+    """
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
+        super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, weight.device, size_bytes)
+
+
 def prepare_linear(
-    weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None = None
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    device: Device = CPU,
 ) -> LinearWeight:
-    """Packs ``weight [N, K]`` with an optional ``bias [N]``; several weights are joined over N without a copy between.
+    """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for `device`; several weights are joined
+    over N without a copy between.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
     Raises:
-        InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16, different K or
-            types or devices, a bias of another size, or biases of another number than weights.
+        InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
+            different K or types, a bias of another size, or biases of another number than weights.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     _check(weights, biases)
-    joined = LinearWeight((sum(w.shape[0] for w in weights), weights[0].shape[1]), weights[0].dtype, weights[0].device)
+    shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
+    joined_bias = np.zeros(shape[0], np.float32)
     first = 0
     for part, part_bias in zip(weights, biases, strict=True):
-        pack_rows(joined.panels, part.array.view(joined.stored), first)
         if part_bias is not None:
-            joined.bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
+            joined_bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
         first += part.shape[0]
-    return joined
+    if device.kind == "cpu":
+        panels = PanelWeight(shape, weights[0].dtype)
+        panels.bias[: shape[0]] = joined_bias
+        first = 0
+        for part in weights:
+            pack_rows(panels.panels, part.array.view(panels.stored), first)
+            first += part.shape[0]
+        return panels
+    rows = Tensor.empty(shape, weights[0].dtype, device)
+    first = 0
+    for part in weights:
+        rows[first : first + part.shape[0]] = part
+        first += part.shape[0]
+    has_bias = any(part is not None for part in biases)
+    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None)
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:
@@ -94,11 +141,11 @@ def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:
         for name, ours, first in (
             ("K", part.shape[1], weights[0].shape[1]),
             ("dtype", part.dtype, weights[0].dtype),
-            ("device", part.device, weights[0].device),
+            ("device", part.device, CPU),
         ):
             if ours != first:
                 raise InvalidArgumentError(
-                    f"prepare_linear: weight {number} has {name} {ours}, the first has {first}", param="weight"
+                    f"prepare_linear: weight {number} has {name} {ours}, must have {first}", param="weight"
                 )
         if bias is not None and (bias.shape != (part.shape[0],) or bias.dtype not in STORED):
             raise InvalidArgumentError(

@@ -33,7 +33,7 @@ FLOORS = {
             f"runtime.{name}"
             for name in (
                 "layout", "storage", "cast", "dlpack", "tensor", "tensor_ops", "ops", "batch", "kv_cache",
-                "communicator", "sampling_arrays", "linear_weight",
+                "communicator", "sampling_arrays", "linear_weight", "rope_table", "backends",
             )
         ),
         4,

@@ -219,7 +219,7 @@ def test_dummy_tensors_are_of_the_right_spread_and_each_its_own() -> None:
             InvalidArgumentError,
             "load_format must be auto, safetensors or dummy, not 'pt'",
         ),
-        ({"device": "cuda:0"}, DeviceError, "not built yet"),
+        ({"device": "cuda:0"}, DeviceError, "no CUDA driver"),
         ({"max_model_len": 129}, InvalidArgumentError, "max_model_len must be from 1 to 128 .* not 129"),
         ({"max_model_len": 0}, InvalidArgumentError, "max_model_len must be from 1 to 128"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runtime import ops, tensor_ops
-from runtime.device.device import CPU
+from runtime.device.device import CPU, Device
 from runtime.dtype import bfloat16, float32, int8
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.kv_cache import KVCache, KVCacheSpec
@@ -101,10 +101,10 @@ def test_refuses_by_operation_and_argument(op, argument, call, words):
 
 
 def test_another_device_is_refused():
-    x = _zeros(2, 4)
-    x.storage.device = object()  # no second device is built yet
-    with pytest.raises(InvalidArgumentError, match=r"^linear: x is on .*, only cpu"):
-        ops.linear(x, _weight())
+    residual = _zeros(2, 6)
+    residual.storage.device = Device("emulated:sm_90a")
+    with pytest.raises(InvalidArgumentError, match=r"^linear: residual is on emulated:sm_90a, the other .* on cpu"):
+        ops.linear(_zeros(2, 4), _weight(), residual=residual)
 
 
 def test_output_must_be_writable_and_apart_from_x():

@@ -1,0 +1,360 @@
+"""The operations of a model on the cpu, as `runtime.ops` describes them.
+
+Activations are float32; weights are float32, float16 or bfloat16 as stored, widened in the kernel; so is the KV cache.
+Small inputs run on the calling thread, larger ones on the pool's threads; any Python thread may call. Results do not
+depend on the other rows of a batch, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from numba_kernels.cpu import activation as _activation
+from numba_kernels.cpu import attention as _attention
+from numba_kernels.cpu import linear as _linear
+from numba_kernels.cpu import norm as _norm
+from numba_kernels.cpu import qkv as _qkv
+from numba_kernels.cpu.launch import address_of
+from numba_kernels.cpu.target import TILE_ROWS
+from runtime.backends.cpu_checks import check, checked_address, fail, indices_of
+from runtime.batch import Batch
+from runtime.dtype import DType, float32, int32, int64
+from runtime.linear_weight import STORED, LinearWeight, PanelWeight
+from runtime.rope_table import RopeTable
+from runtime.storage import NDArray
+from runtime.tensor import Tensor
+
+NUM_WORKERS = numba.get_num_threads()
+SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
+_SERIAL_LINEAR_MACS = 600_000
+_SERIAL_ATTENTION_MACS = 64_000
+_WEIGHT_DTYPES = tuple(STORED)
+
+
+def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """``out``, if it may be written and has this shape, else a new float32 tensor."""
+    if out is None:
+        return Tensor.over(np.empty(shape, np.float32), float32)
+    if not check(op, "out", out, float32, shape).flags.writeable:
+        raise fail(op, "out", "is read-only")
+    return out
+
+
+def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
+    """(tickets, workers, rows a ticket) for elementwise work."""
+    if rows * elements_a_row < SERIAL_ELEMENTS or NUM_WORKERS == 1:
+        return 1, 1, max(1, rows)
+    rows_a_ticket = -(-rows // (4 * NUM_WORKERS))
+    return -(-rows // rows_a_ticket), NUM_WORKERS, rows_a_ticket
+
+
+# ------------------------------------------------------------------------------------------ linear, embedding
+
+
+def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
+    if not isinstance(weight, PanelWeight):
+        what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
+        raise fail("linear", "weight", f"must be a LinearWeight from prepare_linear on cpu, not {what}")
+    width, depth = weight.shape
+    x_array = check("linear", "x", x, float32, (None, depth))
+    rows = x_array.shape[0]
+    added = 0 if residual is None else checked_address("linear", "residual", residual, float32, (rows, width))
+    result = _output("linear", out, (rows, width))
+    if out is not None and np.may_share_memory(x_array, out.array):
+        raise fail("linear", "out", "shares memory with x")
+    if rows == 0 or width == 0:
+        return result
+    panels = weight.panels.shape[0]
+    if rows * width * depth < _SERIAL_LINEAR_MACS or NUM_WORKERS == 1:
+        tickets, workers, panels_a_ticket, rows_a_ticket = 1, 1, panels, rows
+    else:
+        workers = NUM_WORKERS
+        row_tickets = -(-rows // 128)
+        rows_a_ticket = -(-rows // row_tickets // TILE_ROWS) * TILE_ROWS
+        row_tickets = -(-rows // rows_a_ticket)
+        panels_a_ticket = max(1, panels * row_tickets // (4 * workers * row_tickets))
+        tickets = row_tickets * -(-panels // panels_a_ticket)
+    _linear.linear_kernel(weight.stored)(
+        tickets, workers, x.address, weight.panels_address, weight.bias_address, added, result.address,
+        rows, depth, width, panels_a_ticket, rows_a_ticket,
+    )  # fmt: skip
+    return result
+
+
+def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """Activations are float32 already."""
+    return linear(x, weight)
+
+
+def _widened(rows: NDArray, dtype: DType) -> NDArray:
+    """Stored bits or elements as float32."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    if rows.dtype == np.int16:
+        return rows.view(np.float16).astype(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
+def _table_rows(op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight) -> NDArray:
+    if isinstance(table, PanelWeight):
+        array = indices_of(op, indices_name, indices, size, table.shape[0])
+        return _widened(np.ascontiguousarray(table.rows(array)), table.dtype)
+    if isinstance(table, LinearWeight):
+        raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
+    values = check(op, "table", table, _WEIGHT_DTYPES, (None, None))
+    array = indices_of(op, indices_name, indices, size, values.shape[0])
+    return _widened(values[array].view(STORED[table.dtype]), table.dtype)
+
+
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
+    """Rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` float32.
+
+    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
+    """
+    return Tensor.over(np.ascontiguousarray(_table_rows("embedding", "token_ids", token_ids, None, table)), float32)
+
+
+def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Adds rows of ``table [P, H]`` for ``positions [T]`` to ``x [T, H]`` in place; returns ``x``."""
+    array = check("add_embedding", "x", x, float32, (None, None))
+    rows = _table_rows("add_embedding", "positions", positions, array.shape[0], table)
+    if rows.shape[1] != array.shape[1]:
+        raise fail("add_embedding", "table", f"has rows of {rows.shape[1]}, x has rows of {array.shape[1]}")
+    array += rows
+    return x
+
+
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows ``indices [n]`` int32 of ``x [T, H]`` float32 -> ``[n, H]``."""
+    array = check("gather_rows", "x", x, float32, (None, None))
+    return Tensor.over(array[indices_of("gather_rows", "indices", indices, None, array.shape[0])], float32)
+
+
+# ------------------------------------------------------------------------------------------ norms, activations
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over rows ``[T, H]``; weight ``[H]`` of any weight dtype."""
+    rows, width = check("rms_norm", "x", x, float32, (None, None)).shape
+    scale = checked_address("rms_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+    result = _output("rms_norm", None, x.shape)
+    tickets, workers, rows_a_ticket = _share(rows, width)
+    _norm.rms_norm_kernel(STORED[weight.dtype])(
+        tickets, workers, x.address, scale, 0, result.address, rows, width, rows_a_ticket, eps
+    )
+    return result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over rows ``[T, H]``; weight and bias ``[H]`` of one dtype."""
+    rows, width = check("layer_norm", "x", x, float32, (None, None)).shape
+    scale = checked_address("layer_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+    shift = 0 if bias is None else checked_address("layer_norm", "bias", bias, weight.dtype, (width,))
+    result = _output("layer_norm", None, x.shape)
+    tickets, workers, rows_a_ticket = _share(rows, width)
+    _norm.layer_norm_kernel(STORED[weight.dtype])(
+        tickets, workers, x.address, scale, shift, result.address, rows, width, rows_a_ticket, eps
+    )
+    return result
+
+
+def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
+    """The kernel `name` of `numba_kernels.cpu.activation`, elementwise; ``out`` may be ``x``."""
+    array = check(op, "x", x, float32, x.shape)
+    result = _output(op, out, x.shape)
+    width = array.shape[-1] if array.ndim else 1
+    rows = array.size // width if width else 0
+    tickets, workers, rows_a_ticket = _share(rows, width * 8)
+    _activation.activation_kernel(name)(
+        tickets, workers, x.address, 0, result.address, rows, width, width, width, rows_a_ticket
+    )
+    return result
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``."""
+    rows, both = check("swiglu", "gate_up", gate_up, float32, (None, None)).shape
+    if both % 2:
+        raise fail("swiglu", "gate_up", f"has {both} columns, must be an even number")
+    width = both // 2
+    result = _output("swiglu", None, (rows, width))
+    tickets, workers, rows_a_ticket = _share(rows, width * 8)
+    gate = gate_up.address
+    _activation.activation_kernel("silu")(
+        tickets, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_ticket
+    )
+    return result
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+def _pages(op: str, k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[NDArray, NDArray]:
+    """Both caches' arrays: K ``[blocks, kv heads, head_dim, block size]``, V ``[..., block size, width]``."""
+    k_pages = check(op, "k_cache", k_cache, _WEIGHT_DTYPES, (None, None, head_dim, None))
+    blocks, heads, _, block_size = k_pages.shape
+    if block_size % 8 or blocks == 0:
+        raise fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
+    v_pages = check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
+    if v_pages.shape[3] != -(-head_dim // 16) * 16:
+        raise fail(op, "v_cache", f"has rows of {v_pages.shape[3]}, must be head_dim {head_dim} rounded up to 16")
+    return k_pages, v_pages
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    positions: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: RopeTable | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises (weights ``[D]``) and rotates q and k -> q ``[T, Hq, D]``.
+
+    K and V of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere).
+    """
+    op = "qkv_prepare"
+    heads = num_q_heads + 2 * num_kv_heads
+    array = check(op, "qkv", qkv, float32, (None, heads * head_dim))
+    tokens = array.shape[0]
+    position_array = check(op, "positions", positions, int32, (tokens,))
+    slots = check(op, "slot_mapping", slot_mapping, int64, (tokens,))
+    k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
+    if k_pages.shape[1] != num_kv_heads:
+        raise fail(op, "k_cache", f"has {k_pages.shape[1]} heads, must have num_kv_heads = {num_kv_heads}")
+    norms = [
+        None if norm is None else np.ascontiguousarray(check(op, name, norm, _WEIGHT_DTYPES, (head_dim,)), np.float32)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
+    ]
+    cos = sin = rotary = num_positions = interleaved = 0
+    if rope is not None:
+        cos_array = check(op, "rope.cos", rope.cos, float32, (None, None))
+        check(op, "rope.sin", rope.sin, float32, cos_array.shape)
+        num_positions, rotary = cos_array.shape[0], 2 * cos_array.shape[1]
+        if rotary > head_dim:
+            raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
+        cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
+    result = _output(op, None, (tokens, num_q_heads, head_dim))
+    tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
+    status = _qkv.qkv_kernel(STORED[k_cache.dtype])(
+        tickets, workers, qkv.address, positions.address, cos, sin,
+        *(0 if norm is None else address_of(norm) for norm in norms),
+        k_cache.address, v_cache.address, slot_mapping.address, result.address,
+        tokens, num_q_heads, num_kv_heads, head_dim, rotary, interleaved, num_positions,
+        k_pages.shape[0], k_pages.shape[3], v_pages.shape[3], tokens_a_ticket, norm_eps,
+    )  # fmt: skip
+    if status == _qkv.BAD_POSITION:
+        low, high = position_array.min(), position_array.max()
+        raise fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
+    if status == _qkv.BAD_SLOT:
+        raise fail(op, "slot_mapping", f"holds {slots.max()}, limit {k_pages.shape[0] * k_pages.shape[3] - 1}")
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    """How a batch is cut into row groups, worked out and checked once for all layers."""
+
+    group_tokens: int  # most tokens of a row group
+    group_starts: NDArray  # [num_seqs + 1] int32: row groups before each sequence
+    num_keys: int  # query tokens times the keys of their sequence, at most what is attended to
+    longest: int  # tokens of the longest sequence
+    table_width: int
+    addresses: tuple[int, ...]  # query_start, seq_lens, block table, group_starts
+
+
+def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_size: int) -> _AttentionPlan | None:
+    """None for a batch without sequences. ``share`` query heads share a KV head."""
+    key = ("attention", group, tokens, share, block_size)
+    if key in batch.plans:
+        plan: _AttentionPlan | None = batch.plans[key]
+        return plan
+    op = "attention"
+    seqs = batch.num_seqs
+    starts = check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
+    seq_lens = check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
+    table = check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
+    query_lens = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
+        raise fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
+    limit = table.shape[1] * block_size
+    if (seq_lens < query_lens).any() or (seq_lens > limit).any():
+        raise fail(
+            op, "batch.seq_lens", f"must lie between the chunk's length and {limit}, the tokens of a block table's row"
+        )
+    plan = None
+    if seqs:
+        group_tokens = max(1, _attention.GROUP_ROWS // share)
+        group_starts = np.zeros(seqs + 1, np.int32)
+        np.cumsum(-(-query_lens // group_tokens), out=group_starts[1:])
+        tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
+        plan = _AttentionPlan(
+            group_tokens,
+            group_starts,
+            num_keys=int(np.dot(query_lens.astype(np.int64), seq_lens)),
+            longest=int(seq_lens.max()),
+            table_width=table.shape[1],
+            addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
+        )
+    batch.plans[key] = plan
+    return plan
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    group: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
+
+    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. A sequence
+    longer than its block table, or a table entry outside the pages, is an error.
+    """
+    op = "attention"
+    tokens, q_heads, head_dim = check(op, "q", q, float32, (None, None, None)).shape
+    k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
+    blocks, kv_heads, _, block_size = k_pages.shape
+    if q_heads % kv_heads:
+        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
+    if window is not None and window < 1:
+        raise fail(op, "window", f"is {window}, must be at least 1")
+    share = q_heads // kv_heads
+    plan = _attention_plan(batch, group, tokens, share, block_size)
+    result = _output(op, None, (tokens, q_heads * head_dim))
+    if plan is None:
+        return result
+    groups = int(plan.group_starts[-1]) * kv_heads
+    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else NUM_WORKERS
+    segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
+    if workers == 1 or groups >= 2 * workers:
+        segments = 1
+    width = v_pages.shape[3]
+    partial = np.empty(groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0, np.float32)
+    query_start, seq_lens, table, group_starts = plan.addresses
+    arguments = (
+        q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
+        result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
+        window or 0, plan.group_tokens, segments, scale,
+    )  # fmt: skip
+    status = _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments)
+    if status == _attention.BAD_BLOCK:
+        raise fail(op, "batch.block_tables", f"names a block outside the cache's {blocks}")
+    if segments > 1:
+        _attention.merge_kernel()(groups, workers, *arguments)
+    return result

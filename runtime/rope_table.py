@@ -1,0 +1,20 @@
+"""The tables that rotary position embedding reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotations for each position: ``cos`` and ``sin`` ``[max_position, rotary_dim / 2]`` float32.
+
+    ``interleaved`` pairs dimensions (2 i, 2 i + 1), otherwise (i, i + rotary_dim / 2). Dimensions from ``rotary_dim``
+    on are left as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool

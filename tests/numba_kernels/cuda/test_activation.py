@@ -1,0 +1,68 @@
+"""Activations on the device, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runtime.device.gpu import Gpu
+
+from numba_kernels.cuda import activation
+from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
+from tests.oracles import dense
+
+SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 64, 127, 128, 255, 256, 257, 1000, 1021, 1024, 2048, 2049, 4096, 5000, 8191]
+ROUNDING = {"f32": 1.5e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
+SMALLEST = {"f32": 3e-38, "f16": 2.0**-25, "bf16": 3e-38}
+
+
+def expected(name: str, x: np.ndarray) -> np.ndarray:
+    return dense.silu(x) if name == "silu" else dense.gelu(x, name.removeprefix("gelu_"))
+
+
+def run(gpu: Gpu, name: str, x: np.ndarray, dtype: str, *, in_place: bool = False) -> np.ndarray:
+    launch, accesses = activation.plan_activation(name, x.size, dtype)
+    source = put(gpu, x)
+    out = source if in_place else empty(gpu, x.shape, dtype)
+    gpu.launch(launch, source.address, out.address, accesses)
+    return get(gpu, out, x.shape, dtype)
+
+
+@both_archs
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for size in SIZES:
+        x = (rng.standard_normal(size) * 4).astype(numpy_dtype(dtype))
+        actual = run(gpu, name, x, dtype, in_place=size % 2 == 0)
+        assert_close(actual, expected(name, x), rtol=ROUNDING[dtype], atol=SMALLEST[dtype])
+
+
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_far_out(gpu: Gpu, name: str) -> None:
+    x = np.array([-80, -30, -13.9, -13, -9, -5, -1e-3, -1e-30, 0, 1e-30, 1e-3, 5, 9, 13.9, 30, 80, 1e30], np.float32)
+    # Far to the left the results are tiny: relative accuracy is asked down to 1e-30 only.
+    assert_close(run(gpu, name, x, "f32"), expected(name, x), rtol=4e-6, atol=1e-30)
+    odd = run(gpu, name, np.array([np.nan, np.inf], np.float32), "f32")
+    assert np.isnan(odd[0])
+    assert odd[1] == np.inf
+
+
+def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "MAX_BLOCKS", 2)
+    x = np.random.default_rng(2).standard_normal(5001).astype(np.float32)
+    assert_close(run(gpu, "silu", x, "f32"), expected("silu", x), rtol=1.5e-6)
+
+
+@both_archs
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_swiglu(gpu: Gpu, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    shapes = [(1, size) for size in SIZES[:18]] + [(3, 5), (17, 8), (5, 96), (2, 1000), (70, 16)]
+    for num_rows, size in shapes:
+        gate_up = (rng.standard_normal((num_rows, 2 * size)) * 3).astype(numpy_dtype(dtype))
+        launch, accesses = activation.plan_swiglu(num_rows, size, dtype)
+        source, out = put(gpu, gate_up), empty(gpu, (num_rows, size), dtype)
+        gpu.launch(launch, source.address, out.address, num_rows, accesses)
+        product = dense.swiglu(gate_up)
+        assert_close(get(gpu, out, (num_rows, size), dtype), product, rtol=ROUNDING[dtype], atol=SMALLEST[dtype])

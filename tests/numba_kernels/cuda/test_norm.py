@@ -1,0 +1,111 @@
+"""RMSNorm and LayerNorm on the device, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runtime.device.gpu import Gpu
+
+from numba_kernels.cuda import norm
+from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
+from tests.oracles import dense as oracle
+
+# Rows of one element, odd, prime, more than a block's threads, wide enough for several vectors a thread.
+SHAPES = [
+    (1, 1), (2, 3), (3, 31), (1, 32), (5, 33), (4, 64), (2, 97), (7, 127), (3, 128), (1, 255), (6, 256), (2, 257),
+    (3, 384), (1, 509), (2, 512), (1, 768), (2, 1000), (1, 1031), (2, 1536), (1, 2048), (3, 2050), (1, 4096), (1, 8200),
+]  # fmt: skip
+ROUNDING = {"f32": 2e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
+NAMES = ("rms_norm", "layer_norm")
+
+
+def run(
+    gpu: Gpu, name: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, dtype: str, eps: float,
+    residual: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
+    """(what the kernel gives, the residual afterwards)."""
+    num_rows, size = x.shape
+    plan = norm.plan_rms_norm if name == "rms_norm" else norm.plan_layer_norm
+    launch = plan(num_rows, size, dtype, has_residual=residual is not None)
+    blocks = [put(gpu, x), put(gpu, weight), put(gpu, bias), empty(gpu, x.shape, dtype)]
+    x_block, weight_block, bias_block, out = blocks
+    residual_block = None if residual is None else put(gpu, residual)
+    affine = [weight_block.address] + ([bias_block.address] if name == "layer_norm" else [])
+    gpu.launch(
+        launch, x_block.address, 0 if residual_block is None else residual_block.address, *affine, out.address, size,
+        1.0 / size, eps,
+    )  # fmt: skip
+    after = None if residual_block is None else get(gpu, residual_block, x.shape, dtype)
+    return get(gpu, out, x.shape, dtype), after
+
+
+def expected(name: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+    return oracle.rms_norm(x, weight, eps) if name == "rms_norm" else oracle.layer_norm(x, weight, bias, eps)
+
+
+@both_archs
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for shape in SHAPES:
+        x = (rng.standard_normal(shape) * 3 + 0.5).astype(numpy_dtype(dtype))
+        weight, bias = rng.standard_normal((2, shape[1])).astype(np.float32)
+        actual, _ = run(gpu, name, x, weight, bias, dtype, 1e-5)
+        assert_close(actual, expected(name, x, weight, bias, 1e-5), rtol=ROUNDING[dtype], atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_residual_is_added_first_and_written_back(gpu: Gpu, name: str, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    for shape in SHAPES:
+        x, residual = rng.standard_normal((2, *shape)).astype(numpy_dtype(dtype))
+        weight, bias = rng.standard_normal((2, shape[1])).astype(np.float32)
+        actual, after = run(gpu, name, x, weight, bias, dtype, 1e-6, residual)
+        total = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+        assert after is not None
+        assert np.array_equal(after, total)
+        assert_close(actual, expected(name, total, weight, bias, 1e-6), rtol=ROUNDING[dtype], atol=4e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_large_mean_does_not_cancel(gpu: Gpu, name: str) -> None:
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((2, 1536)) + 3000).astype(np.float32)
+    ones, zeros = np.ones(1536, np.float32), np.zeros(1536, np.float32)
+    actual, _ = run(gpu, name, x, ones, zeros, "f32", 1e-5)
+    # a mean of 3,000 is known to half a unit in its last place, 1.2e-4
+    assert_close(actual, expected(name, x, ones, zeros, 1e-5), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_does_not_depend_on_the_others(gpu: Gpu, name: str) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((5, 193)).astype(np.float32)
+    weight, bias = rng.standard_normal((2, 193)).astype(np.float32)
+    together, _ = run(gpu, name, x, weight, bias, "f32", 1e-5)
+    for row in range(5):
+        alone, _ = run(gpu, name, x[row : row + 1], weight, bias, "f32", 1e-5)
+        assert np.array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_and_nan(gpu: Gpu, name: str) -> None:
+    x = np.zeros((3, 64), np.float32)
+    x[1, 17] = np.nan
+    weight, bias = np.ones(64, np.float32), np.full(64, 2, np.float32)
+    actual, _ = run(gpu, name, x, weight, bias, "f32", 1e-5)
+    assert np.isnan(actual[1]).all()
+    assert (actual[[0, 2]] == (0 if name == "rms_norm" else 2)).all()
+
+
+def test_plans_are_wide_only_where_they_may_be() -> None:
+    assert norm.plan_rms_norm(4, 4096, "bf16").specialisation.constants["width"] == 8
+    assert norm.plan_rms_norm(4, 4096, "bf16", alignment=8).specialisation.constants["width"] == 1
+    assert norm.plan_rms_norm(4, 4100, "bf16").specialisation.constants["width"] == 1
+    assert norm.plan_layer_norm(4, 4100, "f32").specialisation.constants["width"] == 4
+    for size in (1, 31, 4096, 100_000):
+        launch = norm.plan_layer_norm(7, size, "f32")
+        assert launch.grid == (7, 1, 1)
+        assert launch.block[0] in range(32, norm.MAX_THREADS + 1, 32)
