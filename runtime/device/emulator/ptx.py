@@ -117,6 +117,7 @@ class Kernel:
     registers: dict[str, Register] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label → index of the instruction that follows
+    branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx: list's label → labels
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # maxntid, reqntid, minnctapersm …
     is_entry: bool = True
 
@@ -372,6 +373,14 @@ class _Body:
                 pass
             elif tokens.kind == "directive":
                 self._declaration()
+            elif tokens.kind == "name" and tokens.peek(1) == ":" and tokens.peek(2) == ".branchtargets":
+                name = self._resolve(tokens.next())
+                tokens.at += 2
+                targets = []
+                while not tokens.accept(";"):
+                    targets.append(self._resolve(tokens.next()))
+                    tokens.accept(",")
+                kernel.branch_targets[name] = tuple(targets)
             elif tokens.kind == "name" and tokens.peek(1) == ":":
                 kernel.labels[self._resolve(tokens.next())] = len(kernel.instructions)
                 tokens.expect(":")

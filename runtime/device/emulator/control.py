@@ -1,0 +1,164 @@
+"""Control flow and what a warp does as a whole: branches, exits, barriers, fences, traps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from runtime.device.emulator import barriers, gathering  # noqa: F401 (registers their operations)
+from runtime.device.emulator.blocks import targets_of
+from runtime.device.emulator.context import DONE, WARP_PCS
+from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.lowering import Lowering, lowers
+from runtime.device.emulator.operations import operation
+from runtime.device.emulator.pointers import i32_at, trailing_zeros
+from runtime.device.emulator.ptx import Instruction, Integer, Operand, Symbol
+from runtime.device.emulator.vectors import WORD
+
+Warp = Any
+
+
+def _only(low: Lowering, ins: Instruction, *known: str) -> None:
+    """Refuses modifiers that are not `known`."""
+    for part in ins.parts[1:]:
+        if part not in known:
+            raise low.refuse(f"modifier .{part}")
+
+
+@lowers("bra")
+def lower_branch(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "uni")
+    (target,) = targets_of(low.kernel, ins)
+    if ins.guard is None:
+        low.flow.jump(target)
+    else:
+        low.flow.branch(target, low.site + 1)
+
+
+@lowers("brx.idx")
+def lower_branch_by_index(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "idx", "uni")
+    targets = targets_of(low.kernel, ins)
+    if ins.guard is not None:
+        raise low.refuse("a guard")
+    table_type = ir.ArrayType(WORD, len(targets))
+    table = ir.GlobalVariable(low.ir, table_type, f"targets{low.site}")
+    table.linkage, table.global_constant = "internal", True
+    table.initializer = ir.Constant(table_type, [ir.Constant(WORD, target) for target in targets])
+    pointer = low.builder.bitcast(table, WORD.as_pointer())
+    low.call("branch_by_index", low.slot(ins.operands[0], 32), pointer, len(targets))
+    low.flow.leave_to(targets)
+
+
+@operation("branch_by_index", "ppi")
+def branch_by_index(warp: Warp, mask: int, site: int, indices: Any, targets: Any, count: int) -> int:
+    pcs = i32_at(warp[WARP_PCS])
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            index = int(indices[lane])
+            if index >= count:
+                return report(warp, FaultKind.BRANCH_INDEX, site, lane, 0, index, count, 0, 0)  # type: ignore[no-any-return]
+            pcs[lane] = int(targets[index])
+    return DONE
+
+
+@lowers("ret", "exit")
+def lower_exit(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "uni")
+    low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
+
+
+@lowers("trap", "brkpt")
+def lower_trap(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins)
+    low.call("trap")
+    if ins.parts[0] == "trap":
+        low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
+
+
+@operation("trap", "")
+def trap(warp: Warp, mask: int, site: int) -> int:
+    return report(warp, FaultKind.TRAP, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)  # type: ignore[no-any-return]
+
+
+@lowers("activemask")
+def lower_activemask(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "b32")
+    low.write(ins.operands[0], low.splat(low.mask))
+
+
+@lowers("nanosleep")
+def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
+    """The others go first; how long is not simulated."""
+    _only(low, ins, "u32")
+    low.resume_here()
+    low.call("sleep", blocks=True)
+
+
+@operation("sleep", "")
+def sleep(warp: Warp, mask: int, site: int) -> int:
+    return 3  # DONE_BUT_YIELD
+
+
+@lowers("bar.warp")
+def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "warp", "sync")
+    low.converge(ins.operands[0])
+
+
+_RED = {"popc": 0, "and": 1, "or": 2}
+
+
+@lowers("bar", "barrier")
+def lower_barrier(low: Lowering, ins: Instruction) -> None:
+    """bar{.cta}.sync|arrive|red and barrier{.cta}.… with or without .aligned; bar is always aligned."""
+    parts = [part for part in ins.parts[1:] if part not in ("cta", "aligned")]
+    low.resume_here()
+    if ins.parts[0] == "bar" or "aligned" in ins.parts:
+        low.flow.converge(FaultKind.DIVERGENT_BARRIER)
+    operands = list(ins.operands)
+    match parts:
+        case ["sync"]:
+            low.call("barrier_sync", *_which(low, operands), blocks=True)
+        case ["arrive"]:
+            if len(operands) != 2:
+                raise low.refuse("needs a thread count")
+            low.call("barrier_arrive", *_which(low, operands))
+        case ["red", ("popc" | "and" | "or") as kind, ("u32" | "pred")]:
+            result, predicate = operands.pop(0), low.predicate(operands.pop())
+            pointer = low.destination(result, 32) if kind == "popc" else low.predicate_destination(result)
+            low.call("barrier_red", *_which(low, operands), predicate, _RED[kind], pointer, blocks=True)
+        case _:
+            raise low.refuse("this form of barrier")
+
+
+def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
+    """The barrier's number and its thread count, as slots, and whether there is a count."""
+    if len(operands) not in (1, 2):
+        raise low.refuse(f"{len(operands)} operands")
+    count = operands[1] if len(operands) == 2 else Integer(0)
+    return low.slot(operands[0], 32), low.slot(count, 32), int(len(operands) == 2)
+
+
+@lowers("membar", "fence")
+def lower_fence(low: Lowering, ins: Instruction) -> None:
+    """Every access here is complete in the program's order, so a fence has nothing to do to values."""
+    _only(low, ins, "cta", "gl", "sys", "gpu", "cluster", "sc", "acq_rel", "acquire", "release")
+
+
+_FAILED_ASSERTIONS = {"__assertfail", "__assert_fail"}
+
+
+@lowers("call")
+def lower_call(low: Lowering, ins: Instruction) -> None:
+    """Only an assertion's failure; compilers inline the rest."""
+    names = {operand.name for operand in ins.operands if isinstance(operand, Symbol)}
+    if not names & _FAILED_ASSERTIONS:
+        raise low.refuse(f"a call of {', '.join(sorted(names)) or 'an address'}")
+    low.call("assertion_failed")
+
+
+@operation("assertion_failed", "")
+def assertion_failed(warp: Warp, mask: int, site: int) -> int:
+    return report(warp, FaultKind.ASSERT, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)  # type: ignore[no-any-return]
