@@ -51,9 +51,9 @@ LAUNCH_THREAD_INDEX = 28  # which OS thread this is
 LAUNCH_DEPENDENT = 29  # [ASYNC] 1: a programmatic dependent launch, which must execute griddepcontrol.wait
 LAUNCH_TRAFFIC = 30  # [MEMORY] address of the memory counters a site: see traffic.py
 LAUNCH_REGIONS = 31  # [MEMORY] address of the memory of other devices: see access.py
-LAUNCH_SYMBOLS = 29  # address of int64[]: where each .global and .const variable lies
-LAUNCH_NUM_SMS = 30
-LAUNCH_STEPS = 31  # chunks that ran to their end
+LAUNCH_SYMBOLS = 40  # address of int64[]: where each .global and .const variable lies
+LAUNCH_NUM_SMS = 41
+LAUNCH_STEPS = 42  # chunks that ran to their end
 LAUNCH_FREE = 32  # fields from here on belong to other rooms: add them here by name
 LAUNCH_FIELDS = 64
 
