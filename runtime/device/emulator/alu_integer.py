@@ -7,9 +7,10 @@ dividend, as hardware does. Divisions of up to 32 bits go through float64, whose
 from __future__ import annotations
 
 from runtime.device.emulator.alu import by_type
+from runtime.device.emulator.blocks import CARRY
 from runtime.device.emulator.lowering import Lowering
 from runtime.device.emulator.modifiers import Modifiers
-from runtime.device.emulator.ptx import Operand, Register
+from runtime.device.emulator.ptx import Operand
 from runtime.device.emulator.vectors import (
     F64,
     HALF,
@@ -31,9 +32,6 @@ from llvmlite import ir  # isort: skip
 
 WHOLE = ("u16", "s16", "u32", "s32", "u64", "s64")
 PAIRS = ("u16x2", "s16x2")
-CARRY = Register("%CC.CF", "pred")
-"""The carry flag of the condition code register: a predicate that no instruction but these names."""
-
 _PAIR = ir.VectorType(HALF, 64)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from runtime.device.emulator import context, specials
-from runtime.device.emulator.blocks import Block, split
+from runtime.device.emulator.blocks import CARRY, Block, split
 from runtime.device.emulator.fault import FaultKind
 from runtime.device.emulator.operations import OPERATIONS
 from runtime.device.emulator.ptx import (
@@ -111,6 +111,7 @@ class Lowering:
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.module, self.kernel = module, kernel
         self.blocks = split(kernel)
+        kernel.registers.setdefault(CARRY.name, CARRY)
         self.shared: SharedLayout = shared_layout(module, kernel)
         self.parameters = _parameter_offsets(kernel)
         self.locals, self.local_bytes = _local_offsets(kernel)
