@@ -22,6 +22,10 @@ import numba
 
 _ROOT = Path(__file__).resolve().parent.parent
 _IMPORT = re.compile(
+    r"^\s*(?:from\s+((?:numba_kernels|runtime)[\w.]*)\s+import\s+(\([^)]*\)|[^\n(]+)"
+    r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
+    re.M,
+)
     r"^\s*(?:from\s+((?:numba_kernels|runtime)[\w.]*)\s+import\s+([\w, ()\n]+)"
     r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
     re.MULTILINE,
