@@ -26,10 +26,6 @@ _IMPORT = re.compile(
     r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
     re.M,
 )
-    r"^\s*(?:from\s+((?:numba_kernels|runtime)[\w.]*)\s+import\s+([\w, ()\n]+)"
-    r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
-    re.MULTILINE,
-)
 
 
 def _file_of(module: str) -> Path | None:
