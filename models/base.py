@@ -21,7 +21,7 @@ class Model(ABC):
 
     Attributes:
         config: what `config.json` says.
-        dtype: the type that the matrices are kept in; activations are float32 on cpu.
+        dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
@@ -50,14 +50,14 @@ class Model(ABC):
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """One step over all tokens of a ragged batch, to just before the output head.
 
-        Returns `[num_tokens, hidden_size]` float32, after the final norm. Writes the keys and values of the
-        batch's tokens into `kv_cache` (group 0).
+        Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm. Writes the keys
+        and values of the batch's tokens into `kv_cache` (group 0).
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result into the scores of every token id.
 
-        `[n, hidden_size]` -> `[n, vocab_size]`, both float32.
+        `[n, hidden_size]` -> `[n, vocab_size]` float32.
         """
         return ops.logits_linear(hidden, self.lm_head)
 
@@ -69,4 +69,5 @@ class Model(ABC):
             head_dim=self.config.head_dim,
             block_size=block_size,
             dtype=dtype or self.dtype,
+            device=self.device,
         )

@@ -70,7 +70,7 @@ class LlamaModel(Model):
     def _build(self, weights: Weights) -> None:
         config = self.config
         assert config.rope is not None
-        self.rope = make_rope_table(config.rope, config.head_dim, self.max_positions)
+        self.rope = make_rope_table(config.rope, config.head_dim, self.max_positions, self.device)
         self.embed_tokens: Tensor | LinearWeight
         if config.tie_word_embeddings:
             self.embed_tokens = self.lm_head = weights.linear("model.embed_tokens")

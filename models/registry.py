@@ -72,7 +72,7 @@ def load_model(
     else:
         source = open_checkpoint(folder)
         source.fit(layout)
-    return model_class(config, Weights(source, wanted), device, max_model_len or limit)
+    return model_class(config, Weights(source, wanted, device), device, max_model_len or limit)
 
 
 def _float_dtype(dtype: DType | str) -> DType:

@@ -14,20 +14,26 @@ from typing import Any
 import numpy as np
 
 from models.rope_config import RopeConfig
+from runtime.device.device import CPU, Device
 from runtime.ops import RopeTable
 from runtime.tensor import Tensor
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def make_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> RopeTable:
-    """cos and sin `[num_positions, head_dim / 2]`; each half of a head is rotated against the other."""
+def make_rope_table(
+    rope: RopeConfig, head_dim: int, num_positions: int, device: Device = CPU
+) -> RopeTable:
+    """cos and sin `[num_positions, head_dim / 2]` on a device; each half of a head is rotated against the
+    other."""
     frequencies = inverse_frequencies(rope, head_dim)  # [head_dim / 2]
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.
     cos = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
     sin = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
-    return RopeTable(cos=Tensor.from_numpy(cos), sin=Tensor.from_numpy(sin), interleaved=False)
+    return RopeTable(
+        cos=Tensor.from_numpy(cos).to(device), sin=Tensor.from_numpy(sin).to(device), interleaved=False
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:

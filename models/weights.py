@@ -13,6 +13,7 @@ import numpy as np
 from models.errors import WeightsError
 from runtime import ops
 from runtime.cast import cast_array
+from runtime.device.device import CPU, Device
 from runtime.dtype import DType, float16, float32, promote
 from runtime.ops import LinearWeight
 from runtime.tensor import Tensor
@@ -35,11 +36,15 @@ class TensorSource(Protocol):
 class Weights:
     """Makes the pieces of a model and counts their bytes.
 
-    `dtype` is the type that weights are converted to, or None to keep each as it is stored.
+    `dtype` is the type that weights are converted to, or None to keep each as it is stored. On a GPU, where
+    the activations have the weights' type, all matrices are of one: None means the checkpoint's main type.
     """
 
-    def __init__(self, source: TensorSource, dtype: DType | None) -> None:
+    def __init__(self, source: TensorSource, dtype: DType | None, device: Device = CPU) -> None:
         self._source = source
+        self._device = device
+        if dtype is None and device.kind != "cpu":
+            dtype = source.main_dtype()
         self._dtype = dtype
         self.dtype = dtype or source.main_dtype()
         self.size_bytes = 0
@@ -57,7 +62,7 @@ class Weights:
         arrays = [self._array(f"{name}.weight", dtype) for name in names]
         weights = [Tensor.from_numpy(array.T if is_transposed else array) for array in arrays]
         biases = [Tensor.from_numpy(self._rounded(f"{name}.bias")) if has_bias else None for name in names]
-        packed = ops.prepare_linear(weights, biases)
+        packed = ops.prepare_linear(weights, biases, device=self._device)
         del arrays, weights
         for name in names:
             self._source.release(f"{name}.weight")
@@ -72,12 +77,14 @@ class Weights:
     def table(self, name: str) -> Tensor:
         """`name [rows, N]` in memory of its own, in the weights' type."""
         array = self._array(name, self._dtype or self._source.dtype(name))
-        return self._keep(array if array.flags.owndata else array.copy(), name)
+        is_own = array.flags.owndata or self._device.kind != "cpu"  # what goes to a GPU is copied there
+        return self._keep(array if is_own else array.copy(), name)
 
     def _keep(self, array: np.ndarray[Any, Any], name: str) -> Tensor:
+        tensor = Tensor.from_numpy(array).to(self._device)
         self._source.release(name)
         self.size_bytes += array.nbytes
-        return Tensor.from_numpy(array)
+        return tensor
 
     def _rounded(self, name: str) -> np.ndarray[Any, Any]:
         dtype = self._dtype or self._source.dtype(name)

@@ -5,23 +5,29 @@ of a page are stored transposed, so that a vector register runs over the tokens 
 horizontal sums, and the values' rows are padded to whole vectors of 16:
 
 - K ``[num_blocks, num_kv_heads, head_dim, block_size]``
-- V ``[num_blocks, num_kv_heads, block_size, padded_head_dim]``
+- V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
+
+On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
+part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 Who owns which block is not known here: that is the engine's block pool.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.device.device import Device
+from runtime.device.device import CPU, Device
 from runtime.dtype import DType, bfloat16, float16, float32
-from runtime.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedError
+from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.tensor import Tensor
 
-_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
+_CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
+_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type
+_GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
 
 
@@ -29,8 +35,8 @@ _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score
 class KVCacheSpec:
     """The shape of one model's KV cache; the number of blocks is the engine's choice.
 
-    Raises InvalidArgumentError for a size that is not positive, a ``block_size`` that is no multiple of 8, or a dtype
-    other than float32, float16 and bfloat16.
+    Raises InvalidArgumentError for a size that is not positive, a ``block_size`` that is no multiple of 8 (on a GPU:
+    not 8, 16 or 32), or a dtype other than float32, float16 and bfloat16.
     """
 
     num_layers: int
@@ -38,6 +44,7 @@ class KVCacheSpec:
     head_dim: int
     block_size: int  # tokens a page
     dtype: DType
+    device: Device = CPU
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -49,21 +56,31 @@ class KVCacheSpec:
                 f"KVCacheSpec: block_size is {self.block_size}, must be a multiple of {_BLOCK_SIZE_MULTIPLE}",
                 param="block_size",
             )
+        if self.device.kind != "cpu" and self.block_size not in _GPU_BLOCK_SIZES:
+            raise InvalidArgumentError(
+                f"KVCacheSpec: block_size is {self.block_size}, must be 8, 16 or 32 on {self.device}",
+                param="block_size",
+            )
         if self.dtype not in (float32, float16, bfloat16):
             raise InvalidArgumentError(
                 f"KVCacheSpec: dtype is {self.dtype.name}, must be float32, float16 or bfloat16", param="dtype"
             )
 
     @property
-    def padded_head_dim(self) -> int:
-        """Elements of one stored value row."""
-        return -(-self.head_dim // _VALUE_ROW_MULTIPLE) * _VALUE_ROW_MULTIPLE
+    def page_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """(K, V): the shape of one block of one layer."""
+        if self.device.kind == "cpu":
+            value_row = _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE)
+            keys = (self.num_kv_heads, self.head_dim, self.block_size)
+            return keys, (self.num_kv_heads, self.block_size, value_row)
+        page = (self.num_kv_heads, self.block_size, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
+        return page, page
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        elements = self.block_size * self.num_kv_heads * (self.head_dim + self.padded_head_dim)
-        return self.num_layers * elements * self.dtype.itemsize
+        keys, values = self.page_shapes
+        return self.num_layers * (math.prod(keys) + math.prod(values)) * self.dtype.itemsize
 
     @property
     def bytes_per_token(self) -> int:
@@ -72,32 +89,24 @@ class KVCacheSpec:
 
 
 class KVCache:
-    """The pages of every layer, allocated once and zeroed.
+    """The pages of every layer on the spec's device, allocated once; on the cpu zeroed.
 
-    Raises InvalidArgumentError when ``num_blocks`` is not positive, UnsupportedError for a device other than cpu,
-    OutOfMemoryError when the machine refuses the bytes.
+    Raises InvalidArgumentError when ``num_blocks`` is not positive, OutOfMemoryError when the device refuses the bytes.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: Device) -> None:
+    def __init__(self, spec: KVCacheSpec, num_blocks: int) -> None:
         if num_blocks < 1:
             raise InvalidArgumentError(f"KVCache: num_blocks is {num_blocks}, must be at least 1", param="num_blocks")
-        if device.type != "cpu":
-            raise UnsupportedError(f"KVCache: device is {device}, only cpu has KV pages so far")
         self.spec = spec
         self.num_blocks = num_blocks
-        self.device = device
-        heads = (num_blocks, spec.num_kv_heads)
+        self.device = spec.device
+        keys, values = spec.page_shapes
         self._layers = [
-            (
-                _zeros((*heads, spec.head_dim, spec.block_size), spec),
-                _zeros((*heads, spec.block_size, spec.padded_head_dim), spec),
-            )
-            for _ in range(spec.num_layers)
+            (_pages((num_blocks, *keys), spec), _pages((num_blocks, *values), spec)) for _ in range(spec.num_layers)
         ]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Layer ``index``'s pages: K ``[num_blocks, num_kv_heads, head_dim, block_size]`` and V
-        ``[num_blocks, num_kv_heads, block_size, padded_head_dim]``."""
+        """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say."""
         return self._layers[index]
 
     @property
@@ -106,9 +115,15 @@ class KVCache:
         return self.num_blocks * self.spec.bytes_per_block
 
 
-def _zeros(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
+def _pages(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
+    if spec.device.kind != "cpu":
+        return Tensor.empty(shape, spec.dtype, spec.device)
     try:
         return Tensor.from_numpy(np.zeros(shape, spec.dtype.numpy))
     except MemoryError as error:
-        size = int(np.prod(shape, dtype=np.int64)) * spec.dtype.itemsize
+        size = math.prod(shape) * spec.dtype.itemsize
         raise OutOfMemoryError(f"KVCache: {size} bytes for one layer's pages {shape} were refused") from error
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

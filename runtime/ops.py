@@ -11,6 +11,7 @@ arithmetic behind Tensor's operators is `runtime.tensor_ops`; its functions are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,16 +19,17 @@ from runtime import tensor_ops
 from runtime.backends import cpu, cpu_sampling
 from runtime.backends.cpu_checks import fail
 from runtime.batch import Batch
-from runtime.device.device import CPU
+from runtime.device.device import CPU, Device
 from runtime.linear_weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
+from runtime.storage import NDArray
 from runtime.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "attention", "embedding", "gather_rows", "gelu", "layer_norm",
-    "linear", "log_softmax_topk", "logits_linear", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu",
-    "swiglu",
+    "linear", "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "sample",
+    "silu", "swiglu",
 ]  # fmt: skip
 
 
@@ -53,6 +55,15 @@ def _sampling_backend(op: str, logits: Tensor) -> ModuleType:
     from runtime.backends import cuda_sampling
 
     return cuda_sampling
+
+
+def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
+    """The arrays as tensors on a device: over their own memory on the cpu, else copied together."""
+    if device.kind == "cpu":
+        return [Tensor.from_numpy(array) for array in arrays]
+    from runtime.backends import cuda_tensor
+
+    return cuda_tensor.upload_together(arrays, device)
 
 
 # ------------------------------------------------------------------------------------------ linear, embedding

@@ -31,17 +31,22 @@ class Storage:
         device: where the bytes lie.
         size_bytes: how many there are.
         owner: the object whose life keeps the bytes valid: our own allocation, a numpy array that somebody
-            handed in, a mapped file. The storage holds it, and asks nothing else of it.
+            handed in, a mapped file, a block of a GPU's allocator. The storage holds it, and asks nothing else
+            of it.
+        address: on a GPU, where the bytes lie; 0 on the cpu, where a tensor's array knows.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_share", "device", "owner", "size_bytes")
+    __slots__ = ("__weakref__", "_buffer", "_share", "address", "device", "owner", "size_bytes")
 
-    def __init__(self, device: Device, size_bytes: int, buffer: NDArray, owner: object) -> None:
-        """`buffer` is a C-contiguous array of a standard numpy dtype over the bytes. Where it is read-only,
-        every tensor here is."""
+    def __init__(
+        self, device: Device, size_bytes: int, buffer: NDArray | None, owner: object, address: int = 0
+    ) -> None:
+        """On the cpu `buffer` is a C-contiguous array of a standard numpy dtype over the bytes; where it is read-only,
+        every tensor here is. On a GPU there is no buffer, but the `address` of the bytes."""
         self.device = device
         self.size_bytes = size_bytes
         self.owner = owner
+        self.address = address
         self._buffer = buffer
         # Each tensor holds a reference to `_share` and nobody else does, so that the interpreter's own
         # counter, which threads cannot tear, is the number of tensors.
@@ -53,7 +58,13 @@ class Storage:
 
         Raises:
             OutOfMemoryError: with the size, where the system has none.
+            DeviceError: where the device is not there.
         """
+        if device.kind != "cpu":
+            from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+            block = Gpu.of(device).allocate(size_bytes)
+            return Storage(device, size_bytes, None, block, block.address)
         slack = ALIGNMENT_BYTES if size_bytes >= LARGE_BYTES else 0
         try:
             buffer = np.empty(size_bytes + slack, np.uint8)
@@ -89,12 +100,13 @@ class Storage:
     @property
     def is_read_only(self) -> bool:
         """Whether writing is refused: a read-only array or mapped file stands behind."""
-        return not self._buffer.flags.writeable
+        return self._buffer is not None and not self._buffer.flags.writeable
 
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
         """A numpy view; strides and offset in elements. Read-only where the storage is or where elements
         overlap. The view keeps the bytes alive by itself. Only for storage on the cpu.
         """
+        assert self._buffer is not None, "the storage is not on the cpu"
         itemsize = dtype.itemsize
         if strides == contiguous_strides(shape):
             return np.ndarray(shape, dtype.numpy, self._buffer, offset * itemsize)

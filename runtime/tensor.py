@@ -62,7 +62,7 @@ class Tensor:
         offset: position of the first element in the storage, in elements.
         array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
             field. DeviceError on any other device.
-        address: where the first element of `array` lies, kept likewise: what a kernel is given.
+        address: where the first element lies, on whichever device, kept likewise: what a kernel is given.
     """
 
     __slots__ = ("__weakref__", "_share", "address", "array", "dtype", "offset", "shape", "storage", "strides")
@@ -91,7 +91,10 @@ class Tensor:
         def __getattr__(self, name: str) -> NDArray | int:
             """Called only while a field is missing: `array` and `address` are, until their first use."""
             if name == "address":
-                self.address = self.array.ctypes.data
+                if self.storage.address:
+                    self.address = self.storage.address + self.offset * self.dtype.itemsize
+                else:
+                    self.address = self.array.ctypes.data
                 return self.address
             if name != "array":
                 raise AttributeError(f"Tensor has no attribute {name!r}")

@@ -107,7 +107,12 @@ def assign(target: Tensor, source: Operand) -> Tensor:
         tensor = _tensor("assign", source)
         layout.expanded_strides("assign", tensor.shape, tensor.strides, target.shape)
         value = tensor.array
-    target.array[...] = cast_array(value, target.dtype)
+    if target.device.kind != "cpu":
+        from runtime.backends import cuda_tensor
+
+        cuda_tensor.write(target, np.broadcast_to(value, target.shape))
+    else:
+        target.array[...] = cast_array(value, target.dtype)
     return target
 
 
@@ -128,11 +133,14 @@ def to_device(tensor: Tensor, device: Device | str) -> Tensor:
     """The same values on another device; the tensor itself where it is there.
 
     Raises:
-        DeviceError: for a device that this build does not have.
+        DeviceError: for a device that is not there.
     """
     target = Device.parse(device)
-    assert target == tensor.device, "a second device needs a copy between the two"
-    return tensor
+    if target == tensor.device:
+        return tensor
+    from runtime.backends import cuda_tensor  # brings the driver, which the cpu does without
+
+    return cuda_tensor.to_device(tensor, target)
 
 
 # ------------------------------------------------------------------------------------- elementwise

@@ -67,7 +67,7 @@ def build_engine(
         bytes_per_block=spec.bytes_per_block,
         available_bytes=available_memory_bytes(),
     )
-    kv_cache = KVCache(spec, limits.num_blocks, target)
+    kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
         model_name=model_name(model, folder),
         model_path=str(folder),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
-from runtime.device.device import Device
+from runtime.device.device import CPU, Device
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampler import Sampler, sample, token_logprobs
@@ -86,11 +86,13 @@ class Runner:
         else:
             width = max(self._num_blocks[row] for row in rows)
             block_tables = self._block_tables[:, :width].take(rows, axis=0)
-        batch = lay_out(chunks, block_tables, self.limits.block_size)
+        batch = lay_out(chunks, block_tables, self.limits.block_size, self.model.device)
         hidden = self.model.forward(batch, self.kv_cache)  # [num_tokens, hidden_size]
-        for position, chunk in enumerate(chunks):
+        first_row = 0
+        for chunk in chunks:
             if chunk.sequence.needs_prompt_logprobs:
-                self._add_prompt_logprobs(chunk, hidden, int(batch.query_start.array[position]))
+                self._add_prompt_logprobs(chunk, hidden, first_row)
+            first_row += chunk.num_tokens
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         return self._sample(finished, hidden, batch.logits_indices) if finished else []
 
@@ -100,17 +102,18 @@ class Runner:
         block_size, num_tokens = self.limits.block_size, len(token_ids)
         num_blocks = -(-num_tokens // block_size)
         spec = self.model.kv_cache_spec(block_size)
-        kv_cache = KVCache(spec, num_blocks, self.model.device)
+        kv_cache = KVCache(spec, num_blocks)
         block_table = np.arange(num_blocks, dtype=np.int32)[None]
         result = np.empty((num_tokens, self.vocab_size), np.float32)
         step = self.limits.max_num_batched_tokens
         for start in range(0, num_tokens, step):
             ids = token_ids[start : start + step]
             starts, counts = np.array([start]), np.array([len(ids)])
-            batch = _batch(ids, starts, counts, block_table, block_size, np.arange(len(ids), dtype=np.int32))
+            everything = np.arange(len(ids), dtype=np.int32)
+            batch = _batch(ids, starts, counts, block_table, block_size, everything, self.model.device)
             hidden = self.model.forward(batch, kv_cache)
             for first, logits in self._logits_in_slices(hidden, 0, len(ids)):
-                result[start + first : start + first + logits.shape[0]] = logits.array
+                result[start + first : start + first + logits.shape[0]] = logits.to("cpu").array
         return result
 
     def _write_blocks(self, chunks: list[Chunk], rows: list[int]) -> None:
@@ -132,7 +135,7 @@ class Runner:
         ]
         if wanted:
             if len(wanted) < len(drawn):
-                logits = ops.gather_rows(logits, Tensor.from_numpy(np.array(wanted, np.int32)))
+                logits = ops.gather_rows(logits, Tensor.from_numpy(np.array(wanted, np.int32)).to(logits.device))
             counts = [drawn[position].sequence.request.params.logprobs or 0 for position in wanted]
             for position, logprobs in zip(wanted, token_logprobs(logits, token_ids[wanted], counts)):
                 drawn[position].logprobs = logprobs
@@ -163,8 +166,10 @@ class Runner:
             yield row, self.model.compute_logits(hidden[row : min(row + num_rows, end)])
 
 
-def lay_out(chunks: list[Chunk], block_tables: NDArray[np.int32], block_size: int) -> Batch:
-    """The ragged batch of these chunks, whose sequences' block tables are the rows of ``block_tables``."""
+def lay_out(
+    chunks: list[Chunk], block_tables: NDArray[np.int32], block_size: int, device: Device = CPU
+) -> Batch:
+    """The ragged batch of these chunks on a device; the sequences' block tables are the rows of ``block_tables``."""
     starts = np.array([chunk.start for chunk in chunks])
     if all(chunk.is_last and chunk.num_tokens == 1 for chunk in chunks):
         token_ids = np.array([chunk.sequence.last_token_id for chunk in chunks], np.int32)
@@ -178,7 +183,8 @@ def lay_out(chunks: list[Chunk], block_tables: NDArray[np.int32], block_size: in
             offset += chunk.num_tokens
     ends = np.cumsum(counts)
     is_last = np.array([chunk.is_last for chunk in chunks])
-    return _batch(token_ids, starts, counts, block_tables, block_size, (ends - 1)[is_last].astype(np.int32))
+    logits_indices = (ends - 1)[is_last].astype(np.int32)
+    return _batch(token_ids, starts, counts, block_tables, block_size, logits_indices, device)
 
 
 def _batch(
@@ -188,6 +194,7 @@ def _batch(
     block_tables: NDArray[np.int32],
     block_size: int,
     logits_indices: NDArray[np.int32],
+    device: Device,
 ) -> Batch:
     query_start = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=query_start[1:])
@@ -199,14 +206,19 @@ def _batch(
     block, offset = np.divmod(positions, block_size)
     slots = block_tables[sequence_of_token, block].astype(np.int64) * block_size + offset
     seq_lens = starts + counts
+    arrays = (
+        token_ids, positions.astype(np.int32), query_start.astype(np.int32), seq_lens.astype(np.int32), slots,
+        block_tables, logits_indices,
+    )  # fmt: skip
+    ids, places, query_starts, lengths, slot_mapping, tables, indices = ops.place(arrays, device)
     return Batch(
-        token_ids=Tensor.from_numpy(token_ids),
-        positions=Tensor.from_numpy(positions.astype(np.int32)),
-        query_start=Tensor.from_numpy(query_start.astype(np.int32)),
-        seq_lens=Tensor.from_numpy(seq_lens.astype(np.int32)),
-        slot_mappings=(Tensor.from_numpy(slots),),
-        block_tables=(Tensor.from_numpy(block_tables),),
-        logits_indices=Tensor.from_numpy(logits_indices),
+        token_ids=ids,
+        positions=places,
+        query_start=query_starts,
+        seq_lens=lengths,
+        slot_mappings=(slot_mapping,),
+        block_tables=(tables,),
+        logits_indices=indices,
         max_query_len=int(counts.max()),
         max_seq_len=int(seq_lens.max()),
     )

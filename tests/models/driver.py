@@ -35,7 +35,7 @@ class ModelDriver:
         self.block_size = block_size
         blocks_each = -(-max_tokens // block_size)
         num_blocks = num_sequences * blocks_each + 5  # some are never used
-        self.kv_cache = KVCache(model.kv_cache_spec(block_size, kv_dtype), num_blocks, model.device)
+        self.kv_cache = KVCache(model.kv_cache_spec(block_size, kv_dtype), num_blocks)
         free = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
         self.block_tables = free[: num_sequences * blocks_each].reshape(num_sequences, blocks_each)
         self.num_tokens = [0] * num_sequences  # in the cache

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runtime import ops, tensor_ops
-from runtime.device.device import CPU, Device
+from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32, int8
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.kv_cache import KVCache, KVCacheSpec
@@ -146,7 +146,7 @@ def test_generic_arithmetic_is_reached_through_the_door():
 
 def test_kv_cache_spec_counts_its_bytes_and_refuses():
     spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=24, block_size=16, dtype=bfloat16)
-    cache = KVCache(spec, 5, CPU)
+    cache = KVCache(spec, 5)
     held = sum(pages.array.nbytes for layer in range(3) for pages in cache.layer(layer))
     assert cache.size_bytes == held == 5 * spec.bytes_per_block == 5 * 16 * spec.bytes_per_token
     for change, words in (({"block_size": 12}, "block_size is 12"), ({"head_dim": 0}, "head_dim is 0")):
@@ -156,7 +156,7 @@ def test_kv_cache_spec_counts_its_bytes_and_refuses():
     with pytest.raises(InvalidArgumentError, match="dtype is int8"):
         KVCacheSpec(1, 1, 8, 8, int8)
     with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
-        KVCache(spec, 0, CPU)
+        KVCache(spec, 0)
 
 
 def test_python_threads_may_call_at_once():

@@ -142,7 +142,7 @@ def make_engine(
     limits = resolve(
         config, max_position_embeddings=4096, bytes_per_block=spec.bytes_per_block, available_bytes=1 << 30
     )
-    kv_cache = KVCache(spec, limits.num_blocks, model.device)
+    kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
         model_name="fake",
         model_path="fake",

@@ -1,0 +1,76 @@
+"""Tensors on a GPU, real or emulated: between devices, and what stands behind Tensor's operators there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.cast import cast_array
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.dtype import dtype_of_array
+from runtime.layout import contiguous_strides
+from runtime.storage import NDArray, Storage
+from runtime.tensor import Tensor
+
+_ALIGNMENT = 16
+
+
+def upload(array: NDArray, device: Device) -> Tensor:
+    """A new tensor on a GPU with an array's elements; the array may be changed when this returns."""
+    tensor = Tensor.from_numpy(array)
+    result = Tensor.empty(tensor.shape, tensor.dtype, device)
+    if array.size:
+        Gpu.of(device).write(result.address, array)
+    return result
+
+
+def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
+    """The arrays on a GPU, C-contiguous, in one piece of memory by one copy: for what a step needs of small arrays."""
+    offsets, size = [], 0
+    for array in arrays:
+        offsets.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    storage = Storage.allocate(device, size)
+    packed = np.zeros(size, np.uint8)
+    tensors = []
+    for array, offset in zip(arrays, offsets):
+        packed[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        dtype = dtype_of_array(array)
+        strides = contiguous_strides(array.shape)
+        tensors.append(Tensor(storage, dtype, array.shape, strides, offset // dtype.itemsize))
+    if size:
+        Gpu.of(device).write(storage.address, packed)
+    return tensors
+
+
+def download(tensor: Tensor) -> Tensor:
+    """A copy on the cpu; waits for the work in front of it."""
+    source = tensor if tensor.is_contiguous else tensor.clone()
+    array: NDArray = np.empty(tensor.shape, tensor.dtype.numpy)
+    if array.size:
+        Gpu.of(tensor.device).read(source.address, array)
+    return Tensor.over(array, tensor.dtype)
+
+
+def to_device(tensor: Tensor, device: Device) -> Tensor:
+    """The same values on another device; at least one of the two is a GPU."""
+    if tensor.device.kind == "cpu":
+        return upload(tensor.array, device)
+    if device.kind == "cpu":
+        return download(tensor)
+    if tensor.device.kind != device.kind or tensor.device.arch != device.arch:  # two drivers: through the host
+        return upload(download(tensor).array, device)
+    source = tensor if tensor.is_contiguous else tensor.clone()
+    result = Tensor.empty(tensor.shape, tensor.dtype, device)
+    gpu, peer = Gpu.of(tensor.device), Gpu.of(device)
+    gpu.copy_to_peer(peer, result.address, source.address, tensor.size_bytes)
+    gpu.synchronize()  # the peer's streams know nothing of ours
+    return result
+
+
+def write(target: Tensor, values: NDArray) -> None:
+    """Writes an array of the target's shape, cast to its type, over a contiguous tensor on a GPU."""
+    if values.size:
+        Gpu.of(target.device).write(target.address, cast_array(values, target.dtype))
