@@ -1,0 +1,74 @@
+"""Tier 1: one thread an element of the output. What it teaches: the equation, and why it is not enough.
+
+Every thread reads a whole row of x and a whole row of the weight: 2 K elements for 2 K operations, so the same numbers
+are fetched again and again, and neighbouring lanes read rows of the weight that lie K elements apart. The caches alone
+keep it from being slower still.
+
+Each sum runs over k from first to last, one fused multiply-add at a time, so that rows alone or batched are identical
+(and equal to those of the tiled and register tiers, bit by bit).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+BLOCK = 16  # a block is 16 x 16 threads
+
+
+@functools.cache
+def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisation:
+    load, finish = element_loader(dtype), finisher(dtype, out_dtype)
+    item_bytes = ITEM_BYTES[dtype]
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+        row_tile = uint32(cuda.blockIdx.x) % ((m + uint32(BLOCK - 1)) // uint32(BLOCK))
+        column_tile = uint32(cuda.blockIdx.x) // ((m + uint32(BLOCK - 1)) // uint32(BLOCK))
+        row = row_tile * uint32(BLOCK) + uint32(cuda.threadIdx.y)
+        column = column_tile * uint32(BLOCK) + uint32(cuda.threadIdx.x)
+        if row < m and column < n:
+            x_row = x + uint64(row) * uint64(k) * uint64(item_bytes)
+            if is_weight_layout:
+                weight_column = weight + uint64(column) * uint64(k) * uint64(item_bytes)
+                step = uint64(item_bytes)
+            else:
+                weight_column = weight + uint64(column) * uint64(item_bytes)
+                step = uint64(n) * uint64(item_bytes)
+            total = float32(0.0)
+            i = uint32(0)
+            while i < k:
+                total += load(x_row) * load(weight_column)
+                x_row += uint64(item_bytes)
+                weight_column += step
+                i += uint32(1)
+            finish(bias, bias_is_f32, residual, out, n, row, column, total)
+
+    layout = "nk" if is_weight_layout else "kn"
+    return Specialisation(
+        name=f"gemm_naive_{dtype}_{out_dtype}_{layout}",
+        kernel=cuda.jit(gemm),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=BLOCK * BLOCK,
+        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout},
+    )
+
+
+def plan(m: int, n: int, dtype: str, out_dtype: str, is_weight_layout: bool) -> Launch:
+    """A launch for ``out [m, n]``, both at least 1."""
+    tiles = -(-m // BLOCK) * -(-n // BLOCK)
+    return Launch(_kernel(dtype, out_dtype, is_weight_layout), (tiles, 1, 1), (BLOCK, BLOCK, 1))
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every specialisation that `plan` can return."""
+    for (dtype, out_dtype), is_weight_layout in itertools.product(DTYPE_PAIRS, (True, False)):
+        yield _kernel(dtype, out_dtype, is_weight_layout)

@@ -1,0 +1,92 @@
+"""Tier 2: tiles in shared memory. What it teaches: reuse.
+
+Against the naive tier it changes one thing. A block of 16x16 threads brings a 16x16 tile of x and one of the weight to
+shared memory, each element fetched once, and then each is used 16 times: a sixteenth of the traffic to global memory,
+and that in whole rows of 16 neighbours. Rows of the tiles are 17 floats apart, so that lanes which read down a column
+fall into different banks.
+
+The order of each sum is the naive tier's: k from first to last.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+TILE = 16
+STRIDE = TILE + 1  # of a row in shared memory
+
+
+@functools.cache
+def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisation:
+    load, finish = element_loader(dtype), finisher(dtype, out_dtype)
+    item_bytes = ITEM_BYTES[dtype]
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+        x_tile = cuda.shared.array((TILE, STRIDE), float32)  # [row, k]
+        weight_tile = cuda.shared.array((TILE, STRIDE), float32)  # [k, column], or [column, k] in the weight layout
+        tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        tiles_m = (m + uint32(TILE - 1)) // uint32(TILE)
+        column_tile = uint32(cuda.blockIdx.x) // tiles_m
+        row = (uint32(cuda.blockIdx.x) - column_tile * tiles_m) * uint32(TILE) + ty
+        first_column = column_tile * uint32(TILE)
+        column = first_column + tx
+
+        total = float32(0.0)
+        start = uint32(0)
+        while start < k:
+            # Beyond the matrices: zeros.
+            element = float32(0.0)
+            if row < m and start + tx < k:
+                element = load(x + (uint64(row) * uint64(k) + uint64(start + tx)) * uint64(item_bytes))
+            x_tile[ty, tx] = element
+            element = float32(0.0)
+            if is_weight_layout:
+                if first_column + ty < n and start + tx < k:
+                    place = uint64(first_column + ty) * uint64(k) + uint64(start + tx)
+                    element = load(weight + place * uint64(item_bytes))
+            elif column < n and start + ty < k:
+                place = uint64(start + ty) * uint64(n) + uint64(column)
+                element = load(weight + place * uint64(item_bytes))
+            weight_tile[ty, tx] = element
+            sync_block()
+            for i in range(TILE):
+                if is_weight_layout:
+                    total += x_tile[ty, i] * weight_tile[tx, i]
+                else:
+                    total += x_tile[ty, i] * weight_tile[i, tx]
+            sync_block()
+            start += uint32(TILE)
+        if row < m and column < n:
+            finish(bias, bias_is_f32, residual, out, n, row, column, total)
+
+    layout = "nk" if is_weight_layout else "kn"
+    return Specialisation(
+        name=f"gemm_tiled_{dtype}_{out_dtype}_{layout}",
+        kernel=cuda.jit(gemm),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=TILE * TILE,
+        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout},
+    )
+
+
+def plan(m: int, n: int, dtype: str, out_dtype: str, is_weight_layout: bool) -> Launch:
+    """A launch for ``out [m, n]``, both at least 1."""
+    tiles = -(-m // TILE) * -(-n // TILE)
+    return Launch(_kernel(dtype, out_dtype, is_weight_layout), (tiles, 1, 1), (TILE, TILE, 1))
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every specialisation that `plan` can return."""
+    for (dtype, out_dtype), is_weight_layout in itertools.product(DTYPE_PAIRS, (True, False)):
+        yield _kernel(dtype, out_dtype, is_weight_layout)

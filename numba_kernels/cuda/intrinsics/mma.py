@@ -1,0 +1,40 @@
+"""The tensor cores of sm_80 on: `mma.sync` on 16x8x16 tiles, and `ldmatrix`, which brings their operands.
+
+    accumulator = mma_bf16(accumulator, a, b)      # D[16, 8] = A[16, 16] . B[16, 8] + D, float32, over a warp
+
+With g = lane // 4 and t = lane % 4, a lane holds (pairs have the lower index in the low half):
+
+    a: 4 pairs   A[g, 2t..], A[g + 8, 2t..], A[g, 2t + 8..], A[g + 8, 2t + 8..]
+    b: 2 pairs   B[2t.., g], B[2t + 8.., g]
+    accumulator: D[g, 2t], D[g, 2t + 1], D[g + 8, 2t], D[g + 8, 2t + 1]
+
+`ldmatrix` reads 8x8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the address of matrix i's row r
+(16 bytes, aligned), and receives of matrix i the pair at row g, columns 2t, 2t + 1; transposed: rows 2t, 2t + 1 of
+column g. PTX ISA, "mma.sync", "ldmatrix".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_kernels.cuda.intrinsics.asm import instruction
+
+
+def _mma(kind: str) -> Any:
+    return instruction(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};",
+        "ffff",
+        "rrrr rr",
+        is_pure=True,
+        is_accumulating=True,
+    )
+
+
+mma_bf16 = _mma("bf16")
+mma_f16 = _mma("f16")
+
+load_matrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r")
+load_matrix_x4_transposed = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r"
+)
