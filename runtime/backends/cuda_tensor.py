@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from runtime.cast import cast_array
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import dtype_of_array
+from runtime.errors import InvalidArgumentError
 from runtime.layout import contiguous_strides
 from runtime.storage import NDArray, Storage
 from runtime.tensor import Tensor
@@ -52,6 +54,20 @@ def download(tensor: Tensor) -> Tensor:
     if array.size:
         Gpu.of(tensor.device).read(source.address, array)
     return Tensor.over(array, tensor.dtype)
+
+
+@functools.cache
+def id_flag(device: Device) -> Tensor:
+    """Where gathering kernels say that an id was outside its table: ``[1]`` int32, zero until one is."""
+    return upload(np.zeros(1, np.int32), device)
+
+
+def check_id_flag(device: Device) -> None:
+    """Waits for the device and raises InvalidArgumentError where an id was outside its table since the last call."""
+    flag = id_flag(device)
+    if download(flag).array[0]:
+        write(flag, np.zeros(1, np.int32))
+        raise InvalidArgumentError("embedding: an id is outside the table", param="token_ids")
 
 
 def to_device(tensor: Tensor, device: Device) -> Tensor:

@@ -1,0 +1,187 @@
+"""The operations of a model on a GPU, real or emulated, as `runtime.ops` describes them.
+
+Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16; norm weights and biases are
+float32. Every operation is one launch, or a few, on the device's current stream; none waits. A `plan` of the kernel's
+family chooses specialisation, grid and block; `Gpu.launch` compiles, packs and launches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_kernels.cuda import activation as _activation
+from numba_kernels.cuda import embedding as _embedding
+from numba_kernels.cuda import norm as _norm
+from numba_kernels.cuda import qkv as _qkv
+from runtime.backends.cpu_checks import fail
+from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
+from runtime.backends.cuda_tensor import id_flag, upload
+from runtime.dtype import float32, int32, int64
+from runtime.linear_weight import LinearWeight, RowWeight
+from runtime.rope_table import RopeTable
+from runtime.tensor import Tensor
+
+# ------------------------------------------------------------------------------------------ embedding
+
+
+def _gather(op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: Tensor | None) -> Tensor:
+    gpu = first(op, name, ids, int32, (None,))
+    rows_of = table.weight if isinstance(table, RowWeight) else table
+    if isinstance(rows_of, LinearWeight):
+        raise fail(op, "table", f"is on {rows_of.device}, the other arguments are on {ids.device}")
+    source = check(op, "table", rows_of, ids.device, FLOATS, (None, None))
+    table_rows, width = rows_of.shape
+    num_rows = ids.shape[0]
+    result = output(op, out, (num_rows, width), rows_of.dtype, ids.device)
+    if num_rows and width:
+        if not table_rows:
+            raise fail(op, "table", "has no rows")
+        launch, accesses = _embedding.plan_embedding(
+            num_rows, width, rows_of.dtype.ptx, is_added=out is not None, alignment=alignment(source, result.address)
+        )
+        flag = id_flag(ids.device).address
+        gpu.launch(launch, ids.address, source, result.address, flag, num_rows, table_rows, accesses)
+    return result
+
+
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
+    """See `ops.embedding`."""
+    return _gather("embedding", "token_ids", token_ids, table, None)
+
+
+def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """See `ops.add_embedding`."""
+    first("add_embedding", "x", x, FLOATS, (None, None))
+    check("add_embedding", "positions", positions, x.device, int32, (x.shape[0],))
+    return _gather("add_embedding", "positions", positions, table, x)
+
+
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """See `ops.gather_rows`."""
+    first("gather_rows", "x", x, FLOATS, (None, None))
+    check("gather_rows", "indices", indices, x.device, int32, (None,))
+    return _gather("gather_rows", "indices", indices, x, None)
+
+
+# ------------------------------------------------------------------------------------------ norms, activations
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`."""
+    gpu = first("rms_norm", "x", x, FLOATS, (None, None))
+    rows, width = x.shape
+    scale = check("rms_norm", "weight", weight, x.device, float32, (width,))
+    result = output("rms_norm", None, x.shape, x.dtype, x.device)
+    if rows and width:
+        addresses = x.address, scale, result.address
+        launch = _norm.plan_rms_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
+        gpu.launch(launch, x.address, 0, scale, result.address, width, 1.0 / width, eps)
+    return result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `ops.layer_norm`."""
+    gpu = first("layer_norm", "x", x, FLOATS, (None, None))
+    rows, width = x.shape
+    scale = check("layer_norm", "weight", weight, x.device, float32, (width,))
+    if bias is None:
+        bias = upload(np.zeros(width, np.float32), x.device)
+    shift = check("layer_norm", "bias", bias, x.device, float32, (width,))
+    result = output("layer_norm", None, x.shape, x.dtype, x.device)
+    if rows and width:
+        addresses = x.address, scale, shift, result.address
+        launch = _norm.plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
+        gpu.launch(launch, x.address, 0, scale, shift, result.address, width, 1.0 / width, eps)
+    return result
+
+
+def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
+    """One of `activation.ACTIVATIONS`, elementwise; ``out`` may be ``x``."""
+    gpu = first(op, "x", x, FLOATS, x.shape)
+    result = output(op, out, x.shape, x.dtype, x.device)
+    if x.size:
+        launch, accesses = _activation.plan_activation(
+            name, x.size, x.dtype.ptx, alignment=alignment(x.address, result.address)
+        )
+        gpu.launch(launch, x.address, result.address, accesses)
+    return result
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `ops.swiglu`."""
+    gpu = first("swiglu", "gate_up", gate_up, FLOATS, (None, None))
+    rows, both = gate_up.shape
+    if both % 2:
+        raise fail("swiglu", "gate_up", f"has {both} columns, must be an even number")
+    width = both // 2
+    result = output("swiglu", None, (rows, width), gate_up.dtype, gate_up.device)
+    if rows and width:
+        launch, accesses = _activation.plan_swiglu(
+            rows, width, gate_up.dtype.ptx, alignment=alignment(gate_up.address, result.address)
+        )
+        gpu.launch(launch, gate_up.address, result.address, rows, accesses)
+    return result
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+def _page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, head_dim rounded up to 8]``."""
+    row = -(-head_dim // 8) * 8
+    check(op, "k_cache", k_cache, x.device, x.dtype, (None, None, None, row))
+    blocks, heads, block_size, _ = k_cache.shape
+    check(op, "v_cache", v_cache, x.device, x.dtype, k_cache.shape)
+    return blocks, heads, block_size
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    positions: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: RopeTable | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `ops.qkv_prepare`."""
+    op = "qkv_prepare"
+    gpu = first(op, "qkv", qkv, FLOATS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
+    device, tokens = qkv.device, qkv.shape[0]
+    check(op, "positions", positions, device, int32, (tokens,))
+    check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
+    _, heads, block_size = _page_shape(op, k_cache, v_cache, qkv, head_dim)
+    if heads != num_kv_heads:
+        raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
+    if (q_norm is None) != (k_norm is None):
+        raise fail(op, "k_norm", "must be given where q_norm is, and only there")
+    norms = [
+        0 if norm is None else check(op, name, norm, device, float32, (head_dim,))
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
+    ]
+    cos = sin = rotary = 0
+    if rope is not None:
+        cos = check(op, "rope.cos", rope.cos, device, float32, (None, None))
+        sin = check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
+        rotary = 2 * rope.cos.shape[1]
+        if rotary > head_dim:
+            raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
+    result = output(op, None, (tokens, num_q_heads, head_dim), qkv.dtype, device)
+    if tokens == 0:
+        return result
+    launch = _qkv.plan_qkv_prepare(
+        tokens, num_q_heads, num_kv_heads, head_dim, block_size, qkv.dtype.ptx, rotary=rotary,
+        interleaved=rope is not None and rope.interleaved, has_norm=q_norm is not None,
+        alignment=alignment(qkv.address, result.address, *norms),
+    )  # fmt: skip
+    gpu.launch(
+        launch, qkv.address, positions.address, cos, sin, *norms, slot_mapping.address, k_cache.address,
+        v_cache.address, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
+    )  # fmt: skip
+    return result
