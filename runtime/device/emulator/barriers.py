@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba_kernels.cache import njit
+from runtime.device.emulator.clocks import on_arrive, on_barrier
 from runtime.device.emulator.context import (
     BLOCK_BARRIERS,
     BLOCK_NUM_WARPS,
@@ -26,7 +27,8 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i64_at, popcount, trailing_zeros
+from runtime.device.emulator.pointers import address_of, i64_at, popcount, trailing_zeros
+from runtime.device.emulator.proxy import synchronised
 
 Warp = Any
 
@@ -37,7 +39,8 @@ EXPECTED = 1  # threads; 0: all of the block; -1: nobody has come yet
 ARRIVED = 2  # threads
 RED_COUNT, RED_AND, RED_OR = 3, 4, 5  # of the generation that is gathering
 RESULT = 6  # count, and, or of the generation before, for even generations; then for odd ones
-LANES = 12  # for each warp of up to 32, the lanes that have arrived
+WAITING = 12  # mask of the warps that wait, in their block's numbers
+LANES = 13  # for each warp of up to 32, the lanes that have arrived
 BARRIER_FIELDS = LANES + 32
 BARRIERS_BYTES = NUM_BARRIERS * BARRIER_FIELDS * 8
 
@@ -77,6 +80,9 @@ def _complete_if_full(block, barrier):  # type: ignore[no-untyped-def]
     barrier[place] = barrier[RED_COUNT]
     barrier[place + 1] = barrier[RED_AND]
     barrier[place + 2] = barrier[RED_OR]
+    key = (address_of(barrier) - block[BLOCK_BARRIERS]) // (BARRIER_FIELDS * 8)
+    on_barrier(block, key, barrier[WAITING])
+    barrier[WAITING] = 0
     barrier[GENERATION] += 1
     barrier[EXPECTED] = -1
     barrier[ARRIVED] = 0
@@ -155,6 +161,7 @@ def _sync(warp, mask, site, numbers, counts, has_count, predicate, is_red):  # t
         if address == 0:
             return FAILED
         barrier = i64_at(address)
+        barrier[WAITING] |= 1 << warp[WARP_INDEX]
         for lane in range(32):
             if (new >> lane) & 1:
                 tokens[lane] = barrier[GENERATION] + 1
@@ -169,6 +176,7 @@ def _sync(warp, mask, site, numbers, counts, has_count, predicate, is_red):  # t
     barrier = i64_at(block[BLOCK_BARRIERS] + number * BARRIER_FIELDS * 8)
     if tokens[first] > barrier[GENERATION]:
         return RETRY
+    synchronised(warp)
     if not is_red:
         for lane in range(32):
             if (lanes >> lane) & 1:
@@ -184,7 +192,9 @@ def barrier_arrive(warp: Warp, mask: int, site: int, numbers: Any, counts: Any, 
     address = _find(warp, mask, site, int(numbers[first]), threads if threads else -1)
     if address == 0:
         return FAILED
-    _arrive(warp, i64_at(warp[WARP_BLOCK]), i64_at(address), int(mask), threads)
+    block = i64_at(warp[WARP_BLOCK])
+    on_arrive(warp, block, int(numbers[first]))
+    _arrive(warp, block, i64_at(address), int(mask), threads)
     return DONE
 
 

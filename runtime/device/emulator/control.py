@@ -8,7 +8,8 @@ from llvmlite import ir
 
 from runtime.device.emulator import barriers, gathering  # noqa: F401 (registers their operations)
 from runtime.device.emulator.blocks import targets_of
-from runtime.device.emulator.context import DONE, WARP_PCS
+from runtime.device.emulator.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
+from runtime.device.emulator.context import DONE, DONE_BUT_YIELD, WARP_PCS
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
@@ -98,13 +99,20 @@ def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
 
 @operation("sleep", "")
 def sleep(warp: Warp, mask: int, site: int) -> int:
-    return 3  # DONE_BUT_YIELD
+    return DONE_BUT_YIELD
 
 
 @lowers("bar.warp")
 def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
     _only(low, ins, "warp", "sync")
     low.converge(ins.operands[0])
+    low.call("warp_barrier")
+
+
+@operation("warp_barrier", "")
+def warp_barrier(warp: Warp, mask: int, site: int) -> int:
+    on_warp_barrier(warp)
+    return DONE
 
 
 _RED = {"popc": 0, "and": 1, "or": 2}
@@ -143,8 +151,21 @@ def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
 
 @lowers("membar", "fence")
 def lower_fence(low: Lowering, ins: Instruction) -> None:
-    """Every access here is complete in the program's order, so a fence has nothing to do to values."""
-    _only(low, ins, "cta", "gl", "sys", "gpu", "cluster", "sc", "acq_rel", "acquire", "release")
+    """Every access here is complete in the program's order: a fence matters to the race checker alone."""
+    _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
+    scopes = [_SCOPES[part] for part in ins.parts[1:] if part in _SCOPES]
+    if len(scopes) != 1:
+        raise low.refuse("needs one scope")
+    low.call("fence", scopes[0])
+
+
+_SCOPES = {"cta": SCOPE_CTA, "cluster": SCOPE_CLUSTER, "gl": SCOPE_GPU, "gpu": SCOPE_GPU, "sys": SCOPE_GPU}
+
+
+@operation("fence", "i")
+def fence(warp: Warp, mask: int, site: int, scope: int) -> int:
+    on_fence(warp, scope)
+    return DONE
 
 
 _FAILED_ASSERTIONS = {"__assertfail", "__assert_fail"}

@@ -1,0 +1,344 @@
+"""Running a kernel over a grid: arguments and state laid out, OS threads set to it, a fault made into an exception."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+
+from runtime.device.emulator import context, counters
+from runtime.device.emulator.context import (
+    BLOCK_WARPS,
+    CHECK_ASYNC,
+    CHECK_MEMORY,
+    CHECK_RACES,
+    CHECK_UNINITIALIZED,
+    COUNT_MEMORY,
+    EXITED,
+    WARP_FIELDS,
+    WARP_SITE,
+    WARP_STATE,
+)
+from runtime.device.emulator.counters import Counters
+from runtime.device.emulator.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
+from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.program import LoadedKernel, Program, load
+from runtime.device.emulator.proxy import proxy_bytes
+from runtime.device.emulator.races import RaceMemory
+from runtime.device.emulator.residency import S_BLOCKS, S_IS_RUNNING, SLOT_FIELDS, Slot, SlotShape, lay_out
+from runtime.device.emulator.warp_scheduler import (
+    FAULTED,
+    NEEDS_SLOT,
+    Q_COUNT,
+    Q_FACTOR,
+    Q_SHIFT,
+    QUEUE_FIELDS,
+    run_clusters,
+)
+from runtime.errors import InvalidArgumentError
+
+__all__ = ["Checks", "LoadedKernel", "Program", "launch", "load"]
+
+Dim3 = tuple[int, int, int]
+
+
+class Checks(IntFlag):
+    """What a launch watches for besides doing its work."""
+
+    NONE = 0
+    MEMORY = CHECK_MEMORY
+    UNINITIALIZED = CHECK_UNINITIALIZED
+    RACES = CHECK_RACES
+    ASYNC = CHECK_ASYNC
+    TRAFFIC = COUNT_MEMORY
+    ALL = CHECK_MEMORY | CHECK_UNINITIALIZED | CHECK_RACES | CHECK_ASYNC
+
+
+_MAX_THREADS = 1024
+_WARPS_FOR_COMPANY = 64
+"""A grid of fewer warps is not worth a second OS thread."""
+_MAX_SLOTS = 4096
+_SLOTS_WITH_SEED = 4
+_NUM_SMS = 132
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What one OS thread of a launch owns."""
+
+    fields: Any  # the launch array
+    record: Any  # the fault record
+    counts: Any
+    slots: list[Slot]
+    random: Any
+
+
+def _dim3(name: str, value: Dim3) -> Dim3:
+    x, y, z = value
+    if min(x, y, z) < 1:
+        raise InvalidArgumentError(f"launch: {name} {value}: each must be at least 1", param=name)
+    return x, y, z
+
+
+def launch(
+    kernel: LoadedKernel,
+    machine: Machine,
+    grid: Dim3,
+    block: Dim3,
+    shared_bytes: int,
+    parameters: bytes,
+    cluster: Dim3 = (1, 1, 1),
+    *,
+    checks: Checks,
+    variables: Mapping[str, int] | None = None,
+    is_dependent: bool = False,
+    seed: int = 0,
+    num_threads: int = 2,
+) -> Counters:
+    """Runs a kernel to its end.
+
+    Args:
+        kernel: of a loaded program.
+        machine: whose memory it works on.
+        grid, block, cluster: blocks, threads a block, blocks a cluster.
+        shared_bytes: dynamic shared memory.
+        parameters: the parameters' bytes, each at its own alignment.
+        checks: what to watch for.
+        variables: where the program's .global and .const variables lie: what `Program.place` gave for this machine.
+        is_dependent: a programmatic dependent launch: memory may be touched only after griddepcontrol.wait.
+        seed: 0 runs blocks and warps in their natural order, anything else shuffles both.
+        num_threads: OS threads to use, where blocks do not communicate.
+
+    Raises:
+        InvalidArgumentError: sizes that no GPU takes, or that do not fit each other.
+        EmulatorFault: what the kernel did wrong.
+        UnsupportedInstruction: when it holds an instruction that the emulator does not know.
+    """
+    grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
+    threads = math.prod(block)
+    if threads > _MAX_THREADS:
+        raise InvalidArgumentError(f"launch: block {block} has {threads} threads, at most 1024", param="block")
+    if any(count % size for count, size in zip(grid, cluster)):
+        raise InvalidArgumentError(f"launch: grid {grid} is no multiple of cluster {cluster}", param="grid")
+    if shared_bytes < 0:
+        raise InvalidArgumentError(f"launch: shared_bytes is {shared_bytes}", param="shared_bytes")
+    if len(parameters) != kernel.parameter_bytes:
+        raise InvalidArgumentError(
+            f"launch: {kernel.name} takes {kernel.parameter_bytes} parameter bytes, not {len(parameters)}",
+            param="parameters",
+        )
+    run = _Run(kernel, machine, grid, block, cluster, shared_bytes, parameters, checks, variables or {}, is_dependent)
+    return run.run(seed, num_threads)
+
+
+class _Run:
+    """One launch."""
+
+    def __init__(
+        self, kernel: LoadedKernel, machine: Machine, grid: Dim3, block: Dim3, cluster: Dim3, shared_bytes: int,
+        parameters: bytes, checks: Checks, variables: Mapping[str, int], is_dependent: bool,
+    ) -> None:  # fmt: skip
+        self.kernel, self.machine = kernel, machine
+        self.grid, self.block, self.cluster = grid, block, cluster
+        self.translation = kernel.translation
+        self.cluster_size = math.prod(cluster)
+        self.num_clusters = math.prod(grid) // self.cluster_size
+        self.num_warps = -(-math.prod(block) // 32)
+        self.checks, self.is_dependent = checks, is_dependent
+        self.dynamic_bytes = shared_bytes
+        self.shared_total = kernel.shared.total_bytes(shared_bytes)
+        has_shadow = bool(checks & (Checks.MEMORY | Checks.UNINITIALIZED))
+        self.shape = SlotShape(
+            self.cluster_size,
+            self.num_warps,
+            self.translation.register_bytes,
+            self.shared_total,
+            has_shadow,
+            kernel.local_bytes,
+            proxy_bytes(self.shared_total) if kernel.needs_proxy and checks & Checks.ASYNC else 0,
+            self.translation.reads_undefined,
+        )
+        self._shadow = np.frombuffer(kernel.shared.shadow(shared_bytes), dtype=np.uint8)
+        self._shape = self.shape.as_array(self._shadow.ctypes.data)
+        self._parameters = np.frombuffer(parameters + bytes(16), dtype=np.uint8)
+        names = [v.name for v in kernel.module.variables.values() if v.space in ("global", "const")]
+        missing = [name for name in names if name not in variables]
+        if missing:
+            raise InvalidArgumentError(f"launch: no address for variable {missing[0]}", param="variables")
+        self._symbols = np.array([variables[name] for name in names] or [0], dtype=np.int64)
+        self._queue = np.zeros(QUEUE_FIELDS, dtype=np.int64)
+        self._regions = np.array(machine.regions(), dtype=np.int64)
+
+    def run(self, seed: int, num_threads: int) -> Counters:
+        total_warps = self.num_clusters * self.cluster_size * self.num_warps
+        alone = self.kernel.communicates or total_warps < _WARPS_FOR_COMPANY or self.num_clusters < 2
+        if alone or self.checks & Checks.RACES:
+            num_threads = 1
+        self._queue[Q_COUNT] = self.num_clusters
+        self._queue[Q_FACTOR], self._queue[Q_SHIFT] = _order(self.num_clusters, seed)
+        races = None
+        if self.checks & Checks.RACES:
+            races = RaceMemory(
+                self.machine,
+                shift=self.kernel.race_shift,
+                num_warps=self.num_warps,
+                cluster_size=self.cluster_size,
+                num_blocks=self.num_clusters * self.cluster_size,
+                shared_bytes=self.shared_total,
+                num_threads=num_threads,
+            )
+        try:
+            workers = [self._worker(index, seed, races) for index in range(num_threads)]
+            if num_threads == 1:
+                self._work(workers[0])
+            else:
+                _on_threads(self._work, workers)
+            for worker in workers:
+                if worker.record[0]:
+                    raise self._exception(worker)
+            counts = sum(worker.counts for worker in workers)
+            return counters.expand(self.kernel.kernel.instructions, self.translation.chunks, counts)
+        finally:
+            if races is not None:
+                races.close()
+
+    def _worker(self, index: int, seed: int, races: RaceMemory | None) -> _Worker:
+        fields = np.zeros(context.LAUNCH_FIELDS, dtype=np.int64)
+        record = np.zeros(RECORD_FIELDS, dtype=np.int64)
+        counts = np.zeros(2 * len(self.translation.chunks) + 1, dtype=np.int64)
+        fields[context.LAUNCH_PARAMETERS] = self._parameters.ctypes.data
+        fields[context.LAUNCH_PARAMETER_BYTES] = len(self._parameters) - 16
+        fields[context.LAUNCH_GRID_X : context.LAUNCH_GRID_Z + 1] = self.grid
+        fields[context.LAUNCH_BLOCK_X : context.LAUNCH_BLOCK_Z + 1] = self.block
+        fields[context.LAUNCH_CLUSTER_X : context.LAUNCH_CLUSTER_Z + 1] = self.cluster
+        fields[context.LAUNCH_NUM_WARPS] = self.num_warps
+        fields[context.LAUNCH_THREADS] = math.prod(self.block)
+        fields[context.LAUNCH_CLUSTER_SIZE] = self.cluster_size
+        fields[context.LAUNCH_SHARED_BYTES] = self.kernel.shared.static_bytes + self.dynamic_bytes
+        fields[context.LAUNCH_DYNAMIC_SHARED_BYTES] = self.dynamic_bytes
+        fields[context.LAUNCH_CHECKS] = int(self.checks)
+        fields[context.LAUNCH_SEED] = seed
+        fields[context.LAUNCH_FAULT] = record.ctypes.data
+        fields[context.LAUNCH_COUNTERS] = counts.ctypes.data
+        fields[context.LAUNCH_ARENA] = self.machine.base
+        fields[context.LAUNCH_ARENA_BYTES] = self.machine.span
+        fields[context.LAUNCH_ARENA_SHADOW] = self.machine.base + self.machine.shadow_delta
+        fields[context.LAUNCH_LOCAL_BYTES] = self.kernel.local_bytes
+        fields[context.LAUNCH_THREAD_INDEX] = index
+        fields[context.LAUNCH_SYMBOLS] = self._symbols.ctypes.data
+        fields[context.LAUNCH_NUM_SMS] = _NUM_SMS
+        fields[context.LAUNCH_DEPENDENT] = int(self.is_dependent)
+        fields[context.LAUNCH_GLOBAL_RACES] = races.address(index) if races is not None else 0
+        random = np.array([(seed * 0x9E3779B97F4A7C15 + index + 1) % (1 << 63) if seed else 0], dtype=np.int64)
+        slots = [Slot(self.shape) for _ in range(min(self.num_clusters, _SLOTS_WITH_SEED if seed else 1))]
+        worker = _Worker(fields, record, counts, slots, random)
+        for slot in slots:
+            lay_out(slot.address, fields.ctypes.data, self._shape)
+        return worker
+
+    def _work(self, worker: _Worker) -> None:
+        while True:
+            addresses = np.array([slot.address for slot in worker.slots], dtype=np.int64)
+            state = run_clusters(
+                self._queue.ctypes.data,
+                worker.fields.ctypes.data,
+                self.translation.code.address,
+                addresses,
+                len(addresses),
+                self._shape,
+                self.shared_total,
+                worker.random,
+            )
+            if state != NEEDS_SLOT or len(worker.slots) == _MAX_SLOTS:
+                assert state != NEEDS_SLOT, f"{_MAX_SLOTS} clusters poll at once"
+                assert (state == FAULTED) == bool(worker.record[0])
+                return
+            worker.slots.append(Slot(self.shape))
+            lay_out(worker.slots[-1].address, worker.fields.ctypes.data, self._shape)
+
+    def _exception(self, worker: _Worker) -> EmulatorFault:
+        kind, site, lane, warp, linear, address = (int(value) for value in worker.record[:6])
+        fault = FaultKind(kind)
+        detail = message_of(fault, worker.record)
+        if fault == FaultKind.DEADLOCK:
+            detail += "".join(f"\n  {line}" for line in self._waiting(worker))
+        instructions = self.kernel.kernel.instructions
+        line = instructions[site].line if 0 <= site < len(instructions) else 0
+        thread = 32 * warp + lane
+        width, height, _ = self.block
+        grid_x, grid_y, _ = self.grid
+        return EmulatorFault(
+            fault,
+            detail,
+            kernel=self.kernel.name,
+            line=line,
+            text=self.kernel.module.lines[line - 1] if line else "",
+            block=(linear % grid_x, linear // grid_x % grid_y, linear // (grid_x * grid_y)),
+            thread=(thread % width, thread // width % height, thread // (width * height)),
+            address=address,
+        )
+
+    def _waiting(self, worker: _Worker) -> list[str]:
+        """Who waits where, for the clusters that are resident: a line for each block and place."""
+        lines = []
+        instructions = self.kernel.kernel.instructions
+        for slot in worker.slots:
+            header = slot.words(slot.address, SLOT_FIELDS)
+            if not header[S_IS_RUNNING]:
+                continue
+            for rank in range(self.cluster_size):
+                block = slot.words(
+                    int(slot.words(int(header[S_BLOCKS]), self.cluster_size)[rank]), context.BLOCK_FIELDS
+                )
+                places: dict[int, list[int]] = {}
+                for index in range(self.num_warps):
+                    warp = slot.words(int(block[BLOCK_WARPS]) + index * WARP_FIELDS * 8, WARP_FIELDS)
+                    state = int(warp[WARP_STATE])
+                    place = -1 if state == EXITED else int(warp[WARP_SITE])
+                    places.setdefault(place, []).append(index)
+                name = tuple(int(value) for value in block[context.BLOCK_X : context.BLOCK_Z + 1])
+                for place, warps in sorted(places.items()):
+                    who = f"block {name}: warps {_ranges(warps)}"
+                    if place < 0:
+                        lines.append(f"{who} have exited")
+                    else:
+                        line = instructions[place].line
+                        lines.append(f"{who} wait at line {line}: {self.kernel.module.lines[line - 1].strip()}")
+        return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "0-2, 5"."""
+    words: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], -2]:
+        if number == previous + 1:
+            previous = number
+            continue
+        words.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = number
+    return ", ".join(words)
+
+
+def _order(count: int, seed: int) -> tuple[int, int]:
+    """A permutation of the clusters, number → (number · factor + shift) mod count; the natural one for seed 0."""
+    if seed == 0 or count == 1:
+        return 1, 0
+    random = np.random.default_rng(seed)
+    factor = int(random.integers(1, min(count, 1 << 30)))
+    while math.gcd(factor, count) != 1:
+        factor += 1
+    return factor, int(random.integers(0, count))
+
+
+def _on_threads(work: Any, workers: list[_Worker]) -> None:
+    with ThreadPoolExecutor(len(workers) - 1) as pool:
+        others = [pool.submit(work, worker) for worker in workers[1:]]
+        work(workers[0])
+        for other in others:
+            other.result()
