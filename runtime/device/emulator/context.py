@@ -17,6 +17,7 @@ SHARED_OFFSET_MASK = (1 << SHARED_RANK_SHIFT) - 1
 # offset.
 SHARED_WINDOW = 0x7FFF_0000_0000_0000
 LOCAL_WINDOW = 0x7FFE_0000_0000_0000
+PARAM_WINDOW = 0x7FFD_0000_0000_0000  # a kernel's parameters, after cvta.param
 
 # --- launch: one array for each OS thread that runs a part of the grid ---
 LAUNCH_PARAMETERS = 0  # address of the parameter bytes
