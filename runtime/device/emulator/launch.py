@@ -292,9 +292,8 @@ class _Run:
             if not header[S_IS_RUNNING]:
                 continue
             for rank in range(self.cluster_size):
-                block = slot.words(
-                    int(slot.words(int(header[S_BLOCKS]), self.cluster_size)[rank]), context.BLOCK_FIELDS
-                )
+                table = slot.words(int(header[S_BLOCKS]), self.cluster_size)
+                block = slot.words(int(table[rank]), context.BLOCK_FIELDS)
                 places: dict[int, list[int]] = {}
                 for index in range(self.num_warps):
                     warp = slot.words(int(block[BLOCK_WARPS]) + index * WARP_FIELDS * 8, WARP_FIELDS)

@@ -1,8 +1,8 @@
 """Translated kernels on disk: one file a kernel and translator, in ``<XDG_CACHE_HOME or ~/.cache>/xserv/emulator``.
 
-A file is a checksum, a header in JSON, and an object file's bytes. It is written under another name and renamed, so that
-a reader sees all of it or nothing; one that does not match its checksum is as good as absent. The folder and files are
-the user's alone. Where the folder cannot be written nothing is kept.
+A file is a checksum, a header in JSON, and an object file's bytes. It is written under another name and renamed, so
+that a reader sees all of it or nothing; one that does not match its checksum is as good as absent. The folder and files
+are the user's alone. Where the folder cannot be written nothing is kept.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
+
+intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 

@@ -1,7 +1,7 @@
 """The memory of clusters that run at once: where blocks, warps, registers, shared and local memory lie.
 
-A *slot* holds one resident cluster and is used again for the next one. It is one flat buffer: a header (S_… fields), the
-table of its blocks' arrays (BLOCK_CLUSTER), then each block with its warps. `SlotShape` says how much of what,
+A *slot* holds one resident cluster and is used again for the next one. It is one flat buffer: a header (S_… fields),
+the table of its blocks' arrays (BLOCK_CLUSTER), then each block with its warps. `SlotShape` says how much of what,
 `lay_out` fills in every address once a launch, `begin_cluster` what changes from cluster to cluster.
 """
 
@@ -71,7 +71,8 @@ SLOT_FIELDS = 16
 
 # --- SlotShape.as_array ---
 (
-    P_BLOCKS, P_WARPS, P_REGISTERS, P_SHARED, P_SHARED_SHADOW, P_LOCAL, P_LOCAL_SHADOW, P_PROXY, P_SHADOW_IMAGE, P_CLEAR,
+    P_BLOCKS, P_WARPS, P_REGISTERS, P_SHARED, P_SHARED_SHADOW, P_LOCAL, P_LOCAL_SHADOW, P_PROXY, P_SHADOW_IMAGE,
+    P_CLEAR,
 ) = range(10)  # fmt: skip
 SHAPE_FIELDS = 10
 
