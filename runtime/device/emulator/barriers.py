@@ -48,7 +48,7 @@ SYNC, ARRIVE = 0, 1
 
 
 @njit
-def reset_barriers(address):  # type: ignore[no-untyped-def]
+def reset_barriers(address):
     """All sixteen as a block finds them."""
     for number in range(NUM_BARRIERS):
         barrier = i64_at(address + number * BARRIER_FIELDS * 8)
@@ -59,12 +59,12 @@ def reset_barriers(address):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _live(block, index):  # type: ignore[no-untyped-def]
+def _live(block, index):
     return i64_at(block[BLOCK_WARPS] + index * WARP_FIELDS * 8)[WARP_LIVE]
 
 
 @njit
-def _complete_if_full(block, barrier):  # type: ignore[no-untyped-def]
+def _complete_if_full(block, barrier):
     """Ends the barrier's generation when everybody expected has arrived."""
     expected = barrier[EXPECTED]
     if expected < 0:
@@ -95,7 +95,7 @@ def _complete_if_full(block, barrier):  # type: ignore[no-untyped-def]
 
 
 @njit
-def settle_barriers(block):  # type: ignore[no-untyped-def]
+def settle_barriers(block):
     """After lanes of the block have exited: barriers that waited for nobody else complete."""
     for number in range(NUM_BARRIERS):
         barrier = i64_at(block[BLOCK_BARRIERS] + number * BARRIER_FIELDS * 8)
@@ -104,7 +104,7 @@ def settle_barriers(block):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _arrive(warp, block, barrier, lanes, expected):  # type: ignore[no-untyped-def]
+def _arrive(warp, block, barrier, lanes, expected):
     index = warp[WARP_INDEX]
     barrier[EXPECTED] = expected
     arrived = barrier[LANES + index] | lanes
@@ -117,7 +117,7 @@ def _arrive(warp, block, barrier, lanes, expected):  # type: ignore[no-untyped-d
 
 
 @njit
-def _find(warp, mask, site, number, threads):  # type: ignore[no-untyped-def]
+def _find(warp, mask, site, number, threads):
     """The barrier's address; 0 after a fault: a bad number, a bad count, or not the count of those before."""
     block = i64_at(warp[WARP_BLOCK])
     lane = trailing_zeros(int(mask))
@@ -139,11 +139,11 @@ def _find(warp, mask, site, number, threads):  # type: ignore[no-untyped-def]
 @operation("barrier_sync", "ppi")
 def barrier_sync(warp: Warp, mask: int, site: int, numbers: Any, counts: Any, has_count: int) -> int:
     """bar.sync: DONE once the barrier's generation, in which these lanes arrived, has ended."""
-    return _sync(warp, mask, site, numbers, counts, has_count, 0, False)  # type: ignore[no-any-return]
+    return _sync(warp, mask, site, numbers, counts, has_count, 0, False)
 
 
 @njit
-def _sync(warp, mask, site, numbers, counts, has_count, predicate, is_red):  # type: ignore[no-untyped-def]
+def _sync(warp, mask, site, numbers, counts, has_count, predicate, is_red):
     lanes = int(mask)
     first = trailing_zeros(lanes)
     number = int(numbers[first])
@@ -205,7 +205,7 @@ def barrier_red(
     """bar.red: as bar.sync, with a result over all threads: kind 0 popc (into a slot), 1 and, 2 or (lane bits)."""
     state = _sync(warp, mask, site, numbers, counts, has_count, predicate, True)
     if state != DONE:
-        return state  # type: ignore[no-any-return]
+        return state
     lanes = int(mask)
     first = trailing_zeros(lanes)
     tokens = i64_at(warp[WARP_TOKENS])

@@ -59,7 +59,7 @@ def branch_by_index(warp: Warp, mask: int, site: int, indices: Any, targets: Any
         if (mask >> lane) & 1:
             index = int(indices[lane])
             if index >= count:
-                return report(warp, FaultKind.BRANCH_INDEX, site, lane, 0, index, count, 0, 0)  # type: ignore[no-any-return]
+                return report(warp, FaultKind.BRANCH_INDEX, site, lane, 0, index, count, 0, 0)
             pcs[lane] = int(targets[index])
     return DONE
 
@@ -80,7 +80,7 @@ def lower_trap(low: Lowering, ins: Instruction) -> None:
 
 @operation("trap", "")
 def trap(warp: Warp, mask: int, site: int) -> int:
-    return report(warp, FaultKind.TRAP, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)  # type: ignore[no-any-return]
+    return report(warp, FaultKind.TRAP, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)
 
 
 @lowers("activemask")
@@ -182,4 +182,4 @@ def lower_call(low: Lowering, ins: Instruction) -> None:
 
 @operation("assertion_failed", "")
 def assertion_failed(warp: Warp, mask: int, site: int) -> int:
-    return report(warp, FaultKind.ASSERT, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)  # type: ignore[no-any-return]
+    return report(warp, FaultKind.ASSERT, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)

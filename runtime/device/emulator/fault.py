@@ -132,7 +132,7 @@ MESSAGES: dict[FaultKind, str] = {
 
 
 @njit
-def report(warp, kind, site, lane, address, a, b, c, d):  # type: ignore[no-untyped-def]
+def report(warp, kind, site, lane, address, a, b, c, d):
     """Fills the fault record (the first fault stays) and returns 1, for an operation to return."""
     record = i64_at(i64_at(warp[WARP_LAUNCH])[LAUNCH_FAULT])
     if record[0] == 0:

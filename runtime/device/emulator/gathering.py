@@ -30,7 +30,7 @@ Warp = Any
 
 
 @njit
-def _park(warp, mask, needed, site, pc, kind):  # type: ignore[no-untyped-def]
+def _park(warp, mask, needed, site, pc, kind):
     """Sets the lanes of `mask` aside at `pc`; where all of `needed` are there now, they may all run."""
     if warp[WARP_PARKED] == 0:
         warp[WARP_PARKED_LIVE] = warp[WARP_LIVE]
@@ -55,14 +55,14 @@ def gather_all(warp: Warp, mask: int, site: int, pc: int, kind: int) -> int:
     """The lanes of `mask` are about to run the chunk at `pc` whose instruction `site` wants all that live."""
     lanes, live = int(mask), warp[WARP_LIVE]
     if lanes != live:
-        return _park(warp, lanes, live, site, pc, kind)  # type: ignore[no-any-return]
+        return _park(warp, lanes, live, site, pc, kind)
     before = warp[WARP_PARKED_LIVE]
     strict = kind != FaultKind.DEADLOCK
     warp[WARP_PARKED] = 0
     warp[WARP_PARKED_LIVE] = 0
     if strict and before != live:
         missing = before & ~live
-        return report(warp, kind, site, trailing_zeros(missing), 0, live, before, 0, 0)  # type: ignore[no-any-return]
+        return report(warp, kind, site, trailing_zeros(missing), 0, live, before, 0, 0)
     return DONE
 
 
@@ -79,7 +79,7 @@ def gather_members(warp: Warp, mask: int, site: int, members: Any) -> int:
                 return FAILED
             needed |= wanted & live
     if needed & ~lanes:
-        return _park(warp, lanes, needed | lanes, site, site, FaultKind.DEADLOCK)  # type: ignore[no-any-return]
+        return _park(warp, lanes, needed | lanes, site, site, FaultKind.DEADLOCK)
     warp[WARP_PARKED] &= ~lanes
     return DONE
 
@@ -94,11 +94,11 @@ def report_parked(warp: Warp, mask: int, site: int) -> int:
     for other in range(32):
         if (live >> other) & 1 and pcs[other] == pcs[lane]:
             here |= 1 << other
-    return report(warp, kind, warp[WARP_SITE], lane, 0, here, parked, 0, 0)  # type: ignore[no-any-return]
+    return report(warp, kind, warp[WARP_SITE], lane, 0, here, parked, 0, 0)
 
 
 @operation("report_divergence", "i")
 def report_divergence(warp: Warp, mask: int, site: int, kind: int) -> int:
     """The guard of an `.aligned` instruction holds for some of the lanes alone."""
     lanes = int(mask)
-    return report(warp, kind, site, trailing_zeros(lanes), 0, lanes, warp[WARP_LIVE], 0, 0)  # type: ignore[no-any-return]
+    return report(warp, kind, site, trailing_zeros(lanes), 0, lanes, warp[WARP_LIVE], 0, 0)

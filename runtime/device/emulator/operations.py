@@ -22,9 +22,10 @@ from numba import types
 
 from numba_kernels.cache import compile_c_function
 
+_pointer: Any = types.CPointer
 _KINDS = {
-    "p": types.CPointer(types.uint32),
-    "q": types.CPointer(types.uint64),
+    "p": _pointer(types.uint32),
+    "q": _pointer(types.uint64),
     "i": types.int32,
     "l": types.int64,
 }
@@ -65,7 +66,7 @@ def compile_operation(name: str) -> int:
     """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
     if name not in _COMPILED:
         found = OPERATIONS[name]
-        arguments = (types.CPointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in found.kinds))
+        arguments = (_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in found.kinds))
         compiled = compile_c_function(found.function, types.int32(*arguments))
         llvm.add_symbol(found.symbol, compiled.address)
         _COMPILED[name] = compiled

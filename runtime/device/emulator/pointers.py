@@ -18,8 +18,8 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 def _pointer_to(element: Any) -> Any:
     @intrinsic
-    def at(typing_context, address):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def at(typing_context, address):
+        def generate(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(element)(types.int64), generate
@@ -40,10 +40,10 @@ f64_at = _pointer_to(types.float64)
 
 
 @intrinsic
-def address_of(typing_context, pointer):  # type: ignore[no-untyped-def]
+def address_of(typing_context, pointer):
     """A ``CPointer`` → its address as int64."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.ptrtoint(arguments[0], _I64)
 
     return types.int64(pointer), generate
@@ -53,8 +53,8 @@ def _atomic(kind: str, element: Any) -> Any:
     """``f(address, value) -> old``: one read-modify-write, sequentially consistent."""
 
     @intrinsic
-    def update(typing_context, address, value):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def update(typing_context, address, value):
+        def generate(context, builder, signature, arguments):
             pointer = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
             return builder.atomic_rmw(kind, pointer, arguments[1], "seq_cst")
 
@@ -78,8 +78,8 @@ def _compare_exchange(element: Any) -> Any:
     """``f(address, expected, new) -> old``."""
 
     @intrinsic
-    def exchange(typing_context, address, expected, new):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def exchange(typing_context, address, expected, new):
+        def generate(context, builder, signature, arguments):
             pointer = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
             pair = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
             return builder.extract_value(pair, 0)
@@ -95,10 +95,10 @@ compare_exchange_u64 = _compare_exchange(types.uint64)
 
 
 @intrinsic
-def popcount(typing_context, value):  # type: ignore[no-untyped-def]
+def popcount(typing_context, value):
     """The number of set bits of an integer, as int32."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         bits = builder.ctpop(arguments[0])
         width = bits.type.width
         return bits if width == 32 else builder.trunc(bits, _I32) if width > 32 else builder.zext(bits, _I32)
@@ -107,10 +107,10 @@ def popcount(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def trailing_zeros(typing_context, value):  # type: ignore[no-untyped-def]
+def trailing_zeros(typing_context, value):
     """The index of the lowest set bit of an integer, as int32; its width for 0."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         bits = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
         width = bits.type.width
         return bits if width == 32 else builder.trunc(bits, _I32) if width > 32 else builder.zext(bits, _I32)
@@ -120,8 +120,8 @@ def trailing_zeros(typing_context, value):  # type: ignore[no-untyped-def]
 
 def _memory_intrinsic(name: str) -> Any:
     @intrinsic
-    def move(typing_context, target, source, count):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def move(typing_context, target, source, count):
+        def generate(context, builder, signature, arguments):
             byte = ir.IntType(8).as_pointer()
             function = builder.module.declare_intrinsic(name, [byte, byte, _I64])
             to, of = (builder.inttoptr(argument, byte) for argument in arguments[:2])
@@ -138,10 +138,10 @@ move_bytes = _memory_intrinsic("llvm.memmove")
 
 
 @intrinsic
-def fill_bytes(typing_context, target, value, count):  # type: ignore[no-untyped-def]
+def fill_bytes(typing_context, target, value, count):
     """``memset(target, value, count)``; `value` is a uint8."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         byte = ir.IntType(8).as_pointer()
         function = builder.module.declare_intrinsic("llvm.memset", [byte, _I64])
         to = builder.inttoptr(arguments[0], byte)
@@ -152,10 +152,10 @@ def fill_bytes(typing_context, target, value, count):  # type: ignore[no-untyped
 
 
 @intrinsic
-def call_run(typing_context, function, warp):  # type: ignore[no-untyped-def]
+def call_run(typing_context, function, warp):
     """Calls a translated kernel, ``int32 run(int64* warp)``, by its address."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         type_ = ir.FunctionType(_I32, [_I64.as_pointer()])
         run = builder.inttoptr(arguments[0], type_.as_pointer())
         return builder.call(run, [builder.inttoptr(arguments[1], _I64.as_pointer())])

@@ -152,7 +152,7 @@ class Slot:
 
 
 @njit
-def lay_out(slot_address, launch_address, shape):  # type: ignore[no-untyped-def]
+def lay_out(slot_address, launch_address, shape):
     """Writes every address of a slot, and the thread indices that its warps have in any block."""
     slot, launch = i64_at(slot_address), i64_at(launch_address)
     num_blocks, num_warps = shape[P_BLOCKS], shape[P_WARPS]
@@ -207,7 +207,7 @@ def lay_out(slot_address, launch_address, shape):  # type: ignore[no-untyped-def
 
 
 @njit
-def _write_thread_indices(warp, launch):  # type: ignore[no-untyped-def]
+def _write_thread_indices(warp, launch):
     slots = u32_at(warp[WARP_REGISTERS])
     width, height = launch[LAUNCH_BLOCK_X], launch[LAUNCH_BLOCK_Y]
     for lane in range(32):
@@ -221,7 +221,7 @@ _TID_BYTES = 384
 
 
 @njit
-def begin_cluster(slot_address, launch_address, shape, cluster, shared_bytes):  # type: ignore[no-untyped-def]
+def begin_cluster(slot_address, launch_address, shape, cluster, shared_bytes):
     """Makes a laid-out slot the cluster of the given index: everything as a block finds it when it starts."""
     slot, launch = i64_at(slot_address), i64_at(launch_address)
     num_blocks, num_warps = shape[P_BLOCKS], shape[P_WARPS]

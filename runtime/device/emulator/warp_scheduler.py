@@ -57,7 +57,7 @@ _IDLE_BEFORE_DEADLOCK = 2
 
 
 @njit
-def _random(state):  # type: ignore[no-untyped-def]
+def _random(state):
     """xorshift64 (Marsaglia 2003); `state[0]` is not zero."""
     x = state[0]
     x ^= x << 13
@@ -68,14 +68,14 @@ def _random(state):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _shuffle(order, count, random):  # type: ignore[no-untyped-def]
+def _shuffle(order, count, random):
     for index in range(count - 1, 0, -1):
         other = _random(random) % (index + 1)
         order[index], order[other] = order[other], order[index]
 
 
 @njit
-def _exit_warp(slot, block):  # type: ignore[no-untyped-def]
+def _exit_warp(slot, block):
     slot[S_LIVE_WARPS] -= 1
     block[BLOCK_EXITED_WARPS] += 1
     block[BLOCK_PROGRESS] += 1
@@ -83,7 +83,7 @@ def _exit_warp(slot, block):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _moved(slot, launch):  # type: ignore[no-untyped-def]
+def _moved(slot, launch):
     """A number that rises when something that a blocked warp may wait for happens in the cluster."""
     total = launch[LAUNCH_STEPS]
     for rank in range(slot[S_NUM_BLOCKS]):
@@ -92,7 +92,7 @@ def _moved(slot, launch):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _progress(slot):  # type: ignore[no-untyped-def]
+def _progress(slot):
     total = 0
     for rank in range(slot[S_NUM_BLOCKS]):
         total += i64_at(i64_at(slot[S_BLOCKS])[rank])[BLOCK_PROGRESS]
@@ -100,7 +100,7 @@ def _progress(slot):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _run_round(slot, launch, run, shape, random):  # type: ignore[no-untyped-def]
+def _run_round(slot, launch, run, shape, random):
     """Every live warp of a cluster runs once. Returns FAULT, or 0."""
     num_warps = shape[P_WARPS]
     count = shape[P_BLOCKS] * num_warps
@@ -130,7 +130,7 @@ def _run_round(slot, launch, run, shape, random):  # type: ignore[no-untyped-def
 
 
 @njit
-def _report_deadlock(slot, shape):  # type: ignore[no-untyped-def]
+def _report_deadlock(slot, shape):
     """The fault names the first warp that still lives; launch.py tells of the others."""
     for rank in range(shape[P_BLOCKS]):
         block = i64_at(i64_at(slot[S_BLOCKS])[rank])
@@ -144,7 +144,7 @@ def _report_deadlock(slot, shape):  # type: ignore[no-untyped-def]
 
 
 @njit
-def run_clusters(queue_address, launch_address, run, slots, num_slots, shape, shared_bytes, random):  # type: ignore[no-untyped-def]
+def run_clusters(queue_address, launch_address, run, slots, num_slots, shape, shared_bytes, random):
     """Runs clusters until the grid is done (ALL_DONE), something is wrong (FAULTED, the record says what), or all slots
     only poll (NEEDS_SLOT: call again with one more, laid out).
 
