@@ -15,6 +15,7 @@ from models.weights import Weights
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
+from runtime.linear_weight import check_gemm
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -35,6 +36,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    gemm: str = "auto",
 ) -> Model:
     """Load the model in `folder`.
 
@@ -44,7 +46,8 @@ def load_model(
         "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config. seed:
         of the dummy weights. max_model_len: tokens that a sequence will have at most, to keep position
         tables small; None: the config's
-            `max_position_embeddings`, which is also the limit.
+            `max_position_embeddings`, which is also the limit. gemm: which matrix product a GPU uses, one of
+            `runtime.linear_weight.GEMM_TIERS`.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -57,6 +60,7 @@ def load_model(
         raise InvalidArgumentError(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
         )
+    check_gemm(gemm, device)
     config = load_config(folder)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
@@ -72,7 +76,7 @@ def load_model(
     else:
         source = open_checkpoint(folder)
         source.fit(layout)
-    return model_class(config, Weights(source, wanted, device), device, max_model_len or limit)
+    return model_class(config, Weights(source, wanted, device, gemm), device, max_model_len or limit)
 
 
 def _float_dtype(dtype: DType | str) -> DType:

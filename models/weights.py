@@ -40,8 +40,11 @@ class Weights:
     the activations have the weights' type, all matrices are of one: None means the checkpoint's main type.
     """
 
-    def __init__(self, source: TensorSource, dtype: DType | None, device: Device = CPU) -> None:
+    def __init__(
+        self, source: TensorSource, dtype: DType | None, device: Device = CPU, gemm: str = "auto"
+    ) -> None:
         self._source = source
+        self._gemm = gemm
         self._device = device
         if dtype is None and device.kind != "cpu":
             dtype = source.main_dtype()
@@ -62,7 +65,7 @@ class Weights:
         arrays = [self._array(f"{name}.weight", dtype) for name in names]
         weights = [Tensor.from_numpy(array.T if is_transposed else array) for array in arrays]
         biases = [Tensor.from_numpy(self._rounded(f"{name}.bias")) if has_bias else None for name in names]
-        packed = ops.prepare_linear(weights, biases, device=self._device)
+        packed = ops.prepare_linear(weights, biases, device=self._device, gemm=self._gemm)
         del arrays, weights
         for name in names:
             self._source.release(f"{name}.weight")

@@ -19,6 +19,9 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 
+GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core")
+
+
 class LinearWeight:
     """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
 
@@ -71,13 +74,15 @@ class RowWeight(LinearWeight):
     Attributes:
         weight: ``[N, K]``.
         bias: ``[N]`` float32, or None.
+        tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv only through "auto".
     """
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("bias", "tier", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tier: str = "auto") -> None:
         self.weight = weight
         self.bias = bias
+        self.tier = tier
         size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
         super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, weight.device, size_bytes)
 
@@ -87,11 +92,14 @@ def prepare_linear(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     device: Device = CPU,
+    gemm: str = "auto",
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for `device`; several weights are joined
     over N without a copy between.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
+
+    `gemm` names the kernel on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
 
     Raises:
         InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
@@ -100,6 +108,7 @@ def prepare_linear(
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     _check(weights, biases)
+    check_gemm(gemm, device)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
@@ -121,7 +130,15 @@ def prepare_linear(
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
     has_bias = any(part is not None for part in biases)
-    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None)
+    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, gemm)
+
+
+def check_gemm(gemm: str, device: Device) -> None:
+    """Raises InvalidArgumentError for a name that is no tier, or any but "auto" on the cpu."""
+    if gemm not in GEMM_TIERS:
+        raise InvalidArgumentError(f"gemm is {gemm!r}, must be one of {', '.join(GEMM_TIERS)}", param="gemm")
+    if gemm != "auto" and device.kind == "cpu":
+        raise InvalidArgumentError(f"gemm is {gemm!r}: the cpu has one matrix product, 'auto'", param="gemm")
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:

@@ -92,9 +92,10 @@ class LLM:
     """A loaded model with its engine in a thread of this process; a context manager.
 
     model      folder, hub id, or None: the bundled model
-    device     "auto", "cpu", ...
+    device     "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype      of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     seed       of dummy weights and of requests without a seed; None: fresh ones each run
+    gemm       the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core"
     tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
 
     The other arguments are those of ``runtime.engine.build.build_engine``. Raises ``ModelLoadError``,
@@ -116,6 +117,7 @@ class LLM:
         max_waiting: int = 1024,
         load_format: Literal["auto", "safetensors", "dummy"] = "auto",
         seed: int | None = 0,
+        gemm: str = "auto",
         tokenizer: Tokenizer | str | Path | None = None,
         skip_tokenizer_init: bool = False,
     ) -> None:
@@ -134,6 +136,7 @@ class LLM:
             max_waiting=max_waiting,
             load_format=load_format,
             seed=seed,
+            gemm=gemm,
         )
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:

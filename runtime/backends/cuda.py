@@ -11,17 +11,56 @@ import numpy as np
 
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import embedding as _embedding
+from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from runtime.backends.cpu_checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
-from runtime.dtype import float32, int32, int64
+from runtime.dtype import DType, float32, int32, int64
 from runtime.linear_weight import LinearWeight, RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor import Tensor
 
-# ------------------------------------------------------------------------------------------ embedding
+# ------------------------------------------------------------------------------------------ linear, embedding
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear`."""
+    return _product("linear", x, weight, residual, out, None)
+
+
+def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """See `ops.logits_linear`."""
+    return _product("logits_linear", x, weight, None, None, float32)
+
+
+def _product(
+    op: str, x: Tensor, weight: LinearWeight, residual: Tensor | None, out: Tensor | None, out_dtype: DType | None
+) -> Tensor:
+    if not isinstance(weight, RowWeight):
+        what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
+        raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on the device of x, not {what}")
+    width, depth = weight.shape
+    gpu = first(op, "x", x, FLOATS, (None, depth))
+    matrix = check(op, "weight", weight.weight, x.device, x.dtype, (width, depth))
+    rows, result_dtype = x.shape[0], out_dtype or x.dtype
+    added = 0 if residual is None else check(op, "residual", residual, x.device, result_dtype, (rows, width))
+    result = output(op, out, (rows, width), result_dtype, x.device)
+    if out is not None and x.storage is out.storage and x.size:
+        ends = [(t.address, t.address + t.size_bytes) for t in (x, out)]
+        if max(start for start, _ in ends) < min(end for _, end in ends):
+            raise fail(op, "out", "shares memory with x")
+    launch = _gemm.plan(
+        weight.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
+        is_aligned=alignment(x.address, matrix) >= 16, num_multiprocessors=gpu.properties.num_sms,
+    )  # fmt: skip
+    if launch is not None:
+        bias = 0 if weight.bias is None else weight.bias.address
+        gpu.launch(launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1)
+    return result
 
 
 def _gather(op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: Tensor | None) -> Tensor:

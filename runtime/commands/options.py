@@ -22,7 +22,7 @@ class EngineOptions:
         str | None,
         typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Model; without it, the bundled one."),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, or cuda[:N].")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda[:N], or emulated[:sm_80|sm_90a|sm_120a].")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         typer.Option(help="Type of the weights; auto: as stored."),
@@ -43,6 +43,10 @@ class EngineOptions:
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
+    ] = "auto"
+    gemm: Annotated[
+        Literal["auto", "naive", "tiled", "register", "tensor_core"],
+        typer.Option(help="Kernel of matrix products on a GPU, to compare the tiers."),
     ] = "auto"
     seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (
         None

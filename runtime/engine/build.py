@@ -32,6 +32,7 @@ def build_engine(
     max_waiting: int = 1024,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int | None = None,
+    gemm: str = "auto",
 ) -> Engine:
     """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
 
@@ -59,13 +60,15 @@ def build_engine(
         load_format=load_format,
         seed=seed or 0,
         max_model_len=max_model_len,
+        gemm=gemm,
     )
     spec = loaded.kv_cache_spec(block_size)
     limits = resolve(
         config,
         max_position_embeddings=loaded.config.max_position_embeddings,
         bytes_per_block=spec.bytes_per_block,
-        available_bytes=available_memory_bytes(),
+        available_bytes=free_device_bytes(target) if target.kind == "cuda" else available_memory_bytes(),
+        has_own_memory=target.kind == "cuda",
     )
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
@@ -86,6 +89,14 @@ def build_engine(
         weight_bytes=loaded.weight_bytes,
     )
     return Engine(loaded, kv_cache, limits, info, seed)
+
+
+def free_device_bytes(device: Device) -> int:
+    """Bytes of a GPU's memory that nobody has taken."""
+    from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+    free, _ = Gpu.of(device).context.call("cuMemGetInfo")
+    return int(free)
 
 
 def model_name(model: str | Path | None, folder: Path) -> str:

@@ -66,9 +66,17 @@ class EngineLimits:
 
 
 def resolve(
-    config: EngineConfig, *, max_position_embeddings: int, bytes_per_block: int, available_bytes: int
+    config: EngineConfig,
+    *,
+    max_position_embeddings: int,
+    bytes_per_block: int,
+    available_bytes: int,
+    has_own_memory: bool = False,
 ) -> EngineLimits:
     """The limits for a model with this many positions and this many bytes in one KV block (all layers).
+
+    ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's, of which the KV cache may
+    take nine tenths unless the user names a size.
 
     Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions or the KV cache cannot hold
     one request of that length.
@@ -85,7 +93,10 @@ def resolve(
     elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // bytes_per_block
     else:
-        budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4)
+        if has_own_memory:
+            budget = available_bytes * 9 // 10
+        else:
+            budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4)
         num_blocks = min(budget // bytes_per_block, config.max_num_seqs * -(-wanted_len // block_size))
     max_model_len = wanted_len
     if num_blocks * block_size < wanted_len:

@@ -200,7 +200,7 @@ def test_serve_answers_and_leaves_on_sigterm(stories: Path) -> None:
 
 def test_debug_shows_the_traceback() -> None:
     result = CliRunner().invoke(app, ["generate", "--debug", "-p", "x", "--device", "cuda"])
-    assert type(result.exception).__name__ == "DeviceError"
+    assert type(result.exception).__name__ in ("NoDriverError", "InvalidDeviceError")
 
 
 @needs_stories
