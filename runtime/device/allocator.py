@@ -2,8 +2,9 @@
 
 Each stream has a pool of its own: what is freed there is used again there, in the stream's order, without waiting.
 A block that another stream used too (`record_stream`) goes back only when an event on that stream has passed. Small
-blocks (up to 1 MiB) and large ones have separate segments, so that a small one never keeps a large segment from its
-next use.
+blocks (up to 64 KiB) are cut from pieces of 1 MiB, which are large blocks themselves: so a small one that lives long
+spoils one such piece, and not a segment; a piece of which nothing is in use is joined again when a large block is
+missing.
 
 Where no block is free the driver is asked; where it has none, segments of which nothing is in use go back to it; then
 Python's collector runs and every event is waited for; then DeviceOutOfMemoryError says where the memory is.
@@ -26,17 +27,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from runtime.device.arena import Arena, Block, round_to_class
 from runtime.device.context import Context
-from runtime.device.errors import CaptureError, DeviceOutOfMemoryError
+from runtime.device.errors import CaptureError, DeviceOutOfMemoryError, PoolTooSmallError
 from runtime.device.stream import Event, Stream
 from runtime.errors import InvalidArgumentError
 
-SMALL_BLOCK_BYTES = 1 << 20
-SMALL_SEGMENT_BYTES = 2 << 20
-LARGE_SEGMENT_BYTES = 32 << 20
+SMALL_BLOCK_BYTES = 64 << 10
+SMALL_PIECE_BYTES = 1 << 20
+SEGMENT_BYTES = 32 << 20
 SEGMENT_GRANULE = 2 << 20  # the driver's own page
 EMULATED_GAP_BYTES = 256
 
@@ -80,13 +80,44 @@ class Pool:
         self.stream = stream
         self.small = Arena()
         self.large = Arena()
+        self.pieces: dict[int, Block] = {}  # of the large arena, lent to the small one, by address
         self.users: dict[Block, set[Stream]] = {}  # other streams that use a block
         self.waiting: deque[tuple[Block, list[Event]]] = deque()  # returned, but perhaps still in use
         self.segments: dict[int, int] = {}  # address: size
+        self.is_dropped = False  # of a graph that is gone: what comes back goes to the driver
+
+    def take(self, size: int) -> Block | None:
+        """A block of that size, which `round_to_class` gave; None where there is no room."""
+        if size > SMALL_BLOCK_BYTES:
+            return self.large.take(size) or (self.large.take(size) if self.join_pieces() else None)
+        block = self.small.take(size)
+        if block is None and (piece := self.take(SMALL_PIECE_BYTES)) is not None:
+            self.pieces[piece.address] = piece
+            self.small.add_segment(piece.address, piece.size)
+            block = self.small.take(size)
+        return block
+
+    def join_pieces(self) -> bool:
+        """Gives the pieces of which nothing is in use back to the large arena; whether there were any."""
+        empty = self.small.remove_free_segments()
+        for address, _ in empty:
+            self.large.give(self.pieces.pop(address))
+        return bool(empty)
 
     @property
-    def arenas(self) -> tuple[Arena, Arena]:
-        return self.small, self.large
+    def unused_bytes(self) -> int:
+        """Of all segments, what is in no block."""
+        return self.small.free_bytes + self.large.free_bytes
+
+    def check_integrity(self) -> int:
+        """Bytes in blocks that were taken. Raises AssertionError where something is wrong."""
+        small_taken, small_free = self.small.check_integrity()
+        large_taken, large_free = self.large.check_integrity()
+        lent = sum(piece.size for piece in self.pieces.values())
+        assert small_taken + small_free == lent, "the small arena has not what it was lent"
+        assert large_taken + large_free == sum(self.segments.values()), "a segment is lost"
+        assert self.large.num_segments == len(self.segments)
+        return small_taken + large_taken - lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +157,11 @@ class Allocator:
         self._name = name
         self._lock = threading.Lock()
         self._pools: dict[Stream, Pool] = {}
-        self._private: list[Pool] = []
-        self._redirected: dict[Stream, Pool] = {}
-        self._retained: list[tuple[Pool, Block]] | None = None  # while something is captured
+        self._private: list[Pool] = []  # of graphs
+        self._redirected: dict[Stream, Pool] = {}  # streams that allocate from a graph's pool
+        self._captured: Pool | None = None  # the pool of the graph that is captured now
+        self._retained: dict[Block, Pool] = {}  # returned, but a graph that lives may use it
+        self._new_retained: list[Block] = []  # of the capture under way
         self._returned: deque[tuple[Pool, Block, int]] = deque()
         self._events: list[Event] = []
         self._mark = getattr(context.driver.api, "emuMarkAsync", None)
@@ -154,13 +187,12 @@ class Allocator:
             if self._returned:
                 self._collect_returned()
             pool = self._redirected.get(stream) or self._pools.get(stream) or self._new_pool(stream)
-            if pool.waiting and self._retained is None:
+            if pool.waiting and self._captured is None:
                 self._collect_waiting(pool)
-            arena = pool.small if size <= SMALL_BLOCK_BYTES else pool.large
             self._num_allocations += 1
-            block = arena.take(size)
+            block = pool.take(size)
             if block is None:
-                block = self._grow(pool, arena, size, size_bytes)
+                block = self._grow(pool, size, size_bytes)
             self._requested += size_bytes
             self._allocated += size
             if self._allocated > self._peak_allocated:
@@ -184,7 +216,7 @@ class Allocator:
         Raises CaptureError while a stream is captured.
         """
         with self._lock:
-            if self._retained is not None:
+            if self._captured is not None:
                 raise CaptureError(f"{self._name}: memory cannot be freed while a stream is captured")
             self._collect_returned()
             for pool in self._all_pools():
@@ -224,26 +256,77 @@ class Allocator:
         """Walks over all blocks. Raises AssertionError where anything overlaps, is lost, or does not add up."""
         with self._lock:
             self._collect_returned()
-            reserved = in_use = 0
+            in_use = 0
             owners: dict[int, int] = {}
             for pool in self._all_pools():
-                taken = 0
-                for arena in pool.arenas:
-                    arena_taken, arena_free = arena.check_integrity()
-                    taken += arena_taken
-                    reserved += arena_taken + arena_free
                 waiting = sum(block.size for block, _ in pool.waiting)
-                retained = sum(block.size for owner, block in self._retained or () if owner is pool)
-                in_use += taken - waiting - retained - sum(block.size for block in getattr(pool, "kept", ()))
+                retained = sum(block.size for block, owner in self._retained.items() if owner is pool)
+                in_use += pool.check_integrity() - waiting - retained
+                assert owners.keys().isdisjoint(pool.segments), "two pools hold one segment"
                 owners.update(pool.segments)
-                assert sum(arena.num_segments for arena in pool.arenas) == len(pool.segments), "a segment is lost"
+            reserved = sum(owners.values())
             assert reserved == self._reserved, f"pools hold {reserved} bytes, {self._reserved} were reserved"
             assert in_use == self._allocated, f"blocks hold {in_use} bytes, {self._allocated} are allocated"
-            assert sum(owners.values()) == self._reserved, "two pools hold one segment"
             end = 0
             for address in sorted(owners):
                 assert address >= end, f"segment {address:#x} overlaps the one before it"
                 end = address + owners[address]
+
+    # Memory of graphs; for `runtime.device.graph` alone.
+
+    def new_private_pool(self, stream: Stream) -> Pool:
+        """A pool that `redirect` fills. It holds its memory until `drop`."""
+        with self._lock:
+            pool = Pool(self, stream)
+            self._private.append(pool)
+            return pool
+
+    @contextmanager
+    def redirect(self, stream: Stream, pool: Pool) -> Iterator[None]:
+        """What is allocated for `stream` comes from a private pool until the block ends."""
+        with self._lock:
+            if stream in self._redirected:
+                raise CaptureError(f"{self._name}: the stream allocates from a graph's pool already")
+            self._redirected[stream] = pool
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._redirected[stream]
+
+    def begin_capture(self, pool: Pool) -> None:
+        """From now on the driver is asked for nothing on behalf of `pool`, and what others get back is retained."""
+        with self._lock:
+            if self._captured is not None:
+                raise CaptureError(f"{self._name}: another graph is being captured")
+            self._collect_returned()
+            self._captured = pool
+
+    def end_capture(self) -> list[Block]:
+        """The blocks retained meanwhile, for `forget`."""
+        with self._lock:
+            self._collect_returned()
+            self._captured, retained, self._new_retained = None, self._new_retained, []
+            return retained
+
+    def forget(self, blocks: list[Block]) -> None:
+        """Returns retained blocks to their pools; nothing uses them any more."""
+        with self._lock:
+            for block in blocks:
+                self._give(self._retained.pop(block), block)
+
+    def enlarge(self, pool: Pool, size: int) -> None:
+        """Room for one more block of that size. Raises DeviceOutOfMemoryError."""
+        with self._lock:
+            block = self._grow(pool, size, size)
+            block.arena.give(block)
+
+    def drop(self, pool: Pool) -> None:
+        """The pool's memory goes back to the driver; what is still in use, as soon as it is returned."""
+        with self._lock:
+            self._collect_returned()
+            pool.is_dropped = True
+            self._free_segments_of(pool)
 
     # What follows runs with the lock held.
 
@@ -261,9 +344,11 @@ class Allocator:
             pool, block, size_bytes = returned.popleft()
             self._requested -= size_bytes
             self._allocated -= block.size
-            if self._retained is not None and pool not in self._redirected.values():
-                self._retained.append((pool, block))
-            elif pool.users and (streams := pool.users.pop(block, None)):
+            streams = pool.users.pop(block, None) if pool.users else None
+            if self._captured is not None and (pool is not self._captured or streams):
+                self._retained[block] = pool
+                self._new_retained.append(block)
+            elif streams:
                 pool.waiting.append((block, [self._event().record(stream) for stream in streams]))
             else:
                 self._give(pool, block)
@@ -272,6 +357,8 @@ class Allocator:
         if self._mark is not None:
             self._context.call("emuMarkAsync", block.address, block.size, False, pool.stream.handle)
         block.arena.give(block)
+        if pool.is_dropped:
+            self._free_segments_of(pool)
 
     def _event(self) -> Event:
         return self._events.pop() if self._events else Event(self._context)
@@ -289,31 +376,33 @@ class Allocator:
             self._events += events
             self._give(pool, block)
 
-    def _grow(self, pool: Pool, arena: Arena, size: int, size_bytes: int) -> Block:
+    def _grow(self, pool: Pool, size: int, size_bytes: int) -> Block:
         """A block from a new segment."""
-        if self._retained is not None and pool in self._redirected.values():
-            raise CaptureError(
+        if pool is self._captured:
+            raise PoolTooSmallError(
                 f"{self._name}: {size_bytes:,} bytes do not fit the graph's private pool, and a stream that is "
-                "captured cannot allocate: run the same work once before, in the same pool"
+                "captured cannot allocate",
+                missing_bytes=size,
             )
         self._num_misses += 1
         least = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
-        wanted = SMALL_SEGMENT_BYTES if arena is pool.small else max(LARGE_SEGMENT_BYTES, least)
-        if not (self._reserve(pool, arena, wanted) or self._reserve_after_collecting(pool, arena, size, least)):
+        if not self._reserve(pool, max(SEGMENT_BYTES, least)):
+            self._reserve_after_collecting(pool, least)
+        block = pool.take(size)
+        if block is None:
             raise DeviceOutOfMemoryError(
                 f"{self._name}: no memory for {size_bytes:,} bytes\n{self._table()}", requested_bytes=size_bytes
             )
-        block = arena.take(size)
-        assert block is not None
         return block
 
-    def _reserve(self, pool: Pool, arena: Arena, size: int) -> bool:
+    def _reserve(self, pool: Pool, size: int) -> bool:
+        """Takes a segment from the driver, if it has one."""
         self._num_driver_allocations += 1
         try:
             address = int(self._context.call("cuMemAlloc", size))
         except DeviceOutOfMemoryError:
             return False
-        arena.add_segment(address, size)
+        pool.large.add_segment(address, size)
         pool.segments[address] = size
         self._reserved += size
         self._peak_reserved = max(self._peak_reserved, self._reserved)
@@ -321,37 +410,35 @@ class Allocator:
             self._context.call("emuMarkAsync", address, size, False, pool.stream.handle)
         return True
 
-    def _reserve_after_collecting(self, pool: Pool, arena: Arena, size: int, least: int) -> bool:
-        """The steps that the module's docstring tells, until there is a free block of `size`."""
-        if self._retained is None:
+    def _reserve_after_collecting(self, pool: Pool, size: int) -> None:
+        """The steps that the module's docstring tells. What they free may also be in `pool` itself."""
+        if self._captured is None:
             self._free_segments()
-        if self._reserve(pool, arena, least):
-            return True
+        if self._reserve(pool, size):
+            return
         gc.collect()
         self._collect_returned()
-        if self._retained is None:
+        if self._captured is None:
             for each in self._all_pools():
                 self._collect_waiting(each, wait=True)
             self._free_segments()
-        return self._reserve(pool, arena, least) or self._has_room(arena, size)
-
-    def _has_room(self, arena: Arena, size: int) -> bool:
-        block = arena.take(size)
-        if block is None:
-            return False
-        arena.give(block)
-        return True
+        self._reserve(pool, size)
 
     def _free_segments(self) -> int:
+        """Not those of graphs that live: their next capture finds what their warm-up has filled."""
+        return sum(self._free_segments_of(pool) for pool in [*self._pools.values()])
+
+    def _free_segments_of(self, pool: Pool) -> int:
         freed = 0
-        for pool in self._all_pools():
-            for arena in pool.arenas:
-                for address, size in arena.remove_free_segments():
-                    self._num_driver_frees += 1
-                    self._context.call("cuMemFree", address)
-                    del pool.segments[address]
-                    freed += size
+        pool.join_pieces()
+        for address, size in pool.large.remove_free_segments():
+            self._num_driver_frees += 1
+            self._context.call("cuMemFree", address)
+            del pool.segments[address]
+            freed += size
         self._reserved -= freed
+        if pool.is_dropped and not pool.segments and pool in self._private:
+            self._private.remove(pool)
         return freed
 
     def _table(self) -> str:
@@ -362,14 +449,9 @@ class Allocator:
         ]
         for pool in self._all_pools():
             kind = "graph" if pool in self._private else "stream"
-            size, unused = sum(pool.segments.values()), sum(arena.free_bytes for arena in pool.arenas)
+            size, unused = sum(pool.segments.values()), pool.unused_bytes
             rows.append((f"{kind} {int(pool.stream.handle):#x}", size, size - unused, unused))
         lines = [f"{'':<24}{'bytes':>18}{'in use':>18}{'free':>18}"]
         lines += [f"{name:<24}{size:>18,}{used:>18,}{unused:>18,}" for name, size, used, unused in rows]
-        largest = max((arena.largest_free_bytes for pool in self._all_pools() for arena in pool.arenas), default=0)
+        largest = max((pool.large.largest_free_bytes for pool in self._all_pools()), default=0)
         return "\n".join([*lines, f"largest free block: {largest:,} bytes"])
-
-
-__all__ = ["Allocator", "AllocatorStatistics", "DeviceBlock", "Pool"]
-
-_ = (Any, contextmanager)  # private pools follow

@@ -8,6 +8,7 @@ DeviceError
 ├── CompileError            a kernel did not compile or assemble
 ├── LaunchError             a kernel was refused, or failed while it ran: `kernel`, `grid`, `block`, `shared_bytes`
 └── CaptureError            something that a stream cannot do while it is captured
+    └── PoolTooSmallError   an allocation that its graph's pool has no room for
 OutOfMemoryError
 └── DeviceOutOfMemoryError  with the sizes and the table of the device's memory
 """
@@ -75,6 +76,14 @@ class LaunchError(DeviceError):
 
 class CaptureError(DeviceError):
     """What a stream cannot do while its work is captured into a graph, or a capture that was broken by it."""
+
+
+class PoolTooSmallError(CaptureError):
+    """A graph's pool has no room while it is captured. `missing_bytes`: of the block that was to be cut."""
+
+    def __init__(self, message: str, *, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class DeviceOutOfMemoryError(OutOfMemoryError):

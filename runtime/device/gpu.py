@@ -15,7 +15,7 @@ from runtime.device.allocator import Allocator, DeviceBlock
 from runtime.device.context import Context
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
-from runtime.device.errors import CompileError, LaunchError
+from runtime.device.errors import CaptureError, CompileError, LaunchError
 from runtime.device.kernel import Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache
 from runtime.device.pinned import PinnedBlock, PinnedPool
@@ -95,6 +95,15 @@ class Gpu:
         finally:
             self._streams.current = before
 
+    @contextmanager
+    def captured(self, stream: Stream) -> Iterator[None]:
+        """Says that `stream` is recorded into a graph until the block ends; `runtime.device.graph` does it."""
+        self._streams.captured = stream
+        try:
+            yield
+        finally:
+            self._streams.captured = None
+
     def new_stream(self, *, priority: int = 0) -> Stream:
         """A stream of this device; lower priorities run first."""
         return Stream(self.context, priority=priority)
@@ -122,9 +131,10 @@ class Gpu:
     def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
         """Copies an array's elements, in C order, to the device. The array may be changed as soon as this returns.
 
-        The copy is ordered on the stream and goes through pinned memory, piece by piece.
+        The copy is ordered on the stream and goes through pinned memory, piece by piece. Raises CaptureError where the
+        stream is recorded into a graph.
         """
-        stream = stream or self._streams.current
+        stream = self._not_captured("write", stream)
         source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, source.size, STAGING_BYTES):
             part = source[start : start + STAGING_BYTES]
@@ -138,11 +148,12 @@ class Gpu:
 
         Raises:
             InvalidArgumentError: where the array is not contiguous or cannot be written.
+            CaptureError: where the stream is recorded into a graph.
             LaunchError: where work in front of the copy failed.
         """
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidArgumentError("read needs a C-contiguous array that can be written", param="array")
-        stream = stream or self._streams.current
+        stream = self._not_captured("read", stream)
         target = array.reshape(-1).view(np.uint8)
         pieces = [(start, min(STAGING_BYTES, target.size - start)) for start in range(0, target.size, STAGING_BYTES)]
         pending: list[tuple[int, PinnedBlock, Event]] = []
@@ -154,6 +165,15 @@ class Gpu:
                 self._take_piece(target, *pending.pop(0))
         for piece in pending:
             self._take_piece(target, *piece)
+
+    def _not_captured(self, what: str, stream: Stream | None) -> Stream:
+        stream = stream or self._streams.current
+        if stream is self._streams.captured:
+            raise CaptureError(
+                f"{what}: a stream that is recorded into a graph copies from and to pinned memory only "
+                "(upload, download)"
+            )
+        return stream
 
     def _take_piece(self, target: np.ndarray[Any, Any], start: int, staging: PinnedBlock, event: Event) -> None:
         try:
@@ -258,6 +278,11 @@ class Gpu:
                 compiled = self.kernel_cache.get(specialisation, self.arch, is_ptx=self.driver.is_emulated)
                 kernel = self._kernels[specialisation] = Kernel(self.context, specialisation, compiled)
             return kernel
+
+    def kernel_of(self, function: Any) -> Kernel:
+        """The loaded kernel that the driver calls so."""
+        with self._lock:
+            return next(kernel for kernel in self._kernels.values() if int(kernel.function) == int(function))
 
     def _with_last_launch(self, error: LaunchError) -> LaunchError:
         last = self._streams.last

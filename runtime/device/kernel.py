@@ -42,13 +42,55 @@ class Kernel:
             self._shared_bytes = size_bytes
 
 
-class Streams:
-    """Which stream a device's work goes to when none is named. `last` is the launch made last, for messages."""
+class Arguments:
+    """A kernel's arguments in memory, as the driver takes them: an array of pointers to one value each.
 
-    __slots__ = ("current", "last")
+    `address`: of the pointers.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        letters = kernel.compiled.argument_format
+        self.specialisation = kernel.specialisation
+        self.letters = letters
+        self.buffer = (ctypes.c_char * max(1, struct.calcsize("@" + letters)))()
+        self.pack_into = struct.Struct("@" + letters).pack_into
+        base = ctypes.addressof(self.buffer)
+        offsets = [struct.calcsize("@" + letters[: n + 1]) - struct.calcsize(letters[n]) for n in range(len(letters))]
+        self._pointers = (ctypes.c_void_p * max(1, len(letters)))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self._pointers)
+
+    def pack(self, *arguments: int | float) -> None:
+        """Raises InvalidArgumentError where they are not as many, or not of the kind, that the kernel takes."""
+        try:
+            self.pack_into(self.buffer, 0, *arguments)
+        except struct.error as error:
+            raise self.wrong(arguments, error) from None
+
+    def wrong(self, arguments: tuple[Any, ...], error: struct.error) -> InvalidArgumentError:
+        """The error that names the argument at fault."""
+        name, kinds = self.specialisation.name, self.specialisation.argument_types
+        if len(arguments) != len(kinds):
+            return InvalidArgumentError(f"kernel {name} takes {len(kinds)} arguments, got {len(arguments)}")
+        for number, (letter, argument) in enumerate(zip(self.letters, arguments)):
+            try:
+                struct.pack(letter, argument)
+            except struct.error as reason:
+                what = f"argument {number} of type {kinds[number]}, got {argument!r}: {reason}"
+                return InvalidArgumentError(f"kernel {name}: {what}", param=str(number))
+        return InvalidArgumentError(f"kernel {name}: {error}")
+
+
+class Streams:
+    """Which stream a device's work goes to when none is named.
+
+    `captured`: the one that is recorded into a graph now; `last`: the launch made last, for messages.
+    """
+
+    __slots__ = ("captured", "current", "last")
 
     def __init__(self, current: Stream) -> None:
         self.current = current
+        self.captured: Stream | None = None
         self.last: Bound | None = None
 
 
@@ -60,8 +102,8 @@ class Bound:
     """
 
     __slots__ = (
-        "_buffer", "_config", "_context", "_current_stream", "_function", "_launch", "_pack", "_parameters",
-        "_pointers", "_streams", "kernel", "launch",
+        "_arguments", "_buffer", "_config", "_context", "_current_stream", "_function", "_launch", "_pack",
+        "_parameters", "_streams", "kernel", "launch",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, launch: Launch, streams: Streams) -> None:
@@ -77,13 +119,10 @@ class Bound:
         self._function = kernel.function
         self._launch = context.driver.api.cuLaunchKernelEx
         self._config = launch_config(context.driver.types, launch)
-        letters = kernel.compiled.argument_format
-        self._pack = struct.Struct("@" + letters).pack_into
-        self._buffer = (ctypes.c_char * max(1, struct.calcsize("@" + letters)))()
-        base = ctypes.addressof(self._buffer)
-        offsets = [struct.calcsize("@" + letters[: n + 1]) - struct.calcsize(letters[n]) for n in range(len(letters))]
-        self._pointers = (ctypes.c_void_p * max(1, len(letters)))(*(base + offset for offset in offsets))
-        self._parameters = ctypes.addressof(self._pointers)
+        self._arguments = Arguments(kernel)
+        self._pack = self._arguments.pack_into
+        self._buffer = self._arguments.buffer
+        self._parameters = self._arguments.address
 
     def __call__(self, *arguments: int | float) -> None:
         """Launches on the device's current stream.
@@ -95,7 +134,7 @@ class Bound:
         try:
             self._pack(self._buffer, 0, *arguments)
         except struct.error as error:
-            raise self._wrong_arguments(arguments, error) from None
+            raise self._arguments.wrong(arguments, error) from None
         if getattr(current, "context", None) is not self._context:
             self._context.make_current()
         streams = self._streams
@@ -107,21 +146,6 @@ class Bound:
         status = self._launch(self._config, self._function, self._parameters, 0)[0]
         if status:
             raise self._failed(status)
-
-    def _wrong_arguments(self, arguments: tuple[Any, ...], error: struct.error) -> InvalidArgumentError:
-        specialisation = self.launch.specialisation
-        kinds, letters = specialisation.argument_types, self.kernel.compiled.argument_format
-        if len(arguments) != len(letters):
-            return InvalidArgumentError(
-                f"kernel {specialisation.name} takes {len(letters)} arguments, got {len(arguments)}"
-            )
-        for number, (letter, argument) in enumerate(zip(letters, arguments)):
-            try:
-                struct.pack(letter, argument)
-            except struct.error as reason:
-                what = f"argument {number} of type {kinds[number]}, got {argument!r}: {reason}"
-                return InvalidArgumentError(f"kernel {specialisation.name}: {what}", param=str(number))
-        return InvalidArgumentError(f"kernel {specialisation.name}: {error}")
 
     def _failed(self, status: Any) -> Exception:
         driver, launch = self._context.driver, self.launch
@@ -146,10 +170,7 @@ class EmptyBound(Bound):
     __slots__ = ()
 
     def __call__(self, *arguments: int | float) -> None:
-        try:
-            self._pack(self._buffer, 0, *arguments)
-        except struct.error as error:
-            raise self._wrong_arguments(arguments, error) from None
+        self._arguments.pack(*arguments)
 
 
 def bind(kernel: Kernel, launch: Launch, streams: Streams) -> Bound:
