@@ -166,11 +166,10 @@ class _Run:
         self._shadow = np.frombuffer(kernel.shared.shadow(shared_bytes), dtype=np.uint8)
         self._shape = self.shape.as_array(self._shadow.ctypes.data)
         self._parameters = np.frombuffer(parameters + bytes(16), dtype=np.uint8)
-        names = [v.name for v in kernel.module.variables.values() if v.space in ("global", "const")]
-        missing = [name for name in names if name not in variables]
+        missing = [name for name in kernel.variables if name not in variables]
         if missing:
             raise InvalidArgumentError(f"launch: no address for variable {missing[0]}", param="variables")
-        self._symbols = np.array([variables[name] for name in names] or [0], dtype=np.int64)
+        self._symbols = np.array([variables[name] for name in kernel.variables] or [0], dtype=np.int64)
         self._queue = np.zeros(QUEUE_FIELDS, dtype=np.int64)
         self._regions = np.array(machine.regions(), dtype=np.int64)
 

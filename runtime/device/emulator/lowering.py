@@ -30,6 +30,7 @@ from runtime.device.emulator.ptx import (
     Sink,
     Special,
     Symbol,
+    Vector,
 )
 from runtime.device.emulator.variables import SharedLayout, shared_layout
 from runtime.device.emulator.vectors import F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat, truths_of
@@ -115,7 +116,7 @@ class Lowering:
         self.shared: SharedLayout = shared_layout(module, kernel)
         self.parameters = _parameter_offsets(kernel)
         self.locals, self.local_bytes = _local_offsets(kernel)
-        self.symbols: list[str] = [v.name for v in module.variables.values() if v.space in ("global", "const")]
+        self.symbols = used_variables(module, kernel)
         self.operations: list[str] = []  # used, in order of first use
         self.chunks: list[tuple[int, int]] = []  # first and last + 1 instruction of each counted stretch
         self.register_bytes = specials.FIXED_SLOT_BYTES
@@ -602,6 +603,21 @@ class Lowering:
 
 
 _NO_INSTRUCTION = Instruction("", (), None, False, 0)
+
+
+def used_variables(module: Module, kernel: Kernel) -> list[str]:
+    """The .global and .const variables that a kernel names, in the order of its symbol table (LAUNCH_SYMBOLS)."""
+    named: set[str] = set()
+    pending: list[Operand | None] = [operand for ins in kernel.instructions for operand in ins.operands]
+    while pending:
+        operand = pending.pop()
+        if isinstance(operand, Symbol):
+            named.add(operand.name)
+        elif isinstance(operand, Address):
+            pending += [operand.base, operand.coordinates]
+        elif isinstance(operand, Vector):
+            pending += operand.items
+    return [v.name for v in module.variables.values() if v.space in ("global", "const") and v.name in named]
 
 
 def _parameter_offsets(kernel: Kernel) -> dict[str, tuple[int, int]]:

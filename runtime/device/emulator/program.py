@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runtime.device.emulator import instructions, native, object_cache
 from runtime.device.emulator.dispatch import translate
-from runtime.device.emulator.lowering import Lowering
+from runtime.device.emulator.lowering import Lowering, used_variables
 from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.object_cache import Entry
 from runtime.device.emulator.proxy import needs_proxy
@@ -46,6 +46,7 @@ class LoadedKernel:
         module: the module that it stands in.
         shared: where its shared variables lie.
         parameter_bytes: of all its parameters, each aligned to its size.
+        variables: the .global and .const variables that it names, in the order of its symbol table.
         local_bytes: local memory of a thread.
         communicates: whether blocks of one launch may see each other's writes: then they share one OS thread.
         needs_proxy, race_shift: what the checkers need to know of it.
@@ -61,6 +62,7 @@ class LoadedKernel:
             if variable.space == "local":
                 local = -(-local // variable.align) * variable.align + (variable.size_bytes or 0)
         self.parameter_bytes = offset
+        self.variables = used_variables(program.module, kernel)
         self.local_bytes = -(-local // 64) * 64
         self.communicates = any(_communicates(instruction) for instruction in kernel.instructions)
         self.needs_proxy = needs_proxy(kernel)
