@@ -1,0 +1,162 @@
+"""Work that has been queued and not yet run: in-order queues, dependencies between them, an order chosen by a seed.
+
+Nothing runs when it is queued. It runs when somebody must know that it has (`finish`), asks (`progress`), or when a
+queue grows long; then any order may come out that the queues and the waits between them allow, so that a program that
+relies on more than it has asked for is found out. Streams' priorities are hints on hardware and mean nothing here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+MAX_QUEUED = 512
+"""A queue with more works than this is run down to half of it."""
+
+_WEIGHTS = (0.02, 1.0, 50.0)
+"""How eager a queue is during one `finish`: some lag behind, some run ahead."""
+
+
+class Operation(Protocol):
+    """What a work does."""
+
+    @property
+    def label(self) -> str:
+        """Words for messages: "kernel rms_norm_bf16"."""
+
+    def run(self, work: Work) -> None:
+        """Does it. An exception is a fault of the work's context."""
+
+
+class Work:
+    """One operation at its place in a queue.
+
+    Attributes:
+        operation: what it does; None for a mark that only others wait for.
+        queue: the queue it stands in; earlier works of the queue are done first.
+        waits: other works that must be done first.
+        is_done: it has run, or was dropped with its context.
+        ended_s: when, by `time.perf_counter`.
+        clock, epoch: its place among all streams, from `StreamOrder.stamp`; None and 0 where nobody keeps that.
+    """
+
+    __slots__ = ("clock", "ended_s", "epoch", "is_done", "operation", "queue", "waits")
+
+    def __init__(self, operation: Operation | None, queue: Queue, waits: tuple[Work, ...]) -> None:
+        self.operation, self.queue, self.waits = operation, queue, waits
+        self.is_done = False
+        self.ended_s = 0.0
+        self.clock: Any = None
+        self.epoch = 0
+
+
+class Queue:
+    """Works that run one after another: a stream's, or one branch of a graph's replay.
+
+    Attributes:
+        owner: whose works fail together: a context.
+        last: the work queued last; None before the first.
+        slot, side_slots, clock, kernel: of `StreamOrder`.
+    """
+
+    __slots__ = ("clock", "kernel", "last", "owner", "side_slots", "slot", "works")
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.works: deque[Work] = deque()
+        self.last: Work | None = None
+        self.slot = -1
+        self.side_slots: list[int] = []
+        self.clock: Any = None
+        self.kernel: Work | None = None
+
+
+class Scheduler:
+    """All queues of one driver. Not thread-safe: the driver holds its lock.
+
+    Args:
+        seed: of the order; the same calls with the same seed give the same order.
+        on_failure: called with the work and the exception that its operation raised.
+    """
+
+    def __init__(self, seed: int, on_failure: Callable[[Work, Exception], None]) -> None:
+        self._random = random.Random(seed)
+        self._on_failure = on_failure
+        self._busy: dict[Queue, None] = {}  # queues with works, in the order in which they became so
+
+    def submit(self, queue: Queue, operation: Operation | None, waits: Sequence[Work] = ()) -> Work:
+        """Queues an operation behind the queue's last work and behind `waits`."""
+        work = Work(operation, queue, tuple(other for other in waits if not other.is_done) if waits else ())
+        works = queue.works
+        if not works:
+            self._busy[queue] = None
+        works.append(work)
+        queue.last = work
+        if len(works) > MAX_QUEUED:
+            self.finish((works[MAX_QUEUED // 2],))
+        return work
+
+    def finish(self, works: Iterable[Work]) -> None:
+        """Runs until all of some works are done; others may have run by then or not."""
+        pending = [work for work in works if not work.is_done]
+        if not pending:
+            return
+        weights: dict[Queue, float] = {}
+        while pending:
+            if len(self._busy) == 1:
+                (queue,) = self._busy
+            else:
+                queue = self._choose(weights)
+            self._run_first(queue)
+            while pending and pending[-1].is_done:
+                pending.pop()
+
+    def finish_all(self, owner: Any = None) -> None:
+        """Runs until nothing of an owner, or nothing at all, is queued."""
+        self.finish([queue.works[-1] for queue in self._busy if owner is None or queue.owner is owner])
+
+    def progress(self) -> None:
+        """Runs a few works, at least one where there is any."""
+        for _ in range(self._random.choice((1, 1, 2, 5))):
+            if not self._busy:
+                return
+            self._run_first(self._choose({}))
+
+    def drop(self, owner: Any) -> None:
+        """Forgets all works of an owner, as if they were done: its context has failed or is gone."""
+        for queue in [queue for queue in self._busy if queue.owner is owner]:
+            now = time.perf_counter()
+            for work in queue.works:
+                work.is_done, work.ended_s = True, now
+            queue.works.clear()
+            del self._busy[queue]
+
+    def _choose(self, weights: dict[Queue, float]) -> Queue:
+        """One of the queues whose first work may run. There is one: a work waits for earlier ones only."""
+        ready = [
+            queue for queue in self._busy
+            if not (waits := queue.works[0].waits) or all(other.is_done for other in waits)
+        ]  # fmt: skip
+        if len(ready) == 1:
+            return ready[0]
+        for queue in ready:
+            if queue not in weights:
+                weights[queue] = self._random.choice(_WEIGHTS)
+        return self._random.choices(ready, [weights[queue] for queue in ready])[0]
+
+    def _run_first(self, queue: Queue) -> None:
+        work = queue.works[0]
+        if work.operation is not None:
+            try:
+                work.operation.run(work)
+            except Exception as failure:  # whatever it is, the caller must get it and the queue must go on
+                self._on_failure(work, failure)
+        if not work.is_done:  # else its context was dropped
+            work.is_done, work.ended_s = True, time.perf_counter()
+            work.waits = ()
+            queue.works.popleft()
+            if not queue.works:
+                del self._busy[queue]
