@@ -36,7 +36,6 @@ from runtime.device.emulator.context import (
     LAUNCH_GRID_Y,
     WARP_CLOCK,
     WARP_FIELDS,
-    WARP_LAUNCH,
 )
 from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, popcount, u32_at
 

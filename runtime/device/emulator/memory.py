@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 
 from runtime.errors import DeviceError, InvalidArgumentError, OutOfMemoryError
 
-IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST = 1, 2, 4, 8
-"""The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none."""
+IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ = 1, 2, 4, 8, 16, 32
+"""The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none. IS_IN_FLIGHT: an
+asynchronous write will land here; IS_BEING_READ: an asynchronous read has not happened yet."""
 
 REDZONE_BYTES = 256
 PAGE_BYTES = 4096
@@ -59,7 +60,7 @@ class Mapping:
         address = _libc.mmap(None, self.size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         if address is None or address == _MAP_FAILED:
             errno = ctypes.get_errno()
-            raise OutOfMemoryError(f"the host refuses to map {self.size_bytes:,} bytes of address space (errno {errno})")
+            raise OutOfMemoryError(f"the host refuses to map {self.size_bytes:,} bytes (errno {errno})")
         self.address: int = address
 
     def drop(self, address: int, size_bytes: int) -> None:

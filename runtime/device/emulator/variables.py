@@ -40,7 +40,7 @@ class SharedLayout:
         return self.dynamic_offset + dynamic_bytes
 
     def shadow(self, dynamic_bytes: int) -> bytes:
-        """The shadow bytes of a block that starts: one for each of `total_bytes`, to be copied to BLOCK_SHARED_SHADOW."""
+        """The shadow of a block that starts, a byte for each of `total_bytes`: to be copied to BLOCK_SHARED_SHADOW."""
         states = bytearray(self.total_bytes(dynamic_bytes))
         for start, size in (*self.live, (self.dynamic_offset, dynamic_bytes)):
             states[start : start + size] = bytes([IS_ALLOCATED]) * size

@@ -1,0 +1,557 @@
+"""A warp's loads and stores: the quick way where nothing can be wrong, the careful way lane by lane.
+
+Operations ``load_32x1`` … ``store_64x4`` (slot width and vector length) try `lane_vectors` first. Whatever does not
+pass there, and every access while races are checked or traffic is counted, goes to one operation, ``memory_careful``.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from runtime.device.emulator.clocks import SCOPE_GPU, strong_read, strong_write
+from runtime.device.emulator.context import (
+    BLOCK_PROXY,
+    BLOCK_SHARED,
+    BLOCK_SHARED_BYTES,
+    BLOCK_SHARED_RACES,
+    BLOCK_SHARED_SHADOW,
+    CHECK_MEMORY,
+    CHECK_RACES,
+    CHECK_UNINITIALIZED,
+    COUNT_MEMORY,
+    LAUNCH_ARENA,
+    LAUNCH_ARENA_BYTES,
+    LAUNCH_ARENA_SHADOW,
+    LAUNCH_CHECKS,
+    SHARED_WINDOW,
+    WARP_BEFORE_DEPENDENCY,
+    WARP_BLOCK,
+    WARP_CLOCK,
+    WARP_LAUNCH,
+)
+from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.lane_vectors import load_lanes, store_lanes
+from runtime.device.emulator.locate import (
+    BLOCK,
+    CONST,
+    GENERIC,
+    GLOBAL,
+    HOST,
+    LOAD,
+    SHADOW,
+    SHARED,
+    SHARED_CLUSTER,
+    STORE,
+    check_bytes,
+    locate,
+    mark_written,
+    stack_longs,
+)
+from runtime.device.emulator.operations import operation
+from runtime.device.emulator.pointers import address_of, i64_at, trailing_zeros, u8_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.proxy import wrote
+from runtime.device.emulator.races import (
+    global_read_lane,
+    global_read_run,
+    global_write_lane,
+    global_write_run,
+    shared_read_lane,
+    shared_read_run,
+    shared_write_lane,
+    shared_write_run,
+)
+from runtime.device.emulator.traffic import count_access
+
+# --- what an instruction's modifiers mean, as bits of `flags` ---
+IS_STORE = 1
+IS_SIGNED = 2  # a loaded element is extended with its sign, to 32 or 64 bits as the slot is
+IS_HALF = 4  # …but into a 16-bit register: the upper half of the slot stays 0
+IS_STRONG = 8  # .volatile, .relaxed, .acquire, .release
+IS_RELEASE = 16
+IS_NC = 32
+SCOPE_SHIFT = 8  # one of clocks.SCOPE_…
+
+_LANES_DIFFER = int(FaultKind.LANES_DIFFER)
+_EVERY_BYTE = 0x0101010101010101
+
+
+@njit
+def element(address, size):
+    """`size` bytes as an unsigned number."""
+    if size == 4:
+        return types.uint64(u32_at(address)[0])
+    if size == 8:
+        return u64_at(address)[0]
+    if size == 2:
+        return types.uint64(u16_at(address)[0])
+    return types.uint64(u8_at(address)[0])
+
+
+@njit
+def set_element(address, size, value):
+    if size == 4:
+        u32_at(address)[0] = value
+    elif size == 8:
+        u64_at(address)[0] = value
+    elif size == 2:
+        u16_at(address)[0] = value
+    else:
+        u8_at(address)[0] = value
+
+
+@njit
+def slot_value(slot, lane, is_wide):
+    """A lane of a slot by the slot's address."""
+    return u64_at(slot)[lane] if is_wide else types.uint64(u32_at(slot)[lane])
+
+
+@njit
+def _is_same(places, slots, lane, size, count, is_wide):
+    """Whether a store would change nothing."""
+    mask = types.uint64(0xFFFFFFFFFFFFFFFF) >> types.uint64(64 - 8 * size)
+    for index in range(count):
+        if element(places[lane] + index * size, size) != slot_value(slots[index], lane, is_wide) & mask:
+            return False
+    return True
+
+
+@njit
+def _races_of_run(warp, record, first, places, blocks, size, is_store, lane):
+    """One contiguous range from lane `first` to `lane` of shared or device memory; True when nothing can be wrong."""
+    bytes_ = places[lane] + size - places[first]
+    if blocks[first] == 0:
+        if is_store:
+            return global_write_run(warp, record, places[first], bytes_, first, size)
+        return global_read_run(warp, record, places[first], bytes_)
+    block = i64_at(blocks[first])
+    area, offset = i64_at(block[BLOCK_SHARED_RACES]), places[first] - block[BLOCK_SHARED]
+    if is_store:
+        return shared_write_run(record, area, offset, bytes_, first, size)
+    return shared_read_run(record, area, offset, bytes_)
+
+
+@njit
+def races_of_lane(warp, site, record, place, block_address, size, lane, action, flags, same):
+    """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
+    strong = 1 if flags & IS_STRONG else 0
+    if block_address == 0:
+        if action != STORE and global_read_lane(warp, site, record, place, size, lane, strong, flags & IS_NC != 0):
+            return 1
+        return global_write_lane(warp, site, record, place, size, lane, strong, same) if action != LOAD else 0
+    block = i64_at(block_address)
+    area, offset = i64_at(block[BLOCK_SHARED_RACES]), place - block[BLOCK_SHARED]
+    if action != STORE and shared_read_lane(warp, site, record, area, offset, size, lane, strong, offset):
+        return 1
+    if action == LOAD:
+        return 0
+    return shared_write_lane(warp, site, record, area, offset, size, lane, strong, same, offset)
+
+
+@njit
+def _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
+    """The race checker's view of a warp's load or store, before the data moves."""
+    record = i64_at(warp[WARP_CLOCK])
+    is_store, total, scope = flags & IS_STORE != 0, size * count, flags >> SCOPE_SHIFT
+    lane = 0
+    while lane < 32:
+        if not mask >> lane & 1 or blocks[lane] < 0:
+            lane += 1
+            continue
+        first = lane
+        if flags & IS_STRONG:
+            if not is_store:
+                strong_read(warp, places[lane], scope)
+        else:
+            while lane < 31 and mask >> (lane + 1) & 1 and blocks[lane + 1] == blocks[first]:
+                step = places[lane + 1] - places[lane]
+                if step != total and (step != 0 or is_store):
+                    break
+                lane += 1
+            if _races_of_run(warp, record, first, places, blocks, total, is_store, lane):
+                lane += 1
+                continue
+        while first <= lane:
+            same = is_store and _is_same(places, slots, first, size, count, is_wide)
+            action = STORE if is_store else LOAD
+            if races_of_lane(warp, site, record, places[first], blocks[first], total, first, action, flags, same):
+                return 1
+            if is_store and flags & IS_STRONG:
+                strong_write(warp, places[first], scope, flags & IS_RELEASE != 0)
+            first += 1
+        lane += 1
+    return 0
+
+
+@njit
+def _move_lanes(mask, places, slots, size, count, is_wide, is_store):
+    for lane in range(32):
+        if mask >> lane & 1:
+            at = places[lane]
+            for index in range(count):
+                slot = slots[index]
+                if is_store:
+                    set_element(at, size, slot_value(slot, lane, is_wide))
+                elif is_wide:
+                    u64_at(slot)[lane] = element(at, size)
+                else:
+                    u32_at(slot)[lane] = element(at, size)
+                at += size
+
+
+@njit
+def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks):
+    """Marks what was written, and finds lanes that wrote different values to one place."""
+    total = size * count
+    for lane in range(32):
+        if mask >> lane & 1:
+            mark_written(shadows[lane], total)
+            if blocks[lane] > 0:
+                block = i64_at(blocks[lane])
+                if block[BLOCK_PROXY]:
+                    wrote(blocks[lane], warp, places[lane] - block[BLOCK_SHARED], total)
+    if checks & CHECK_RACES:
+        for lane in range(32):
+            if mask >> lane & 1 and not _is_same(places, slots, lane, size, count, is_wide):
+                shown = places[lane]
+                if blocks[lane] > 0:
+                    shown -= i64_at(blocks[lane])[BLOCK_SHARED]
+                return report(warp, _LANES_DIFFER, site, lane, shown, STORE, total, space, shown)
+    return 0
+
+
+@operation("memory_careful", "qliiiiillllllll")
+def memory_careful(
+    warp, mask, site, addresses, offset, space, size, count, is_wide, flags, s0, s1, s2, s3, s4, s5, s6, s7
+):  # fmt: skip
+    """A load or store of any kind, with every check that the launch asks for. Slots come as addresses."""
+    places, blocks, shadows, slots = stack_longs(32), stack_longs(32), stack_longs(32), stack_longs(8)
+    place = stack_longs(3)
+    slots[0], slots[1], slots[2], slots[3], slots[4], slots[5], slots[6], slots[7] = s0, s1, s2, s3, s4, s5, s6, s7
+    checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
+    total = size * count
+    action = STORE if flags & IS_STORE else LOAD
+    for lane in range(32):
+        if mask >> lane & 1:
+            address = types.int64(addresses[lane]) + offset
+            if locate(warp, site, lane, address, total, action, space, place):
+                return 1
+            places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
+            if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):
+                return 1
+    if checks & COUNT_MEMORY:
+        count_access(warp, site, mask, places, blocks, total)
+    is_racing = warp[WARP_CLOCK] != 0 and checks & CHECK_RACES != 0
+    if is_racing and _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
+        return 1
+    _move_lanes(mask, places, slots, size, count, is_wide, action == STORE)
+    if action == STORE:
+        return _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks)
+    if flags & IS_SIGNED:
+        for index in range(count):
+            extend_sign(mask, slots[index], size, is_wide, flags)
+    return 0
+
+
+_CAREFUL = types.ExternalFunction(
+    "xserv_operation_memory_careful",
+    types.int32(
+        types.CPointer(types.int64), types.uint32, types.int32, types.CPointer(types.uint64), types.int64,
+        *(types.int32,) * 5, *(types.int64,) * 8,
+    ),
+)  # fmt: skip
+
+
+@njit
+def extend_sign(mask, slot, size, is_wide, flags):
+    """Elements that were extended with zeros get their sign."""
+    keep = types.int64(0xFFFF) if flags & IS_HALF else types.int64(-1)
+    shift = 64 - 8 * size
+    for lane in range(32):
+        if mask >> lane & 1:
+            if is_wide:
+                u64_at(slot)[lane] = (types.int64(u64_at(slot)[lane]) << shift) >> shift
+            else:
+                u32_at(slot)[lane] = types.uint32(((types.int64(u32_at(slot)[lane]) << shift) >> shift) & keep)
+
+
+@njit
+def window_of(warp, addresses, offset, mask, space, flags):
+    """Where a warp access most likely goes: (start, bytes, host, shadow, need, want) for `lane_vectors`.
+
+    Zero bytes where only the careful way will do.
+    """
+    block, launch = i64_at(warp[WARP_BLOCK]), i64_at(warp[WARP_LAUNCH])
+    checks = launch[LAUNCH_CHECKS]
+    start, size, host, shadow = types.int64(0), types.int64(0), types.int64(0), types.int64(0)
+    if checks & (CHECK_RACES | COUNT_MEMORY) or warp[WARP_BEFORE_DEPENDENCY]:
+        return start, size, host, shadow, start, start
+    inside = space
+    if space == GENERIC and mask != 0:
+        first = types.int64(addresses[trailing_zeros(mask)]) + offset
+        inside = SHARED if first >= SHARED_WINDOW else GLOBAL
+        start = types.int64(SHARED_WINDOW) if first >= SHARED_WINDOW else start
+    if inside in (GLOBAL, CONST):
+        start, size, host = launch[LAUNCH_ARENA], launch[LAUNCH_ARENA_BYTES], launch[LAUNCH_ARENA]
+        shadow = launch[LAUNCH_ARENA_SHADOW]
+    elif inside in (SHARED, SHARED_CLUSTER):
+        if not (flags & IS_STORE and block[BLOCK_PROXY]):
+            size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]
+    if flags & IS_STORE:
+        need, want = types.int64(0x31 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
+    elif checks & CHECK_UNINITIALIZED:
+        need, want = types.int64(0x13 * _EVERY_BYTE), types.int64(0x03 * _EVERY_BYTE)
+    else:
+        need, want = types.int64(0x11 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
+    if not checks & (CHECK_MEMORY | CHECK_UNINITIALIZED):
+        shadow = types.int64(0)
+    return start, size, host, shadow, need, want
+
+
+_load_1x1, _load_2x1, _load_4x1 = load_lanes(1, 1, 32), load_lanes(2, 1, 32), load_lanes(4, 1, 32)
+_load_1x2, _load_2x2, _load_4x2 = load_lanes(1, 2, 32), load_lanes(2, 2, 32), load_lanes(4, 2, 32)
+_load_1x4, _load_2x4, _load_4x4 = load_lanes(1, 4, 32), load_lanes(2, 4, 32), load_lanes(4, 4, 32)
+_load_4x8 = load_lanes(4, 8, 32)
+_load_8x1, _load_8x2, _load_8x4 = load_lanes(8, 1, 64), load_lanes(8, 2, 64), load_lanes(8, 4, 64)
+_store_1x1, _store_2x1, _store_4x1 = store_lanes(1, 1, 32), store_lanes(2, 1, 32), store_lanes(4, 1, 32)
+_store_1x2, _store_2x2, _store_4x2 = store_lanes(1, 2, 32), store_lanes(2, 2, 32), store_lanes(4, 2, 32)
+_store_1x4, _store_2x4, _store_4x4 = store_lanes(1, 4, 32), store_lanes(2, 4, 32), store_lanes(4, 4, 32)
+_store_4x8 = store_lanes(4, 8, 32)
+_store_8x1, _store_8x2, _store_8x4 = store_lanes(8, 1, 64), store_lanes(8, 2, 64), store_lanes(8, 4, 64)
+
+
+@njit
+def _finish(mask, size, is_wide, flags, d0, d1, d2, d3):
+    if flags & IS_SIGNED:
+        extend_sign(mask, d0, size, is_wide, flags)
+        extend_sign(mask, d1, size, is_wide, flags)
+        extend_sign(mask, d2, size, is_wide, flags)
+        extend_sign(mask, d3, size, is_wide, flags)
+    return 0
+
+
+@operation("load_32x1", "qliiip")
+def load_32x1(warp, mask, site, addresses, offset, space, size, flags, d0):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _load_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
+    elif size == 2:
+        done = _load_2x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
+    else:
+        done = _load_1x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
+    a0 = address_of(d0)
+    if done:
+        if flags & IS_SIGNED:
+            extend_sign(mask, a0, size, 0, flags)
+        return 0
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 0, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@operation("load_32x2", "qliiipp")
+def load_32x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _load_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
+    elif size == 2:
+        done = _load_2x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
+    else:
+        done = _load_1x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
+    a0, a1 = address_of(d0), address_of(d1)
+    if done:
+        if flags & IS_SIGNED:
+            extend_sign(mask, a0, size, 0, flags)
+            extend_sign(mask, a1, size, 0, flags)
+        return 0
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 0, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+
+
+@operation("load_32x4", "qliiipppp")
+def load_32x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _load_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
+    elif size == 2:
+        done = _load_2x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
+    else:
+        done = _load_1x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
+    a0, a1, a2, a3 = address_of(d0), address_of(d1), address_of(d2), address_of(d3)
+    if done:
+        return _finish(mask, size, 0, flags, a0, a1, a2, a3)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 0, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+
+
+@operation("load_32x8", "qliiipppppppp")
+def load_32x8(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3, d4, d5, d6, d7):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _load_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3, d4, d5, d6, d7):
+        return 0
+    return _CAREFUL(
+        warp, mask, site, addresses, offset, space, size, 8, 0, flags, address_of(d0), address_of(d1), address_of(d2),
+        address_of(d3), address_of(d4), address_of(d5), address_of(d6), address_of(d7),
+    )  # fmt: skip
+
+
+@operation("load_64x1", "qliiiq")
+def load_64x1(warp, mask, site, addresses, offset, space, size, flags, d0):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _load_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0):
+        return 0
+    a0 = address_of(d0)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 1, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@operation("load_64x2", "qliiiqq")
+def load_64x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _load_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1):
+        return 0
+    a0, a1 = address_of(d0), address_of(d1)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 1, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+
+
+@operation("load_64x4", "qliiiqqqq")
+def load_64x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _load_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3):
+        return 0
+    a0, a1, a2, a3 = address_of(d0), address_of(d1), address_of(d2), address_of(d3)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 1, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+
+
+@operation("store_32x1", "qliiip")
+def store_32x1(warp, mask, site, addresses, offset, space, size, flags, s0):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _store_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
+    elif size == 2:
+        done = _store_2x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
+    else:
+        done = _store_1x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
+    if done:
+        return 0
+    a0 = address_of(s0)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 0, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@operation("store_32x2", "qliiipp")
+def store_32x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _store_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
+    elif size == 2:
+        done = _store_2x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
+    else:
+        done = _store_1x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
+    if done:
+        return 0
+    a0, a1 = address_of(s0), address_of(s1)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 0, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+
+
+@operation("store_32x4", "qliiipppp")
+def store_32x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    done = 0
+    if size == 4:
+        done = _store_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
+    elif size == 2:
+        done = _store_2x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
+    else:
+        done = _store_1x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
+    if done:
+        return 0
+    a0, a1, a2, a3 = address_of(s0), address_of(s1), address_of(s2), address_of(s3)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 0, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+
+
+@operation("store_32x8", "qliiipppppppp")
+def store_32x8(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3, s4, s5, s6, s7):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _store_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3, s4, s5, s6, s7):
+        return 0
+    return _CAREFUL(
+        warp, mask, site, addresses, offset, space, size, 8, 0, flags, address_of(s0), address_of(s1), address_of(s2),
+        address_of(s3), address_of(s4), address_of(s5), address_of(s6), address_of(s7),
+    )  # fmt: skip
+
+
+@operation("store_64x1", "qliiiq")
+def store_64x1(warp, mask, site, addresses, offset, space, size, flags, s0):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _store_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0):
+        return 0
+    a0 = address_of(s0)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 1, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@operation("store_64x2", "qliiiqq")
+def store_64x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _store_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1):
+        return 0
+    a0, a1 = address_of(s0), address_of(s1)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 1, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+
+
+@operation("store_64x4", "qliiiqqqq")
+def store_64x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    if _store_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3):
+        return 0
+    a0, a1, a2, a3 = address_of(s0), address_of(s1), address_of(s2), address_of(s3)
+    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 1, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+
+
+# --- for asynchronous instructions: ranges of one lane ---
+
+
+@njit
+def note_range(warp, site, lane, block_address, host, size, action):
+    """Tells the race checker of a range that an instruction reads or writes at once, outside of loads and stores.
+
+    `block_address`: the block whose shared memory it is, 0 for device memory. Returns 1 with a fault reported, or 0.
+    """
+    if warp[WARP_CLOCK] == 0:
+        return 0
+    launch = i64_at(warp[WARP_LAUNCH])
+    if not launch[LAUNCH_CHECKS] & CHECK_RACES:
+        return 0
+    if block_address == 0 and not 0 <= host - launch[LAUNCH_ARENA] <= launch[LAUNCH_ARENA_BYTES] - size:
+        return 0
+    flags = SCOPE_GPU << SCOPE_SHIFT
+    record = i64_at(warp[WARP_CLOCK])
+    return races_of_lane(warp, site, record, host, block_address, size, lane, action, flags, False)
+
+
+@njit
+def check_range(warp, site, lane, block_address, host, size, action):
+    """Bounds, life and contents of a range that an asynchronous instruction of one lane touches, and its races.
+
+    A store is not marked as written: that is for when it lands. Returns 1 with a fault reported, or 0.
+    """
+    launch = i64_at(warp[WARP_LAUNCH])
+    if block_address != 0:
+        block = i64_at(block_address)
+        offset = host - block[BLOCK_SHARED]
+        if offset < 0 or offset + size > block[BLOCK_SHARED_BYTES]:
+            return report(warp, _OUT_OF_BOUNDS, site, lane, offset, action, size, SHARED, offset)
+        shadow = block[BLOCK_SHARED_SHADOW] + offset if block[BLOCK_SHARED_SHADOW] else 0
+        if check_bytes(warp, site, lane, offset, size, action, SHARED, shadow):
+            return 1
+    else:
+        relative = host - launch[LAUNCH_ARENA]
+        if not 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
+            return report(warp, _OUT_OF_BOUNDS, site, lane, host, action, size, GLOBAL, host)
+        if check_bytes(warp, site, lane, host, size, action, GLOBAL, launch[LAUNCH_ARENA_SHADOW] + relative):
+            return 1
+    return note_range(warp, site, lane, block_address, host, size, action)
+
+
+_OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
