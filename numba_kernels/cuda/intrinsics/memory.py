@@ -16,6 +16,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 
 load_b16 = instruction("ld.global.b16 $0, [$1];", "h", "l")
 load_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l")
+load_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l")
 load_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l")
 load_2xb32 = instruction("ld.global.v2.b32 {$0,$1}, [$2];", "rr", "l")
 load_4xb32 = instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
@@ -27,6 +28,7 @@ stream_4xf32 = instruction("ld.global.nc.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [
 
 store_b16 = instruction("st.global.b16 [$0], $1;", "", "l h")
 store_b32 = instruction("st.global.b32 [$0], $1;", "", "l r")
+store_b64 = instruction("st.global.b64 [$0], $1;", "", "l l")
 store_f32 = instruction("st.global.f32 [$0], $1;", "", "l f")
 store_2xb32 = instruction("st.global.v2.b32 [$0], {$1,$2};", "", "l rr")
 store_4xb32 = instruction("st.global.v4.b32 [$0], {$1,$2,$3,$4};", "", "l rrrr")
