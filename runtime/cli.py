@@ -1,4 +1,4 @@
-"""The program `xserv`, which is `python -m runtime.cli`: chat, generate, serve, tokenize, info, bench.
+"""The program `xserv`, which is `python -m runtime.cli`: chat, generate, serve, tokenize, info, kernels, bench.
 
 Typer's own import costs some 70 ms and is most of the start; rich is not used for the help, and everything
 else is imported when a command runs.
@@ -15,6 +15,7 @@ from runtime.commands.chat import chat
 from runtime.commands.generate import generate
 from runtime.commands.group import CommandGroup
 from runtime.commands.info import info
+from runtime.commands.kernels import kernels
 from runtime.commands.options import with_options
 from runtime.commands.serve import serve
 from runtime.commands.tokenize import tokenize
@@ -34,6 +35,7 @@ def _program(
 
 for _command in (chat, generate, serve, tokenize, info):
     app.command()(with_options(_command))
+app.add_typer(kernels)
 app.add_typer(bench)
 
 

@@ -12,7 +12,9 @@ import typer
 
 from runtime.commands.options import EngineOptions, with_options
 
-bench = typer.Typer(name="bench", help="Measure: latency, throughput, serve, streaming, peers.", rich_markup_mode=None)
+bench = typer.Typer(
+    name="bench", help="Measure: latency, throughput, serve, streaming, peers, allocator.", rich_markup_mode=None
+)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
 OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to this file, too.")]
@@ -20,7 +22,7 @@ OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to
 
 @bench.callback()
 def _bench() -> None:
-    """Measure: latency, throughput, serve, streaming, peers. What is timed has been verified first."""
+    """Measure: latency, throughput, serve, streaming, peers, allocator. What is timed has been verified first."""
 
 
 def latency(
@@ -222,6 +224,37 @@ def peers(
     )
 
 
+def allocator(
+    device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
+    num_operations: Annotated[int, typer.Option(help="Allocations and frees of a round.")] = 200_000,
+    num_driver_operations: Annotated[int, typer.Option(help="Of them, those that the driver gets.")] = 2_000,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes in use at once.")] = 256 << 20,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """The caching allocator against the driver's own, on random sizes."""
+    from runtime.bench.allocator import bench_allocator
+
+    report = bench_allocator(
+        device,
+        num_operations=num_operations,
+        num_driver_operations=num_driver_operations,
+        max_bytes=max_bytes,
+        num_rounds=num_rounds,
+    )
+    names = {
+        "allocator_us": "caching allocator (us an operation)",
+        "driver_us": "cuMemAlloc and cuMemFree (us)",
+        "ratio": "times faster",
+        "driver_calls_in_timed_rounds": "driver calls in the timed rounds",
+        "peak_allocated_bytes": "most bytes in use",
+        "reserved_bytes": "bytes reserved",
+        "reserved_per_allocated": "reserved per byte in use",
+    }
+    deliver(report, {title: report[name] for name, title in names.items()}, as_json, output_json)
+
+
 def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: Path | None) -> None:
     """The report as JSON, or its lines for a person; and to a file when one is named."""
     if path is not None:
@@ -267,5 +300,5 @@ def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
     return lines
 
 
-for _command in (latency, throughput, serve, streaming, peers):
+for _command in (latency, throughput, serve, streaming, peers, allocator):
     bench.command()(with_options(_command))

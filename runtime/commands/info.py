@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from runtime.commands.options import EngineOptions
+
+if TYPE_CHECKING:
+    from runtime.device.properties import DeviceProperties
 
 
 def info(
@@ -23,7 +27,7 @@ def info(
     with LLM(**engine.arguments()) as llm:
         facts = llm.client.info
     report: dict[str, Any] = {
-        "devices": devices(),
+        "devices": devices(facts.device),
         "model": {
             "name": facts.model_name,
             "path": facts.model_path,
@@ -46,10 +50,15 @@ def info(
     print(json.dumps(report) if as_json else as_text(report))
 
 
-def devices() -> list[dict[str, Any]]:
-    """Every kind of device that the engine knows, whether it can be used here, and if not why."""
+def devices(chosen: str) -> list[dict[str, Any]]:
+    """Every device that there is, and the kinds that there are not with the reason; `chosen` is the engine's.
+
+    Of an emulated device the properties are those of the product that it stands for, and shown where it is chosen.
+    """
     from runtime.bench.environment import processor_name, usable_cores
     from runtime.device.device import Device
+    from runtime.device.driver import open_driver
+    from runtime.device.properties import query
     from runtime.engine.config import available_memory_bytes
     from runtime.errors import DeviceError
 
@@ -61,14 +70,36 @@ def devices() -> list[dict[str, Any]]:
             "available_bytes": available_memory_bytes(),
         }
     ]
-    for name in ("cuda:0",):
+    device = Device.parse(chosen)
+    for name, arch in (("cuda", None), ("emulated", device.arch)):
+        if name == "emulated" and arch is None:
+            continue
         try:
-            Device.parse(name)
+            driver = open_driver(arch)
+            indices = range(driver.call("cuDeviceGetCount")) if arch is None else [device.index]
+            for index in indices:
+                full_name = f"cuda:{index}" if arch is None else device.type
+                properties = query(driver, index)
+                entry = {"device": full_name, "is_usable": True, "description": _described(properties)}
+                found.append({**entry, "properties": asdict(properties)})
         except DeviceError as error:
             found.append({"device": name, "is_usable": False, "description": str(error)})
-        else:
-            found.append({"device": name, "is_usable": True, "description": ""})
     return found
+
+
+def _described(properties: DeviceProperties) -> str:
+    """A GPU in one line."""
+    major, minor = properties.capability
+    parts = [
+        properties.name,
+        size(properties.total_memory_bytes),
+        f"compute capability {major}.{minor}",
+        f"{properties.num_sms} SMs at {properties.clock_khz / 1000:,.0f} MHz",
+        f"{size(properties.shared_bytes_per_sm)} shared memory each",
+        f"{size(properties.l2_bytes)} L2",
+        f"memory at {properties.memory_clock_khz / 1000:,.0f} MHz, {properties.memory_bus_bits} bits",
+    ]
+    return ", ".join(parts)
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -78,7 +109,7 @@ def as_text(report: dict[str, Any]) -> str:
     for device in report["devices"]:
         free = f", {size(device['available_bytes'])} free" if "available_bytes" in device else ""
         mark = "" if device["is_usable"] else "not usable: "
-        lines.append(f"  {device['device']:<10}{mark}{device['description']}{free}")
+        lines.append(f"  {device['device']:<18}{mark}{device['description']}{free}")
     lines += ["", "model"]
     lines += [f"  {name:<16}{value}" for name, value in model.items()]
     lines += [

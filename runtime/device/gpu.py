@@ -17,7 +17,7 @@ from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
 from runtime.device.kernel import Bound, Kernel, Streams, bind, describe
-from runtime.device.kernel_cache import KernelCache
+from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
 from runtime.device.stream import Event, Stream
 from runtime.errors import InvalidArgumentError
@@ -54,7 +54,7 @@ class Gpu:
         self.driver = driver
         self.context = Context(driver, device.index)
         self.context.make_current()
-        self.properties = properties.query(self.context)
+        self.properties = properties.query(driver, device.index)
         self.capability = self.properties.capability
         self.arch = device.arch or self.properties.arch
         self.default_stream = Stream(self.context)
@@ -269,11 +269,9 @@ class Gpu:
         with self._lock:
             kernel = self._kernels.get(specialisation)
             if kernel is None:
-                capability = self.capability[0] * 10 + self.capability[1]
-                if capability < specialisation.min_capability:
+                if not is_meant_for(specialisation, self.arch):
                     raise CompileError(
-                        f"kernel {specialisation.name} needs sm_{specialisation.min_capability}; "
-                        f"{self.device} is {self.arch}"
+                        f"kernel {specialisation.name} needs {needs_of(specialisation)}; {self.device} is {self.arch}"
                     )
                 compiled = self.kernel_cache.get(specialisation, self.arch, is_ptx=self.driver.is_emulated)
                 kernel = self._kernels[specialisation] = Kernel(self.context, specialisation, compiled)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.device.errors import CompileError
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -226,6 +226,21 @@ def argument_format(specialisation: Specialisation) -> str:
             )
         letters.append(letter)
     return "".join(letters)
+
+
+def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
+    """Whether an architecture has a kernel's instructions. Raises InvalidArgumentError for a name that is no arch."""
+    match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)
+    if match is None:
+        raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
+    if specialisation.needs_arch_features:
+        return arch == needs_of(specialisation)
+    return int(match[1]) >= specialisation.min_capability
+
+
+def needs_of(specialisation: Specialisation) -> str:
+    """The architecture that a kernel needs at least; where it needs one architecture's own features, that one."""
+    return f"sm_{specialisation.min_capability}{'a' if specialisation.needs_arch_features else ''}"
 
 
 def identifier(name: str) -> str:

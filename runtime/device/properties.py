@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.device.context import Context
+from runtime.device.driver import Driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +60,18 @@ _ATTRIBUTES = {
 }
 
 
-def query(context: Context) -> DeviceProperties:
-    """Asks the driver."""
-    kinds = context.driver.types.CUdevice_attribute
+def query(driver: Driver, index: int) -> DeviceProperties:
+    """Asks the driver of the device of that number; needs no context."""
+    kinds = driver.types.CUdevice_attribute
+    device = driver.call("cuDeviceGet", index)
 
     def attribute(name: str) -> int:
-        kind = getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(context.driver.call("cuDeviceGetAttribute", kind, context.device))
+        return int(driver.call("cuDeviceGetAttribute", getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
 
-    name = context.driver.call("cuDeviceGetName", 256, context.device)
+    name = driver.call("cuDeviceGetName", 256, device)
     return DeviceProperties(
-        name=name.rstrip(b"\0").decode(errors="replace") if isinstance(name, bytes) else str(name),
+        name=name.split(b"\0")[0].decode(errors="replace") if isinstance(name, bytes) else str(name),
         capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
-        total_memory_bytes=int(context.driver.call("cuDeviceTotalMem", context.device)),
+        total_memory_bytes=int(driver.call("cuDeviceTotalMem", device)),
         **{field: attribute(name) for field, name in _ATTRIBUTES.items()},
     )

@@ -1,0 +1,28 @@
+"""All kernels, for what goes over them: building them ahead of time, reports, checks.
+
+A family is a module (or a package of tiers) with ``specialisations() -> Iterable[Specialisation]``: those that its
+plans choose for the shapes that models have. A shape out of the ordinary may need one more, which is then compiled when
+it is first launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from numba_kernels.cuda import activation, embedding, gemm, kv_cache, norm, qkv, rope, softmax
+from numba_kernels.cuda.specialisation import Specialisation
+
+FAMILIES = (activation, embedding, gemm, kv_cache, norm, qkv, rope, softmax)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Each kernel once, family by family. Raises ValueError where two have one name."""
+    seen: dict[str, Specialisation] = {}
+    for family in FAMILIES:
+        for specialisation in family.specialisations():
+            known = seen.get(specialisation.name)
+            if known is None:
+                seen[specialisation.name] = specialisation
+                yield specialisation
+            elif known is not specialisation:
+                raise ValueError(f"two kernels are called {specialisation.name}")

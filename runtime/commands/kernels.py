@@ -1,0 +1,75 @@
+"""`xserv kernels build | list | clear`: the compiled GPU kernels on disk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Literal
+
+import typer
+
+kernels = typer.Typer(name="kernels", help="Compiled GPU kernels on disk: build, list, clear.", rich_markup_mode=None)
+
+
+@kernels.callback()
+def _kernels() -> None:
+    """Compiled GPU kernels on disk: build, list, clear. No GPU is needed."""
+
+
+@kernels.command()
+def build(
+    arch: Annotated[str, typer.Option(help="Architecture: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120a.")] = "sm_90a",
+    image: Annotated[
+        Literal["cubin", "ptx"], typer.Option(help="cubin for a GPU; ptx for an emulated device.")
+    ] = "cubin",
+    match: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
+) -> None:
+    """Compile all kernels ahead of time, so that no start does."""
+    from numba_kernels.cuda.registry import specialisations
+    from runtime.device.kernel_cache import KernelCache, is_meant_for
+    from runtime.errors import InvalidArgumentError
+
+    cache = KernelCache()
+    wanted = [each for each in specialisations() if match in each.name and is_meant_for(each, arch)]
+    if not wanted:
+        raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
+    start = time.perf_counter()
+    num_spilling = 0
+    for number, specialisation in enumerate(wanted, 1):
+        print(f"\r{number}/{len(wanted)} {specialisation.name[:60]:<60}", end="", file=sys.stderr)
+        num_spilling += cache.get(specialisation, arch, is_ptx=image == "ptx").spill_bytes > 0
+    print(file=sys.stderr)
+    spilling = f"; {num_spilling} spill registers" if num_spilling else ""
+    print(
+        f"{len(wanted)} kernels for {arch}: {cache.num_compiled} compiled in {time.perf_counter() - start:.1f} s, "
+        f"{cache.num_read} were there{spilling}: {cache.folder}"
+    )
+
+
+@kernels.command("list")
+def list_() -> None:
+    """Show what is there: name, architecture, bytes, registers."""
+    from runtime.device.kernel_cache import KernelCache
+
+    cache = KernelCache()
+    total = 0
+    for entry in cache.entries():
+        total += 1
+        kernel = entry.kernel
+        note = "" if entry.is_current else "  (of other sources)"
+        if kernel is None:
+            print(f"{entry.path.name}: corrupt, and compiled anew when it is needed")
+            continue
+        registers = "" if kernel.is_ptx else f"{kernel.num_registers:>4} registers"
+        kind = "ptx" if kernel.is_ptx else "cubin"
+        print(f"{kernel.name:<60}{kernel.arch:<8} {kind:<6}{entry.size_bytes:>9,} B{registers}{note}")
+    print(f"{total} kernels: {cache.folder}")
+
+
+@kernels.command()
+def clear() -> None:
+    """Remove all of them."""
+    from runtime.device.kernel_cache import KernelCache
+
+    cache = KernelCache()
+    print(f"{cache.clear()} kernels removed: {cache.folder}")
