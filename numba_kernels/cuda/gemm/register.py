@@ -6,8 +6,8 @@ Against the tiled tier it changes
   numbers from shared memory for 64 multiply-adds, where the tiled tier reads 2 for 1;
 - the loads: 16 bytes at a time, from global memory and, four neighbours in a register tile, from shared memory;
 - the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. What is read along k is stored
-  across it; rows are exchanged in groups of 8 by k / 4 (`row ^ 8 (k / 4 mod 4)`), so that the lanes which hold
-  different k of one row do not meet in a bank;
+  across it; rows are exchanged in groups of 16 where k / 4 is odd, so that the lanes which hold different k of one row
+  do not meet in a bank;
 - the order in time: the next tile travels from global memory to registers while this one is multiplied, then goes to
   the other of two buffers: one barrier a tile.
 
@@ -41,7 +41,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 THREADS = 256  # 16 x 16, each with per_thread x per_thread elements
-DEPTH = 16
+DEPTH = 8
 PER_THREAD = (4, 8)
 
 
@@ -83,7 +83,7 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     load_chunk, finish, finish_quad = (
         _chunk_loader(dtype, is_aligned), finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     )  # fmt: skip
-    load_4, store = memory.shared_load_4xf32, memory.shared_store_f32
+    load_4, store, store_4 = memory.shared_load_4xf32, memory.shared_store_f32, memory.shared_store_4xf32
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
     block = 16 * per_thread  # of rows, and of columns
     quads = per_thread // 4  # a thread's rows and columns are quads, 64 apart
@@ -102,7 +102,7 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     @device_function
     def k_major(k_index, row):
         """The byte offset of an element in a tile ``[k, row]``."""
-        return (k_index * uint32(block) + (row ^ (((k_index >> uint32(2)) & uint32(3)) << uint32(3)))) * uint32(4)
+        return (k_index * uint32(block) + (row ^ (((k_index >> uint32(2)) & uint32(1)) << uint32(4)))) * uint32(4)
 
     @device_function
     def load_along_k(matrix, first_row, num_rows, k, start, thread, chunks):
@@ -116,9 +116,11 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     @device_function
     def store_along_k(tile, thread, chunks):
         for i in range(passes):
-            for e in range(width):
-                k_index = thread % uint32(k_chunks) * uint32(width) + uint32(e)
-                store(tile + k_major(k_index, thread // uint32(k_chunks) + uint32(i * k_pass_rows)), chunks[i, e])
+            row = thread // uint32(k_chunks) + uint32(i * k_pass_rows)
+            for g in range(width // 4):
+                place = tile + k_major(thread % uint32(k_chunks) * uint32(width) + uint32(4 * g), row)
+                for e in range(4):
+                    store(place + uint32(e * k_bytes), chunks[i, 4 * g + e])
 
     @device_function
     def load_across_k(matrix, first_column, num_columns, k, start, thread, chunks):
@@ -133,9 +135,11 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     @device_function
     def store_across_k(tile, thread, chunks):
         for i in range(passes):
-            for e in range(width):
-                k_index = thread // uint32(n_chunks) + uint32(i * n_pass_rows)
-                store(tile + k_major(k_index, thread % uint32(n_chunks) * uint32(width) + uint32(e)), chunks[i, e])
+            k_index = thread // uint32(n_chunks) + uint32(i * n_pass_rows)
+            place = tile + k_major(k_index, thread % uint32(n_chunks) * uint32(width))
+            for g in range(width // 4):
+                quad = (chunks[i, 4 * g], chunks[i, 4 * g + 1], chunks[i, 4 * g + 2], chunks[i, 4 * g + 3])
+                store_4(place + uint32(16 * g), quad)
 
     @device_function
     def multiply(x_quads, weight_quads, sums):

@@ -124,7 +124,7 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
 
     @device_function
     def copy_tile(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
-        """`column`: this thread's first k of a tile of x and of a weight; `b_row`, `b_column`: its k and n of plain B."""
+        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B."""
         start = index * uint32(block_k)
         if start < k:
             first = start + column
