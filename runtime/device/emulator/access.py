@@ -26,6 +26,7 @@ from runtime.device.emulator.context import (
     LAUNCH_ARENA_BYTES,
     LAUNCH_ARENA_SHADOW,
     LAUNCH_CHECKS,
+    LAUNCH_STREAM_ORDER,
     SHARED_WINDOW,
     WARP_BEFORE_DEPENDENCY,
     WARP_BLOCK,
@@ -63,6 +64,7 @@ from runtime.device.emulator.races import (
     shared_write_lane,
     shared_write_run,
 )
+from runtime.device.emulator.stream_touch import touch_lanes
 from runtime.device.emulator.traffic import count_access
 
 # --- what an instruction's modifiers mean, as bits of `flags` ---
@@ -296,6 +298,8 @@ def window_of(warp, addresses, offset, mask, space, flags):
     if inside in (GLOBAL, CONST):
         start, size, host = launch[LAUNCH_ARENA], launch[LAUNCH_ARENA_BYTES], launch[LAUNCH_ARENA]
         shadow = launch[LAUNCH_ARENA_SHADOW]
+        if launch[LAUNCH_STREAM_ORDER] and touch_lanes(launch, addresses, offset, mask, flags & IS_STORE != 0):
+            size = types.int64(0)
     elif inside in (SHARED, SHARED_CLUSTER):
         if not (flags & IS_STORE and block[BLOCK_PROXY]):
             size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]

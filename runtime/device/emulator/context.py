@@ -55,6 +55,7 @@ LAUNCH_REGIONS = 31  # [MEMORY] address of the memory of other devices: see acce
 LAUNCH_SYMBOLS = 40  # address of int64[]: where each .global and .const variable lies
 LAUNCH_NUM_SMS = 41
 LAUNCH_STEPS = 42  # chunks that ran to their end
+LAUNCH_STREAM_ORDER = 43  # [DRIVER] address of what the checker of streams keeps: see stream_touch.py; or 0
 LAUNCH_FREE = 32  # fields from here on belong to other rooms: add them here by name
 LAUNCH_FIELDS = 64
 

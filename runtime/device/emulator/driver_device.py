@@ -184,7 +184,7 @@ class DeviceFunctions(DriverState):
         device.context.retained += 1
         return cu.CUcontext(device.context.handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
         context = self._device(dev).context
         if context is None:
@@ -209,7 +209,7 @@ class DeviceFunctions(DriverState):
     def cuCtxGetDevice(self) -> Any:
         return cu.CUdevice(self.context().device.ordinal)
 
-    @entry()
+    @entry(is_release=True)
     def cuCtxSynchronize(self) -> None:
         context = self.context()
         self.refuse_while_captured(context, "cuCtxSynchronize")

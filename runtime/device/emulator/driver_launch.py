@@ -19,8 +19,10 @@ from runtime.device.emulator.architectures import (
 from runtime.device.emulator.counters import Counters
 from runtime.device.emulator.driver_module import Function, ModuleFunctions
 from runtime.device.emulator.driver_state import R, Refused, Stream, entry
+from runtime.device.emulator.fault import EmulatorFault, FaultKind
 from runtime.device.emulator.launch import Checks, launch
 from runtime.device.emulator.scheduler import Work
+from runtime.device.emulator.stream_faults import missing_event
 from runtime.device.emulator.stream_order import Overlap
 
 Dim3 = tuple[int, int, int]
@@ -290,8 +292,24 @@ class LaunchFunctions(ModuleFunctions):
     def run_kernel(self, kernel_launch: KernelLaunch, work: Work) -> None:
         """Runs a launch whose turn has come. Raises EmulatorFault."""
         function = kernel_launch.function
+        machine = function.context.machine
         self.num_launches += 1
-        counted = launch(
+        order = self.order.launch_fields(work, machine)
+        try:
+            counted = self._run(kernel_launch, 0 if order is None else order.ctypes.data)
+        except EmulatorFault as fault:
+            if fault.kind != FaultKind.MISSING_EVENT:
+                raise
+            conflict = self.order.conflict_at(work, machine, fault.address)
+            assert conflict is not None
+            raise missing_event(self.order, work, conflict, machine=machine, fault=fault) from None
+        if self.is_counting:
+            before = self.counters.get(function.name)
+            self.counters[function.name] = counted if before is None else before + counted
+
+    def _run(self, kernel_launch: KernelLaunch, stream_order: int) -> Counters:
+        function = kernel_launch.function
+        return launch(
             self.prepare(function),
             function.context.machine,
             kernel_launch.grid,
@@ -302,9 +320,7 @@ class LaunchFunctions(ModuleFunctions):
             checks=self.checks,
             variables=function.module.variables,
             is_dependent=kernel_launch.is_dependent,
+            stream_order=stream_order,
             seed=self.seed and self.seed * 1_000_003 + self.num_launches,
             num_threads=self.num_threads,
         )
-        if self.is_counting:
-            before = self.counters.get(function.name)
-            self.counters[function.name] = counted if before is None else before + counted

@@ -186,7 +186,7 @@ class MemoryFunctions(DriverState):
         self.refuse_unsafe("cuMemAlloc")
         return cu.CUdeviceptr(self._allocate(context, int(bytesize), is_host=False))
 
-    @entry()
+    @entry(is_release=True)
     def cuMemFree(self, dptr: Any) -> None:
         """Waits for the context's work first, as the driver does."""
         context = self.context()
@@ -229,7 +229,7 @@ class MemoryFunctions(DriverState):
             self.order.touch(work, stream.context.machine, address, size, is_write=True)
         return cu.CUdeviceptr(address)
 
-    @entry()
+    @entry(is_release=True)
     def cuMemFreeAsync(self, dptr: Any, hStream: Any) -> None:
         stream = self.stream(hStream)
         if stream.capture is not None:
@@ -262,7 +262,7 @@ class MemoryFunctions(DriverState):
         context.machine.fill(address, _FRESH_HOST_BYTE, size)  # the host writes there unseen: it counts as written
         return address
 
-    @entry()
+    @entry(is_release=True)
     def cuMemFreeHost(self, p: Any) -> None:
         context = self.context()
         self.refuse_unsafe("cuMemFreeHost")

@@ -167,7 +167,7 @@ class ModuleFunctions(DriverState):
                 return module
         raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"module {handle_of(handle):#x} does not exist")
 
-    @entry()
+    @entry(is_release=True)
     def cuModuleUnload(self, hmod: Any) -> None:
         module = self._module(hmod)
         self.refuse_unsafe("cuModuleUnload")

@@ -10,6 +10,7 @@ import functools
 import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +111,12 @@ _S = TypeVar("_S", bound="DriverState")
 
 
 def entry(
-    outputs: int = 0, *, before_init: bool = False
+    outputs: int = 0, *, before_init: bool = False, is_release: bool = False
 ) -> Callable[[Callable[Concatenate[_S, _P], Any]], Callable[Concatenate[_S, _P], tuple[Any, ...]]]:
     """Makes a method a function of the driver: under its lock, with `outputs` values after the status.
 
-    The method returns nothing, its one value, or a tuple of `outputs` values.
+    The method returns nothing, its one value, or a tuple of `outputs` values. Where garbage collection calls the driver
+    in the middle of another call, a release (a call that frees or waits, and returns nothing) is done after that one.
     """
 
     def decorate(function: Callable[Concatenate[_S, _P], Any]) -> Callable[Concatenate[_S, _P], tuple[Any, ...]]:
@@ -123,6 +125,10 @@ def entry(
         @functools.wraps(function)
         def call(self: _S, /, *arguments: _P.args, **keywords: _P.kwargs) -> tuple[Any, ...]:
             with self.lock:
+                if is_release and self.depth and not self.thread.in_host_function:
+                    self.deferred.append(functools.partial(call, self, *arguments, **keywords))
+                    return OK
+                self.depth += 1
                 try:
                     if not before_init and not self.is_ready:
                         raise Refused(R.CUDA_ERROR_NOT_INITIALIZED, "cuInit has not been called")
@@ -132,6 +138,10 @@ def entry(
                 except Refused as refusal:
                     self.last_reason = refusal.reason
                     return (refusal.status, *nothing)
+                finally:
+                    self.depth -= 1
+                    if self.deferred and not self.depth:
+                        self.deferred.popleft()()
             if outputs == 0:
                 return OK
             return (R.CUDA_SUCCESS, result) if outputs == 1 else (R.CUDA_SUCCESS, *result)
@@ -166,6 +176,8 @@ class DriverState:
     ) -> None:
         self.lock = threading.RLock()
         self.thread = _Thread()
+        self.depth = 0  # calls under way, one within the other, in the thread that has the lock
+        self.deferred: deque[Callable[[], tuple[Any, ...]]] = deque()
         self.is_ready = False
         self.seed = seed
         self.devices = [

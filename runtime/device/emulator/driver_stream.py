@@ -84,7 +84,7 @@ class StreamFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"stream flags {flags:#x}")
         return cu.CUstream(self.new_stream(context, flags, priority).handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuStreamDestroy(self, hStream: Any) -> None:
         handle = handle_of(hStream)
         stream = self.streams.get(handle)
@@ -105,7 +105,7 @@ class StreamFunctions(DriverState):
     def cuStreamGetCtx(self, hStream: Any) -> Any:
         return cu.CUcontext(self.stream(hStream).context.handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self._uncaptured(hStream, "cuStreamSynchronize")
         self.wait_for(self._tail(stream), stream.context)
@@ -237,7 +237,7 @@ class StreamFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_CAPTURED_EVENT, f"{call} of an event that was recorded in a capture")
         return event
 
-    @entry()
+    @entry(is_release=True)
     def cuEventSynchronize(self, hEvent: Any) -> None:
         event = self._uncaptured_event(hEvent, "cuEventSynchronize")
         self.refuse_unsafe("cuEventSynchronize")

@@ -97,6 +97,7 @@ def launch(
     checks: Checks,
     variables: Mapping[str, int] | None = None,
     is_dependent: bool = False,
+    stream_order: int = 0,
     seed: int = 0,
     num_threads: int = 2,
 ) -> Counters:
@@ -111,6 +112,7 @@ def launch(
         checks: what to watch for.
         variables: where the program's .global and .const variables lie: what `Program.place` gave for this machine.
         is_dependent: a programmatic dependent launch: memory may be touched only after griddepcontrol.wait.
+        stream_order: address of what the checker of streams keeps (stream_touch.py), or 0 for no such check.
         seed: 0 runs blocks and warps in their natural order, anything else shuffles both.
         num_threads: OS threads to use, where blocks do not communicate.
 
@@ -133,6 +135,7 @@ def launch(
             param="parameters",
         )
     run = _Run(kernel, machine, grid, block, cluster, shared_bytes, parameters, checks, variables or {}, is_dependent)
+    run.stream_order = stream_order
     return run.run(seed, num_threads)
 
 
@@ -149,7 +152,7 @@ class _Run:
         self.cluster_size = math.prod(cluster)
         self.num_clusters = math.prod(grid) // self.cluster_size
         self.num_warps = -(-math.prod(block) // 32)
-        self.checks, self.is_dependent = checks, is_dependent
+        self.checks, self.is_dependent, self.stream_order = checks, is_dependent, 0
         self.dynamic_bytes = shared_bytes
         self.shared_total = kernel.shared.total_bytes(shared_bytes)
         has_shadow = bool(checks & (Checks.MEMORY | Checks.UNINITIALIZED))
@@ -232,6 +235,7 @@ class _Run:
         fields[context.LAUNCH_SYMBOLS] = self._symbols.ctypes.data
         fields[context.LAUNCH_NUM_SMS] = _NUM_SMS
         fields[context.LAUNCH_DEPENDENT] = int(self.is_dependent)
+        fields[context.LAUNCH_STREAM_ORDER] = self.stream_order
         fields[context.LAUNCH_GLOBAL_RACES] = races.address(index) if races is not None else 0
         random = np.array([(seed * 0x9E3779B97F4A7C15 + index + 1) % (1 << 63) if seed else 0], dtype=np.int64)
         slots = [Slot(self.shape) for _ in range(min(self.num_clusters, _SLOTS_WITH_SEED if seed else 1))]

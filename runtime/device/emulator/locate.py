@@ -49,6 +49,7 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.memory import IS_ALLOCATED, IS_BEING_READ, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_INITIALISED
 from runtime.device.emulator.pointers import i64_at, u8_at
+from runtime.device.emulator.stream_touch import touch_range
 
 GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, PARAM, CONST = range(7)
 SPACE_NAMES = ("generic", "global", "shared", "shared::cluster", "local", "param", "const")
@@ -149,7 +150,7 @@ def global_place(warp, site, lane, address, size, action, space, place):
     relative = address - launch[LAUNCH_ARENA]
     if 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
         place[SHADOW] = launch[LAUNCH_ARENA_SHADOW] + relative
-        return 0
+        return touch_range(warp, site, lane, address, size, action != LOAD)
     if launch[LAUNCH_REGIONS]:
         regions = i64_at(launch[LAUNCH_REGIONS])
         for index in range(regions[0]):

@@ -34,19 +34,41 @@ class DriverFault(EmulatorFault):
         works: the labels of those concerned, "kernel scale in stream 2".
     """
 
-    def __init__(self, kind: FaultKind, message: str, *, works: Sequence[str] = (), address: int = 0) -> None:
-        Exception.__init__(self, f"{kind.name}: {message}")
-        self.kind, self.works, self.address = kind, tuple(works), address
+    def __init__(
+        self,
+        kind: FaultKind,
+        message: str,
+        *,
+        works: Sequence[str] = (),
+        address: int = 0,
+        fault: EmulatorFault | None = None,
+    ) -> None:
+        """`fault`: the kernel's own, where one was stopped by it."""
         self.kernel, self.line, self.text = "", 0, ""
         self.block = self.thread = _NOWHERE
+        where = ""
+        if fault is not None:
+            self.kernel, self.line, self.text = fault.kernel, fault.line, fault.text
+            self.block, self.thread = fault.block, fault.thread
+            where = f"\n  kernel {fault.kernel}, block {fault.block}, thread {fault.thread}\n"
+            where += f"  PTX line {fault.line}: {fault.text.strip()}"
+        Exception.__init__(self, f"{kind.name}: {message}{where}")
+        self.kind, self.works, self.address = kind, tuple(works), address
 
 
-def missing_event(order: StreamOrder, work: Work, conflict: Conflict, *, machine: Machine | None = None) -> DriverFault:
+def missing_event(
+    order: StreamOrder,
+    work: Work,
+    conflict: Conflict,
+    *,
+    machine: Machine | None = None,
+    fault: EmulatorFault | None = None,
+) -> DriverFault:
     """The fault of two works that touch the same memory without an order between them, with both their names."""
     later = order.label_of(work.epoch)
     earlier = order.label_of(conflict.earlier)
     did = "wrote" if conflict.earlier_wrote else "read"
-    does = "writes" if conflict.later_writes else "reads"
+    does = "touches" if fault is not None else "writes" if conflict.later_writes else "reads"
     where = f": {machine.describe(conflict.address)}" if machine is not None else ""
     return DriverFault(
         FaultKind.MISSING_EVENT,
@@ -54,6 +76,7 @@ def missing_event(order: StreamOrder, work: Work, conflict: Conflict, *, machine
         f"neither an event nor a synchronisation puts one before the other",
         works=(earlier, later),
         address=conflict.address,
+        fault=fault,
     )
 
 

@@ -24,15 +24,11 @@ import numpy as np
 
 from runtime.device.emulator.memory import Machine, Mapping
 from runtime.device.emulator.scheduler import Queue, Work
+from runtime.device.emulator.stream_touch import CELLS, GRANULE_SHIFT, MAX_SEQUENCE, ORDER_FIELDS, SEQUENCE_BITS
 
-GRANULE_SHIFT = 5
 GRANULE_BYTES = 1 << GRANULE_SHIFT
-CELLS = 4
-"""uint32 a granule: epoch of the last write, then of three reads."""
 MAX_SLOTS = 256
 """More streams at once than this share slots: then some missing events are not found."""
-SEQUENCE_BITS = 24
-MAX_SEQUENCE = (1 << SEQUENCE_BITS) - 1
 REMEMBERED_WORKS = 1 << 16
 
 _CHUNK = 1 << 18  # granules looked at in one go
@@ -190,6 +186,25 @@ class StreamOrder:
             cells[last - page : last] = 0
         else:
             cells[first:last] = 0
+
+    def launch_fields(self, work: Work, machine: Machine) -> Any:
+        """What `launch` needs to check a kernel: an array whose address it takes and which must outlive the launch.
+
+        None where nothing is kept of the work.
+        """
+        if work.clock is None:
+            return None
+        fields = np.zeros(ORDER_FIELDS, np.int64)
+        fields[:] = self.cells(machine)[0], machine.base, machine.span, work.clock.ctypes.data, work.epoch
+        return fields
+
+    def conflict_at(self, work: Work, machine: Machine, address: int) -> Conflict | None:
+        """The conflict at which a kernel has stopped."""
+        try:
+            self.touch(work, machine, address, 1, is_write=True)
+        except Conflict as conflict:
+            return conflict
+        return None
 
     def touch(self, work: Work, machine: Machine, address: int, size_bytes: int, *, is_write: bool) -> None:
         """A work reads or writes a range. Raises Conflict."""
