@@ -1,7 +1,7 @@
-"""A kernel's accesses to device memory as the checker of streams sees them: `stream_order.py`, in compiled code.
+"""A kernel's accesses to device memory, for the checker of streams: `stream_order.py`, in compiled code.
 
-"""A kernel's accesses to device memory as the checker of streams sees them: `stream_order.py`, in compiled code.
-bytes, the address of the work's vector clock (uint32 a slot), its epoch. Or 0, where streams are not checked.
+The launch array's LAUNCH_STREAM_ORDER is the address of five int64: the cells' address, the arena's, its bytes, the
+address of the work's vector clock (uint32 a slot), its epoch. Or it is 0, where streams are not checked.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
