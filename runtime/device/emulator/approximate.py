@@ -52,7 +52,8 @@ def moved(b: Builder, x: Value, distance: float | Value) -> Value:
     step = like(x, abs(distance)) if isinstance(distance, float) else distance
     step = binary(b, "minnum", step, b.fmul(unary(b, "fabs", x), like(x, 0.25)))
     step = binary(b, "copysign", step, x)
-    return b.fsub(x, step) if isinstance(distance, float) and distance < 0 else b.fadd(x, step)
+    result = b.fsub(x, step) if isinstance(distance, float) and distance < 0 else b.fadd(x, step)
+    return binary(b, "copysign", result, x)  # −0 stays
 
 
 def exp2(b: Builder, x: Value) -> Value:
