@@ -7,12 +7,24 @@ from runtime.device.emulator import (
     alu_float,
     alu_half,
     alu_integer,
+    bulk,
+    cluster,
     compare,
     control,
     convert,
+    cp_async,
+    ldmatrix,
+    load_store,
+    mbarrier,
+    mma,
     move,
+    tensor_copy,
     warp_exchange,
+    wgmma,
 )
 
-MODULES = (alu_bits, alu_float, alu_half, alu_integer, compare, control, convert, move, warp_exchange)
+MODULES = (
+    alu_bits, alu_float, alu_half, alu_integer, bulk, cluster, compare, control, convert, cp_async, ldmatrix, load_store,
+    mbarrier, mma, move, tensor_copy, warp_exchange, wgmma,
+)  # fmt: skip
 """Add a room's modules here."""
