@@ -280,24 +280,27 @@ def function_digest(function: Any) -> str:
     seen: set[int] = set()
 
     def add(value: Any) -> None:
-        value = getattr(value, "py_func", value)
-        if id(value) in seen:
-            return
+        value = getattr(value, "py_func", getattr(value, "_defn", value))  # of a kernel; of an intrinsic
         if (code := getattr(value, "__code__", None)) is not None:
+            if id(value) in seen:
+                return
             seen.add(id(value))
-            cells = value.__closure__ or ()
-            held = [cell.cell_contents for cell in cells] + [value.__globals__.get(name) for name in code.co_names]
             add(code)
-            for each in [*held, *(value.__defaults__ or ())]:
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            held += [value.__globals__.get(name) for name in code.co_names] + [*(value.__defaults__ or ())]
+            for each in held:
                 add(each)
         elif hasattr(value, "co_code"):
             digest.update(value.co_code + repr(value.co_names).encode())
             for constant in value.co_consts:
                 add(constant)
-        elif isinstance(value, (bool, int, float, str, bytes, tuple, type(None))):
-            digest.update(repr(value).encode() + b"\0")
+        elif isinstance(value, tuple | list):
+            for each in value:
+                add(each)
+            digest.update(f"{len(value)}\0".encode())
         else:
-            digest.update(type(value).__qualname__.encode() + getattr(value, "__name__", "").encode() + b"\0")
+            text = str(value)
+            digest.update(f"{type(value).__qualname__} {'' if ' at 0x' in text else text}\0".encode())
 
     add(function)
     return digest.hexdigest()
