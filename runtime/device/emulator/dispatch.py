@@ -70,6 +70,8 @@ class Flow:
         self._begin(block.start)
         for index in range(block.start, block.end):
             low.begin_instruction(index)
+            if low.wgmma:
+                low.wgmma.watch(low)
             lowering_of(low.instruction)(low, low.instruction)
             low.end_instruction()
             if low.yield_result is not None:

@@ -35,6 +35,7 @@ from runtime.device.emulator.ptx import (
 from runtime.device.emulator.variables import SharedLayout, shared_layout
 from runtime.device.emulator.vectors import F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat, truths_of
 from runtime.device.emulator.vectors import I8 as I8_LANES
+from runtime.device.emulator.wgmma_registers import WgmmaRegisters
 
 Value = Any  # an llvmlite IR value
 
@@ -120,6 +121,9 @@ class Lowering:
         self.operations: list[str] = []  # used, in order of first use
         self.chunks: list[tuple[int, int]] = []  # first and last + 1 instruction of each counted stretch
         self.register_bytes = specials.FIXED_SLOT_BYTES
+        self.wgmma = WgmmaRegisters(kernel)
+        self.wgmma.offset = self.register_bytes
+        self.register_bytes += self.wgmma.size_bytes
 
         self.ir = ir.Module(kernel.name)
         self.function = ir.Function(self.ir, ir.FunctionType(WORD, [LONG.as_pointer()]), "run")
@@ -150,6 +154,7 @@ class Lowering:
         self._after_call: list[Callable[[], None]] = []
         self._constants: dict[tuple[int, int], Value] = {}
         self.global_registers = set().union(*(block.live_in for block in self.blocks)) if self.blocks else set()
+        self.global_registers |= self.wgmma.index.keys()  # written behind the translation's back: slots of their own
 
     # --- scalars ---
 
@@ -464,6 +469,50 @@ class Lowering:
         if isinstance(base, Integer):
             return self._constant(0, bits), base.value + operand.offset
         return self.slot(base, bits), operand.offset
+
+    # --- for wgmma, which writes registers later than the instruction says ---
+
+    def pinned_offset(self, register: Register) -> int:
+        """The offset of a register's slot in the register file, which holds its value now."""
+        self._store(register)
+        return self._offset_of(register)
+
+    def invalidate(self, register: Register) -> None:
+        """Forgets a register's value: its slot has another one, or will have."""
+        self._cache.pop(register.name, None)
+        self._dirty.discard(register.name)
+
+    def state_byte(self, offset: int) -> Value:
+        """A pointer to one byte of the register file."""
+        return self.builder.gep(self.registers, [self.i64(offset)])
+
+    def predicate_slot(self, operand: Operand) -> Value:
+        """A pointer to a u32 with a predicate's lane bits, for an operation to read."""
+        scratch = self._scratch_slot(1)
+        self.builder.store(self.predicate(operand), scratch)
+        return scratch
+
+    def constant_table(self, values: list[int]) -> Value:
+        """The address of an int32 array in the object's own data, as an i64."""
+        type_ = ir.ArrayType(WORD, len(values))
+        table = ir.GlobalVariable(self.ir, type_, f"table{self.site}")
+        table.linkage, table.global_constant = "internal", True
+        table.initializer = ir.Constant(type_, [ir.Constant(WORD, value) for value in values])
+        return self.builder.ptrtoint(table, LONG)
+
+    def call_if(self, condition: Value, name: str) -> None:
+        """Calls an operation without arguments where an integer is not 0."""
+        builder, function = self.builder, self.operation(name)
+        before, inside, after = builder.block, builder.append_basic_block("if"), builder.append_basic_block("endif")
+        builder.cbranch(builder.icmp_unsigned("!=", condition, condition.type(0)), inside, after)
+        builder.position_at_end(inside)
+        called = builder.call(function, [self.warp, self.mask, self.i32(self.site)])
+        builder.branch(after)
+        builder.position_at_end(after)
+        result = builder.phi(WORD)
+        result.add_incoming(self.i32(0), before)
+        result.add_incoming(called, inside)
+        self.status = result if self.status is None else builder.or_(self.status, result)
 
     # --- operations ---
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
-
 from runtime.device.emulator.context import DONE, FULL_MASK
 from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import OPERATIONS, operation
+from runtime.device.emulator.ptx import Instruction, Vector
 from runtime.device.emulator.tensor_core import (
     ACC_F16,
     ACC_F32,
@@ -100,4 +100,19 @@ def slots_of(parts: tuple[str, ...]) -> tuple[int, int, int]:
     return (2 if accumulator == ACC_F16 else 4), 2 * words_b, words_b
 
 
-Slots = list[Any]
+@lowers("mma.sync")
+def lower_mma(low: Lowering, ins: Instruction) -> None:
+    """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c"""
+    found = describe(ins.parts)
+    if found is None:
+        raise low.refuse("shape or types")
+    counts = slots_of(ins.parts)
+    operands = [list(operand.items) if isinstance(operand, Vector) else [operand] for operand in ins.operands]
+    if [len(items) for items in operands] != [counts[0], counts[1], counts[2], counts[0]]:
+        raise low.refuse("the number of registers")
+    d, a, b, c = operands
+    a_slots, b_slots, c_slots = ([low.slot(item, 32) for item in items] for items in (a, b, c))
+    d_slots = [low.destination(item, 32) for item in d]
+    fill = [d_slots, a_slots, b_slots, c_slots]
+    slots = [slot for items, count in zip(fill, (4, 4, 2, 4)) for slot in [*items, *[items[0]] * (count - len(items))]]
+    low.call(mma_operation(*found), *slots)

@@ -101,7 +101,7 @@ class LoadedKernel:
             "operations": low.operations,
             "register_bytes": low.register_bytes,
             "chunks": low.chunks,
-            "reads_undefined": bool(low.blocks and low.blocks[0].live_in),
+            "reads_undefined": bool(low.wgmma or low.blocks and low.blocks[0].live_in),
         }
         return Entry(header, native.emit_object(str(low.ir)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.barriers import settle_barriers
+from runtime.device.emulator.closing import close_block, close_warp
 from runtime.device.emulator.context import (
     BLOCK_EXITED_WARPS,
     BLOCK_NUM_WARPS,
@@ -75,11 +76,23 @@ def _shuffle(order, count, random):
 
 
 @njit
-def _exit_warp(slot, block):
+def _exit_warp(slot, block, warp):
+    """Returns 1 and a fault, or 0."""
+    if close_warp(warp):
+        return 1
     slot[S_LIVE_WARPS] -= 1
     block[BLOCK_EXITED_WARPS] += 1
     block[BLOCK_PROGRESS] += 1
     settle_barriers(block)
+    return 0
+
+
+@njit
+def _close_cluster(slot):
+    """The slot's cluster has ended or is given up."""
+    for rank in range(slot[S_NUM_BLOCKS]):
+        close_block(i64_at(slot[S_BLOCKS])[rank])
+    slot[S_IS_RUNNING] = 0
 
 
 @njit
@@ -121,7 +134,8 @@ def _run_round(slot, launch, run, shape, random):
         if state == FAULT:
             return FAULT
         if state == EXITED:
-            _exit_warp(slot, block)
+            if _exit_warp(slot, block, warp):
+                return FAULT
         elif state == YIELDED:
             any_yielded = True
     slot[S_POLLING_ROUNDS] = slot[S_POLLING_ROUNDS] + 1 if any_yielded and progress == _progress(slot) else 0
@@ -175,7 +189,7 @@ def run_clusters(queue_address, launch_address, run, slots, num_slots, shape, sh
                 queue[Q_STOP] = 1
                 return FAULTED
             if slot[S_LIVE_WARPS] == 0:
-                slot[S_IS_RUNNING] = 0
+                _close_cluster(slot)
                 running -= 1
                 all_poll = False
             elif slot[S_IDLE_ROUNDS] >= _IDLE_BEFORE_DEADLOCK or slot[S_POLLING_ROUNDS] >= _POLLS_BEFORE_DEADLOCK:

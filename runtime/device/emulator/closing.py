@@ -1,0 +1,68 @@
+"""What becomes of asynchronous work when a warp, a block or a launch ends."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba_kernels.cache import njit
+from runtime.device.emulator.context import (
+    BLOCK_CLUSTER,
+    BLOCK_EXITED_WARPS,
+    BLOCK_NUM_WARPS,
+    BLOCK_WARPS,
+    CHECK_ASYNC,
+    LAUNCH_CHECKS,
+    LAUNCH_CLUSTER_SIZE,
+    WARP_BLOCK,
+    WARP_COPIES,
+    WARP_FIELDS,
+    WARP_LAUNCH,
+    WARP_WGMMA,
+)
+from runtime.device.emulator.cp_async import close_copies
+from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.pointers import i64_at
+from runtime.device.emulator.queue import drop, finish, first_into, first_unread
+from runtime.device.emulator.wgmma import close_wgmma
+from runtime.device.emulator.window import free
+
+_EXIT = int(FaultKind.EXIT_IN_FLIGHT)
+
+
+@njit
+def close_warp(warp):
+    """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
+
+    A copy that has not read its shared memory, a wgmma nobody waited for, and, with the block's last warp, a copy that
+    will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another block by
+    then. `warp` still counts as running in BLOCK_EXITED_WARPS.
+    """
+    checked = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC
+    site = max(close_wgmma(warp), first_unread(warp))
+    if checked and site >= 0:
+        return report(warp, _EXIT, site, 0, 0, site, 0, 0, 0)
+    if finish(warp) or close_copies(warp):
+        return 1
+    block = i64_at(warp[WARP_BLOCK])
+    if checked and block[BLOCK_EXITED_WARPS] + 1 == block[BLOCK_NUM_WARPS]:
+        cluster = i64_at(block[BLOCK_CLUSTER])
+        for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
+            site = first_into(warp[WARP_BLOCK], cluster[rank])
+            if site >= 0:
+                return report(warp, _EXIT, site, 0, 0, site, 0, 0, 0)
+    return 0
+
+
+@njit
+def close_block(block):
+    """The block's cluster has ended, or the launch is given up: frees what the queues hold."""
+    drop(block)
+    fields = i64_at(block)
+    for index in range(fields[BLOCK_NUM_WARPS]):
+        warp = i64_at(fields[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
+        if warp[WARP_COPIES] != 0:
+            free(warp[WARP_COPIES])
+            warp[WARP_COPIES] = 0
+        if warp[WARP_WGMMA] != 0:
+            free(warp[WARP_WGMMA])
+            warp[WARP_WGMMA] = 0

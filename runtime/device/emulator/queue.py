@@ -1,0 +1,215 @@
+"""Bulk copies in flight: what `cp.async.bulk…`, `st.async` and `red.async` asked for and nobody has waited for yet.
+
+Each block keeps a list of records (BLOCK_ASYNC). A record is carried out as late as it may: one with an mbarrier when
+somebody waits for that mbarrier in vain, one of a bulk group at the `wait_group` of its thread, whose `.read` form
+carries out the reading alone. Until then its target bytes are marked in flight and its source bytes as being read.
+
+A record's source is read in two places: shared memory when the copy lands (or at `wait_group.read`, into a snapshot);
+global memory when the copy lands.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba_kernels.cache import njit
+from runtime.device.emulator.context import (
+    BLOCK_ASYNC,
+    BLOCK_CLUSTER,
+    LAUNCH_CLUSTER_SIZE,
+    WARP_BLOCK,
+    WARP_LAUNCH,
+)
+from runtime.device.emulator.locate import ATOMIC
+from runtime.device.emulator.mbarrier_state import add_transactions
+from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
+from runtime.device.emulator.ranges import global_range
+from runtime.device.emulator.reduction import reduce_run
+from runtime.device.emulator.tensor_map import element_bytes
+from runtime.device.emulator.tensor_tile import TILE_LOAD, TILE_REDUCE, TILE_STORE, move_tile
+from runtime.device.emulator.window import free, landed, malloc, realloc, was_read
+
+COPY, REDUCE, TENSOR_LOAD, TENSOR_STORE, TENSOR_REDUCE, VALUE, VALUE_REDUCE = range(1, 8)
+"""COPY and REDUCE: plain bytes either way; VALUE: st.async, VALUE_REDUCE: red.async, whose data is in the record."""
+
+(
+    R_KIND, R_SITE, R_WARP, R_LANE, R_GROUP, R_TARGET, R_TARGET_BLOCK, R_SOURCE, R_SOURCE_BLOCK, R_BYTES, R_MBARRIER,
+    R_OPERATION, R_TYPE, R_SNAPSHOT, R_OFFSET, R_VALUE,
+) = range(16)  # fmt: skip
+"""R_WARP: the warp's array; R_GROUP: of its lane's bulk groups, -1 with an mbarrier; a block of 0 means global memory;
+R_TARGET, R_SOURCE, R_MBARRIER: host addresses; R_OFFSET: shared offset of a tensor's tile, whose bits swizzle it."""
+R_COORDINATES = 18  # five; R_VALUE has two words
+R_MAP = 24  # the tensor map's 16 words as they were at the instruction
+RECORD_WORDS = 40
+_HEADER_WORDS = 2  # count, capacity
+
+
+@njit
+def new_record(warp):
+    """A zeroed record of the warp's block, as an int64 pointer; valid until the next one is made."""
+    block = i64_at(warp[WARP_BLOCK])
+    queue = block[BLOCK_ASYNC]
+    if queue == 0:
+        queue = malloc((_HEADER_WORDS + 16 * RECORD_WORDS) * 8)
+        i64_at(queue)[0] = 0
+        i64_at(queue)[1] = 16
+    elif i64_at(queue)[0] == i64_at(queue)[1]:
+        capacity = 2 * i64_at(queue)[1]
+        queue = realloc(queue, (_HEADER_WORDS + capacity * RECORD_WORDS) * 8)
+        i64_at(queue)[1] = capacity
+    block[BLOCK_ASYNC] = queue
+    header = i64_at(queue)
+    record = i64_at(queue + (_HEADER_WORDS + header[0] * RECORD_WORDS) * 8)
+    for index in range(RECORD_WORDS):
+        record[index] = 0
+    header[0] += 1
+    return record
+
+
+@njit
+def record_at(queue, index):
+    return i64_at(queue + (_HEADER_WORDS + index * RECORD_WORDS) * 8)
+
+
+@njit
+def _remove(queue, index):
+    header = i64_at(queue)
+    header[0] -= 1
+    for later in range(index, header[0]):
+        copy_bytes(address_of(record_at(queue, later)), address_of(record_at(queue, later + 1)), RECORD_WORDS * 8)
+
+
+@njit
+def read_source(record):
+    """Carries out the reading of a record whose source is shared memory: its bytes go to a snapshot."""
+    if record[R_SOURCE_BLOCK] != 0 and record[R_SNAPSHOT] == 0:
+        warp = i64_at(record[R_WARP])
+        record[R_SNAPSHOT] = malloc(record[R_BYTES])
+        copy_bytes(record[R_SNAPSHOT], record[R_SOURCE], record[R_BYTES])
+        was_read(warp, record[R_SOURCE_BLOCK], record[R_SOURCE], record[R_BYTES])
+
+
+@njit
+def _land(record):
+    """Carries a record out. Returns 1 and a fault, or 0."""
+    read_source(record)
+    warp = i64_at(record[R_WARP])
+    kind, site, lane = record[R_KIND], record[R_SITE], record[R_LANE]
+    target, block, size = record[R_TARGET], record[R_TARGET_BLOCK], record[R_BYTES]
+    source = record[R_SNAPSHOT] if record[R_SNAPSHOT] != 0 else record[R_SOURCE]
+    failed = 0
+    if kind == COPY:
+        copy_bytes(target, source, size)
+        landed(warp, block, target, size)
+    elif kind == VALUE:
+        copy_bytes(target, address_of(record) + R_VALUE * 8, size)
+        landed(warp, block, target, size)
+    elif kind == REDUCE or kind == VALUE_REDUCE:
+        if kind == VALUE_REDUCE:
+            source = address_of(record) + R_VALUE * 8
+        elif block == 0:
+            failed = global_range(warp, site, lane, target, size, ATOMIC)
+        if not failed:
+            count = size // element_bytes(record[R_TYPE])
+            reduce_run(record[R_OPERATION], record[R_TYPE], target, source, count)
+    elif kind == TENSOR_LOAD:
+        failed = move_tile(warp, site, lane, TILE_LOAD, address_of(record) + R_MAP * 8,
+                           address_of(record) + R_COORDINATES * 8, target, record[R_OFFSET], 0)  # fmt: skip
+        landed(warp, block, target, size)
+    else:
+        direction = TILE_STORE if kind == TENSOR_STORE else TILE_REDUCE
+        failed = move_tile(warp, site, lane, direction, address_of(record) + R_MAP * 8,
+                           address_of(record) + R_COORDINATES * 8, source, record[R_OFFSET],
+                           record[R_OPERATION])  # fmt: skip
+    if record[R_SNAPSHOT] != 0:
+        free(record[R_SNAPSHOT])
+        record[R_SNAPSHOT] = 0
+    if not failed and record[R_MBARRIER] != 0:
+        failed = add_transactions(warp, site, lane, record[R_MBARRIER], -size) < 0
+    return 1 if failed else 0
+
+
+@njit
+def land_for(warp, mbarrier):
+    """Carries out all that the cluster's blocks have in flight towards an mbarrier. Returns 1 and a fault, or 0."""
+    cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
+        queue = i64_at(cluster[rank])[BLOCK_ASYNC]
+        index = 0
+        while queue != 0 and index < i64_at(queue)[0]:
+            record = record_at(queue, index)
+            if record[R_MBARRIER] != mbarrier:
+                index += 1
+                continue
+            failed = _land(record)
+            _remove(queue, index)
+            if failed:
+                return 1
+    return 0
+
+
+@njit
+def land_groups(warp, lane, before, only_read):
+    """Carries out the copies of a lane's bulk groups below `before`, or the reading of them alone."""
+    queue = i64_at(warp[WARP_BLOCK])[BLOCK_ASYNC]
+    index = 0
+    while queue != 0 and index < i64_at(queue)[0]:
+        record = record_at(queue, index)
+        mine = record[R_WARP] == address_of(warp) and record[R_LANE] == lane
+        if not mine or record[R_GROUP] < 0 or record[R_GROUP] >= before:
+            index += 1
+        elif only_read:
+            read_source(record)
+            index += 1
+        else:
+            failed = _land(record)
+            _remove(queue, index)
+            if failed:
+                return 1
+    return 0
+
+
+@njit
+def first_unread(warp):
+    """The site of a copy of this warp's bulk groups that has not read its shared memory yet, or -1."""
+    queue = i64_at(warp[WARP_BLOCK])[BLOCK_ASYNC]
+    if queue != 0:
+        for index in range(i64_at(queue)[0]):
+            record = record_at(queue, index)
+            unread = record[R_SOURCE_BLOCK] != 0 and record[R_SNAPSHOT] == 0
+            if record[R_WARP] == address_of(warp) and record[R_GROUP] >= 0 and unread:
+                return record[R_SITE]
+    return -1
+
+
+@njit
+def first_into(block, queue_block):
+    """The site of a copy of `queue_block` that will still write shared memory of `block`, or -1."""
+    queue = i64_at(queue_block)[BLOCK_ASYNC]
+    if queue != 0:
+        for index in range(i64_at(queue)[0]):
+            if record_at(queue, index)[R_TARGET_BLOCK] == block:
+                return record_at(queue, index)[R_SITE]
+    return -1
+
+
+@njit
+def finish(warp):
+    """Carries out what is left of the warp's bulk groups, when it has exited. Returns 1 and a fault, or 0."""
+    for lane in range(32):
+        if land_groups(warp, lane, 1 << 62, False):
+            return 1
+    return 0
+
+
+@njit
+def drop(block):
+    """Forgets a block's queue and frees its memory."""
+    fields = i64_at(block)
+    queue = fields[BLOCK_ASYNC]
+    if queue != 0:
+        for index in range(i64_at(queue)[0]):
+            if record_at(queue, index)[R_SNAPSHOT] != 0:
+                free(record_at(queue, index)[R_SNAPSHOT])
+        free(queue)
+        fields[BLOCK_ASYNC] = 0

@@ -1,0 +1,20 @@
+"""Shared memory's swizzles: which 16-byte chunk of a 128-byte line a chunk of a tile lies in.
+
+The 32-, 64- and 128-byte modes exchange chunks within lines by address bits alone: bits 4 (… 5, … 6) are XORed with bits
+7 (… 8, … 9). The numbers of the modes are those of tensor maps; a wgmma descriptor counts them the other way round.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba_kernels.cache import njit
+
+SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = range(4)
+SWIZZLE_BYTES = (16, 32, 64, 128)  # the widest row of each mode; 16: chunks stay where they are
+
+
+@njit
+def swizzled(address, mode):
+    """A shared address as its data lies under a mode (0 … 3)."""
+    return address ^ ((address >> 7) & ((1 << mode) - 1)) << 4

@@ -1,0 +1,120 @@
+"""The tile that TMA moves: a box of a tensor in global memory, packed in shared memory and swizzled there.
+
+Rows of the innermost dimension lie one after another in shared memory, the second dimension next, and so on. What lies
+outside of the tensor is zero (or NaN) on the way in and left alone on the way out (PTX ISA, "Tensors": tiled mode,
+out-of-bound access, swizzling modes).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba_kernels.cache import njit
+from runtime.device.emulator.locate import ATOMIC, LOAD, STORE
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.ranges import global_range
+from runtime.device.emulator.reduction import reduce_run
+from runtime.device.emulator.swizzle import swizzled
+from runtime.device.emulator.tensor_core import scratch_words
+from runtime.device.emulator.tensor_map import (
+    MAP_ADDRESS,
+    MAP_SIZES,
+    MAP_STRIDES,
+    element_bytes,
+    map_extent,
+    map_fill,
+    map_rank,
+    map_step,
+    map_swizzle,
+    map_type,
+)
+from runtime.device.emulator.window import landed
+
+TILE_LOAD, TILE_STORE, TILE_REDUCE = range(3)
+_ROW_WORDS = 512  # the longest row: 256 elements of 8 bytes
+
+
+@njit
+def _fill_row(row, size, element, fill):
+    if fill == 0:
+        fill_bytes(row, 0, size)
+    elif element == 2:
+        for index in range(size // 2):
+            u16_at(row)[index] = 0x7FFF
+    elif element == 4:
+        for index in range(size // 4):
+            u32_at(row)[index] = 0x7FFFFFFF
+    else:
+        for index in range(size // 8):
+            u64_at(row)[index] = 0x7FFFFFFFFFFFFFFF
+
+
+@njit
+def _chunks(row, tile, offset, at, size, mode, is_store):
+    """Moves a row between a plain buffer and its swizzled place, 16 bytes at a time."""
+    for chunk in range(0, size, 16):
+        place = tile + swizzled(offset + at + chunk, mode) - offset
+        if is_store:
+            copy_bytes(row + chunk, place, 16)
+        else:
+            copy_bytes(place, row + chunk, 16)
+
+
+@njit
+def move_tile(warp, site, lane, direction, map_address, coordinates_address, tile, offset, operation):
+    """Moves one tile. Returns 1 and a fault, or 0.
+
+    Args:
+        map_address: the 16 words of the tensor map.
+        coordinates_address: int64[5], the first element of the box in each dimension, innermost first.
+        tile: the host address of the tile's first byte, in shared memory or in a snapshot of it.
+        offset: that byte's shared offset, whose bits the swizzle uses.
+        operation: for TILE_REDUCE.
+    """
+    words, coordinates = i64_at(map_address), i64_at(coordinates_address)
+    rank, kind, mode, fill = map_rank(words), map_type(words), map_swizzle(words), map_fill(words)
+    element = element_bytes(kind)
+    extent, step = map_extent(words, 0), map_step(words, 0)
+    size = extent * element
+    row = address_of(scratch_words(_ROW_WORDS))
+    rows = 1
+    for dimension in range(1, rank):
+        rows *= map_extent(words, dimension)
+    # the part of a row that lies inside of the tensor: elements first … last of the box
+    first = min(extent, max(0, (-coordinates[0] + step - 1) // step))
+    last = min(extent, max(first, (words[MAP_SIZES] - coordinates[0] + step - 1) // step))
+    for index in range(rows):
+        rest, inside = index, last > first
+        address = words[MAP_ADDRESS] + (coordinates[0] + first * step) * element
+        for dimension in range(1, rank):
+            many = map_extent(words, dimension)
+            at = coordinates[dimension] + rest % many * map_step(words, dimension)
+            rest //= many
+            inside = inside and 0 <= at < words[MAP_SIZES + dimension]
+            address += at * words[MAP_STRIDES + dimension - 1]
+        if direction == TILE_LOAD:
+            if not inside or last - first < extent:
+                _fill_row(row, size, element, fill)
+            if inside:
+                if global_range(warp, site, lane, address, ((last - first - 1) * step + 1) * element, LOAD):
+                    return 1
+                if step == 1:
+                    copy_bytes(row + first * element, address, (last - first) * element)
+                else:
+                    for item in range(last - first):
+                        copy_bytes(row + (first + item) * element, address + item * step * element, element)
+            _chunks(row, tile, offset, index * size, size, mode, False)
+        elif inside:
+            _chunks(row, tile, offset, index * size, size, mode, True)
+            for item in range(last - first if step > 1 else 1):
+                count = (last - first) if step == 1 else 1
+                to, of = address + item * step * element, row + (first + item) * element
+                action = ATOMIC if direction == TILE_REDUCE else STORE
+                if global_range(warp, site, lane, to, count * element, action):
+                    return 1
+                if direction == TILE_REDUCE:
+                    reduce_run(operation, kind, to, of, count)
+                else:
+                    copy_bytes(to, of, count * element)
+                    landed(warp, 0, to, count * element)
+    return 0
