@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.device.emulator.ptx import Instruction
+from runtime.device.emulator.traffic import Traffic
 
 
 @dataclass(slots=True)
@@ -23,13 +24,20 @@ class Counters:
         lane_instructions: the same times the active lanes.
         by_opcode: opcode as written ("fma.rn.f32"): warp instructions.
         lanes_by_opcode: the same in lane instructions.
-        by_site: index of the instruction in the kernel: warp instructions. Empty for a sum over different kernels.
+        traffic: index of the instruction in its kernel: what it asked of memory, where Checks.TRAFFIC was set. In sums
+            over different kernels the indices mean nothing.
     """
 
     warp_instructions: int = 0
     lane_instructions: int = 0
     by_opcode: dict[str, int] = field(default_factory=dict)
     lanes_by_opcode: dict[str, int] = field(default_factory=dict)
+    traffic: dict[int, Traffic] = field(default_factory=dict)
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """The traffic of all instructions."""
+        return sum(self.traffic.values(), Traffic())
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -37,13 +45,14 @@ class Counters:
             self.lane_instructions + other.lane_instructions,
             _add(self.by_opcode, other.by_opcode),
             _add(self.lanes_by_opcode, other.lanes_by_opcode),
+            _add(self.traffic, other.traffic, Traffic()),
         )
 
 
-def _add(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+def _add(first: dict[Any, Any], second: dict[Any, Any], nothing: Any = 0) -> dict[Any, Any]:
     total = dict(first)
     for key, value in second.items():
-        total[key] = total.get(key, 0) + value
+        total[key] = total.get(key, nothing) + value
     return total
 
 

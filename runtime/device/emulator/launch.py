@@ -31,6 +31,7 @@ from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
 from runtime.device.emulator.races import RaceMemory
 from runtime.device.emulator.residency import S_BLOCKS, S_IS_RUNNING, SLOT_FIELDS, Slot, SlotShape, lay_out
+from runtime.device.emulator.traffic import TRAFFIC_FIELDS, traffic_of
 from runtime.device.emulator.warp_scheduler import (
     FAULTED,
     NEEDS_SLOT,
@@ -74,6 +75,7 @@ class _Worker:
     fields: Any  # the launch array
     record: Any  # the fault record
     counts: Any
+    traffic: Any
     slots: list[Slot]
     random: Any
 
@@ -174,7 +176,8 @@ class _Run:
             raise InvalidArgumentError(f"launch: no address for variable {missing[0]}", param="variables")
         self._symbols = np.array([variables[name] for name in kernel.variables] or [0], dtype=np.int64)
         self._queue = np.zeros(QUEUE_FIELDS, dtype=np.int64)
-        self._regions = np.array(machine.regions(), dtype=np.int64)
+        others = machine.regions()[1:]
+        self._regions = np.array([len(others), *(value for region in others for value in region)], dtype=np.int64)
 
     def run(self, seed: int, num_threads: int) -> Counters:
         total_warps = self.num_clusters * self.cluster_size * self.num_warps
@@ -204,7 +207,10 @@ class _Run:
                 if worker.record[0]:
                     raise self._exception(worker)
             counts = sum(worker.counts for worker in workers)
-            return counters.expand(self.kernel.kernel.instructions, self.translation.chunks, counts)
+            found = counters.expand(self.kernel.kernel.instructions, self.translation.chunks, counts)
+            if self.checks & Checks.TRAFFIC:
+                found.traffic = traffic_of(sum(worker.traffic for worker in workers))
+            return found
         finally:
             if races is not None:
                 races.close()
@@ -213,6 +219,7 @@ class _Run:
         fields = np.zeros(context.LAUNCH_FIELDS, dtype=np.int64)
         record = np.zeros(RECORD_FIELDS, dtype=np.int64)
         counts = np.zeros(2 * len(self.translation.chunks) + 1, dtype=np.int64)
+        traffic = np.zeros(len(self.kernel.kernel.instructions) * TRAFFIC_FIELDS, dtype=np.int64)
         fields[context.LAUNCH_PARAMETERS] = self._parameters.ctypes.data
         fields[context.LAUNCH_PARAMETER_BYTES] = len(self._parameters) - 16
         fields[context.LAUNCH_GRID_X : context.LAUNCH_GRID_Z + 1] = self.grid
@@ -227,6 +234,9 @@ class _Run:
         fields[context.LAUNCH_SEED] = seed
         fields[context.LAUNCH_FAULT] = record.ctypes.data
         fields[context.LAUNCH_COUNTERS] = counts.ctypes.data
+        if self.checks & Checks.TRAFFIC:
+            fields[context.LAUNCH_TRAFFIC] = traffic.ctypes.data
+        fields[context.LAUNCH_REGIONS] = self._regions.ctypes.data if self._regions[0] else 0
         fields[context.LAUNCH_ARENA] = self.machine.base
         fields[context.LAUNCH_ARENA_BYTES] = self.machine.span
         fields[context.LAUNCH_ARENA_SHADOW] = self.machine.base + self.machine.shadow_delta
@@ -239,7 +249,7 @@ class _Run:
         fields[context.LAUNCH_GLOBAL_RACES] = races.address(index) if races is not None else 0
         random = np.array([(seed * 0x9E3779B97F4A7C15 + index + 1) % (1 << 63) if seed else 0], dtype=np.int64)
         slots = [Slot(self.shape) for _ in range(min(self.num_clusters, _SLOTS_WITH_SEED if seed else 1))]
-        worker = _Worker(fields, record, counts, slots, random)
+        worker = _Worker(fields, record, counts, traffic, slots, random)
         for slot in slots:
             lay_out(slot.address, fields.ctypes.data, self._shape)
         return worker
