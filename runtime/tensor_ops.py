@@ -15,13 +15,15 @@ result is a new, contiguous tensor. The rules are the same on every device:
   at least float32. The mean of nothing is NaN, its sum 0, its maximum an error.
 - matmul accumulates in float32; 8-bit integers give int32.
 
-Every error is an InvalidArgumentError that names the operation. Only the cpu has these operations so far.
+Every error is an InvalidArgumentError that names the operation. On the cpu numpy computes, in float64 where that costs
+little; on a GPU `runtime.backends.cuda_arithmetic` does, to which numpy arrays beside tensors are taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,12 @@ Axes = int | Sequence[int] | None
 # ------------------------------------------------------------------------------------------ memory
 
 
+def _gpu() -> ModuleType:
+    from runtime.backends import cuda_arithmetic  # needs numba-cuda, which only those devices ask for
+
+    return cuda_arithmetic
+
+
 def arange(start: int, stop: int, step: int, dtype: DType | str, device: Device | str) -> Tensor:
     """The integers of `range(start, stop, step)`."""
     target = DType.parse(dtype)
@@ -106,18 +114,35 @@ def assign(target: Tensor, source: Operand) -> Tensor:
     else:
         tensor = _tensor("assign", source)
         layout.expanded_strides("assign", tensor.shape, tensor.strides, target.shape)
-        value = tensor.array
+        if target.device.kind != "cpu":
+            return _gpu_assign(target, tensor)
+        value = _one_device("assign", target.device, tensor).array
     if target.device.kind != "cpu":
-        from runtime.backends import cuda_tensor
+        return _gpu_assign(target, Tensor.from_numpy(value))
+    target.array[...] = cast_array(value, target.dtype)
+    return target
 
-        cuda_tensor.write(target, np.broadcast_to(value, target.shape))
-    else:
-        target.array[...] = cast_array(value, target.dtype)
+
+def _gpu_assign(target: Tensor, source: Tensor) -> Tensor:
+    from runtime.backends import cuda_tensor
+
+    if source.device.kind == "cpu" and target.is_contiguous:
+        cuda_tensor.write(target, np.broadcast_to(source.array, target.shape))
+        return target
+    if source.device.kind == "cpu":
+        source = source.to(target.device)
+    _one_device("assign", target.device, source)
+    if source.storage is target.storage:
+        source = copy(source)
+    compute = float32 if source.dtype.is_floating or target.dtype.is_floating else int64
+    _gpu().write_elementwise("copy", [source], target, compute)
     return target
 
 
 def copy(tensor: Tensor) -> Tensor:
     """A contiguous copy in memory of its own."""
+    if tensor.device.kind != "cpu":
+        return _gpu_cast(tensor, tensor.dtype)
     result = Tensor.empty(tensor.shape, tensor.dtype, tensor.device)
     result.array[...] = tensor.array
     return result
@@ -126,7 +151,15 @@ def copy(tensor: Tensor) -> Tensor:
 def cast(tensor: Tensor, dtype: DType | str) -> Tensor:
     """The same values in another type, by the rules of `runtime.cast`; the tensor itself where it has it."""
     target = DType.parse(dtype)
-    return tensor if target is tensor.dtype else _result(tensor.array, target)
+    if target is tensor.dtype:
+        return tensor
+    return _gpu_cast(tensor, target) if tensor.device.kind != "cpu" else _result(tensor.array, target)
+
+
+def _gpu_cast(tensor: Tensor, dtype: DType) -> Tensor:
+    compute = float32 if tensor.dtype.is_floating or dtype.is_floating else int64
+    result: Tensor = _gpu().elementwise("copy", [tensor], dtype, compute)
+    return result
 
 
 def to_device(tensor: Tensor, device: Device | str) -> Tensor:
@@ -225,6 +258,11 @@ def where(condition: Tensor, left: Operand, right: Operand) -> Tensor:
     """Elements of `left` where the bool tensor `condition` is True, of `right` elsewhere."""
     if condition.dtype is not bool_:
         raise InvalidArgumentError(f"where: condition is {condition.dtype}, not bool", param="condition")
+    if (device := _gpu_among(condition, left, right)) is not None:
+        operands, dtype = _on_gpu("where", device, left, right)
+        _one_device("where", device, condition)
+        result: Tensor = _gpu().elementwise("where", [condition, *operands], dtype, _gpu_computes_in(dtype))
+        return result
     arrays, dtype = _operands("where", left, right)
     layout.broadcast_shapes("where", condition.shape, *(array.shape for array in arrays))
     return _result(np.where(condition.array, *arrays), dtype)
@@ -240,8 +278,8 @@ def absolute(tensor: Tensor) -> Tensor:
 
 def invert(tensor: Tensor) -> Tensor:
     """Logical not of bools; every bit of an integer turned."""
-    _refuse_float("invert", tensor.array, tensor.array)
-    return _unary(np.invert, tensor)
+    _refuse_float("invert", tensor, tensor)
+    return _unary(np.invert, tensor, gpu_name="invert_bool" if tensor.dtype is bool_ else None)
 
 
 def exp(tensor: Tensor) -> Tensor:
@@ -269,6 +307,8 @@ def reduce_sum(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Ten
     """Sum over an axis, several, or all (None)."""
     axes = layout.check_axes("sum", axis, tensor.ndim)
     dtype = tensor.dtype if tensor.dtype.is_floating else int64
+    if tensor.device.kind != "cpu":
+        return _gpu_reduce("sum", tensor, axes, keepdims)
     # float64 costs the cpu little and makes the result independent of the memory's order but for rounding.
     accumulator = np.float64 if dtype.is_floating else np.int64
     return _result(_reduce(np.add, tensor, axes, keepdims, accumulator), dtype)
@@ -277,6 +317,8 @@ def reduce_sum(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Ten
 def reduce_mean(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Arithmetic mean over an axis, several, or all (None)."""
     axes = layout.check_axes("mean", axis, tensor.ndim)
+    if tensor.device.kind != "cpu":
+        return _gpu_reduce("mean", tensor, axes, keepdims)
     total = _reduce(np.add, tensor, axes, keepdims, np.float64)
     count = math.prod(tensor.shape[index] for index in axes)
     with np.errstate(all="ignore"):
@@ -287,6 +329,8 @@ def reduce_max(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Ten
     """Largest element over an axis, several, or all (None)."""
     axes = layout.check_axes("max", axis, tensor.ndim)
     _refuse_nothing("max", tensor, axes)
+    if tensor.device.kind != "cpu":
+        return _gpu_reduce("max", tensor, axes, keepdims)
     return _result(_reduce(np.maximum, tensor, axes, keepdims), tensor.dtype)
 
 
@@ -294,6 +338,8 @@ def reduce_min(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Ten
     """Smallest element over an axis, several, or all (None)."""
     axes = layout.check_axes("min", axis, tensor.ndim)
     _refuse_nothing("min", tensor, axes)
+    if tensor.device.kind != "cpu":
+        return _gpu_reduce("min", tensor, axes, keepdims)
     return _result(_reduce(np.minimum, tensor, axes, keepdims), tensor.dtype)
 
 
@@ -301,6 +347,8 @@ def argmax(tensor: Tensor, axis: int | None = None, keepdims: bool = False) -> T
     """int64 position of the first largest element along an axis, or among all in row-major order (None)."""
     position = None if axis is None else layout.check_axis("argmax", axis, tensor.ndim)
     _refuse_nothing("argmax", tensor, layout.check_axes("argmax", axis, tensor.ndim))
+    if tensor.device.kind != "cpu":
+        return _gpu_reduce("argmax", tensor, layout.check_axes("argmax", axis, tensor.ndim), keepdims)
     array = cast_array(tensor.array, _computed_in(tensor.dtype))
     return _result(np.argmax(array, axis=position, keepdims=keepdims), int64)
 
@@ -311,6 +359,9 @@ def argmax(tensor: Tensor, axis: int | None = None, keepdims: bool = False) -> T
 def matmul(left: Operand, right: Operand) -> Tensor:
     """Matrix product `[..., M, K] @ [..., K, N] -> [..., M, N]`; vectors and batches as in numpy."""
     first, second = _tensor("matmul", left), _tensor("matmul", right)
+    device = _gpu_among(first, second)
+    if device is not None:
+        first, second = _taken_to("matmul", device, left, first), _taken_to("matmul", device, right, second)
     dtype = promote(first.dtype, second.dtype)
     if dtype is bool_ or not first.shape or not second.shape:
         raise InvalidArgumentError(
@@ -320,6 +371,9 @@ def matmul(left: Operand, right: Operand) -> Tensor:
     if first.shape[-1] != second.shape[-2:][0]:
         raise InvalidArgumentError(f"matmul: inner sizes of {first.shape} and {second.shape} differ")
     layout.broadcast_shapes("matmul", first.shape[:-2], second.shape[:-2])
+    if device is not None:
+        on_gpu: Tensor = _gpu().matmul(first, second, dtype)
+        return on_gpu
     if dtype.itemsize == 1 and not dtype.is_floating:
         # 8-bit products and their sums are exact in float64 for up to 2**37 terms, and BLAS is fast there.
         product = np.matmul(first.array.astype(np.float64), second.array.astype(np.float64))
@@ -333,7 +387,7 @@ def matmul(left: Operand, right: Operand) -> Tensor:
 # ------------------------------------------------------------------------------------- how it is done
 
 _Lift = Callable[[DType], DType]
-_Check = Callable[[str, NDArray, NDArray], None]
+_Check = Callable[[str, Tensor, Tensor], None]
 
 
 def _as_is(dtype: DType) -> DType:
@@ -392,8 +446,47 @@ def _scalar(op: str, value: Scalar, dtype: DType) -> NDArray:
     return np.asarray(value, dtype.numpy)
 
 
-def _operands(op: str, left: Operand, right: Operand, lift: _Lift = _as_is) -> tuple[list[NDArray], DType]:
-    """Both operands in the type that they are computed in, and the type in which they meet."""
+def _gpu_among(*operands: Operand) -> Device | None:
+    """The GPU that the operands' tensors lie on, or None for the cpu."""
+    devices = [operand.device for operand in operands if isinstance(operand, Tensor)]
+    return next((device for device in devices if device.kind != "cpu"), None)
+
+
+def _one_device(op: str, device: Device, tensor: Tensor) -> Tensor:
+    """The tensor, if it is on this device."""
+    if tensor.device != device:
+        raise InvalidArgumentError(f"{op}: one tensor is on {device}, another on {tensor.device}; call .to()")
+    return tensor
+
+
+def _taken_to(op: str, device: Device, original: Operand, tensor: Tensor) -> Tensor:
+    """What a numpy array or number has become, on the device; a Tensor must be there."""
+    return _one_device(op, device, tensor) if isinstance(original, Tensor) else tensor.to(device)
+
+
+def _gpu_computes_in(dtype: DType) -> DType:
+    return float32 if dtype.is_floating else int64
+
+
+def _on_gpu(
+    op: str, device: Device, left: Operand, right: Operand, lift: _Lift = _as_is
+) -> tuple[list[Tensor], DType]:
+    """Both operands as tensors on a GPU, and the type in which they meet."""
+    given, met = _met(op, left, right)
+    dtype = lift(met)
+    tensors = [
+        operand if isinstance(operand, Tensor) else Tensor.from_numpy(_scalar(op, operand, dtype)) for operand in given
+    ]
+    return [_taken_to(op, device, *pair) for pair in zip((left, right), tensors)], dtype
+
+
+def _gpu_reduce(operation: str, tensor: Tensor, axes: layout.Shape, keepdims: bool) -> Tensor:
+    result: Tensor = _gpu().reduce(operation, tensor, axes, keepdims)
+    return result
+
+
+def _met(op: str, left: Operand, right: Operand) -> tuple[list[Tensor | Scalar], DType]:
+    """Both operands as tensors and numbers, and the type in which they meet."""
     operands = [
         operand if isinstance(operand, (bool, int, float)) else _tensor(op, operand)
         for operand in (left, right)
@@ -408,6 +501,12 @@ def _operands(op: str, left: Operand, right: Operand, lift: _Lift = _as_is) -> t
             met = promote_scalar(tensor.dtype, number)
         case _:
             raise InvalidArgumentError(f"{op}: neither operand is a tensor")
+    return operands, met
+
+
+def _operands(op: str, left: Operand, right: Operand, lift: _Lift = _as_is) -> tuple[list[NDArray], DType]:
+    """Both operands in the type that they are computed in, and the type in which they meet."""
+    operands, met = _met(op, left, right)
     dtype = lift(met)
     compute = _computed_in(dtype)
     arrays = [
@@ -427,16 +526,28 @@ def _binary(
     result: DType | None = None,
     check: _Check | None = None,
 ) -> Tensor:
+    if (device := _gpu_among(left, right)) is not None:
+        tensors, dtype = _on_gpu(op, device, left, right, lift)
+        layout.broadcast_shapes(op, tensors[0].shape, tensors[1].shape)
+        if check is not None:
+            check(op, tensors[0], tensors[1])
+        computed: Tensor = _gpu().elementwise(op, tensors, result or dtype, _gpu_computes_in(dtype))
+        return computed
     arrays, dtype = _operands(op, left, right, lift)
     layout.broadcast_shapes(op, arrays[0].shape, arrays[1].shape)
     if check is not None:
-        check(op, arrays[0], arrays[1])
+        check(op, Tensor.from_numpy(arrays[0]), Tensor.from_numpy(arrays[1]))
     with np.errstate(all="ignore"):
         return _result(function(*arrays), result or dtype)
 
 
-def _unary(function: np.ufunc, tensor: Tensor, lift: _Lift = _as_is) -> Tensor:
+def _unary(function: np.ufunc, tensor: Tensor, lift: _Lift = _as_is, *, gpu_name: str | None = None) -> Tensor:
+    """`gpu_name`: of the operation on a GPU, where it is not numpy's."""
     dtype = lift(tensor.dtype)
+    if tensor.device.kind != "cpu":
+        name = gpu_name or function.__name__
+        result: Tensor = _gpu().elementwise(name, [tensor], dtype, _gpu_computes_in(dtype))
+        return result
     with np.errstate(all="ignore"):
         return _result(function(cast_array(tensor.array, _computed_in(dtype))), dtype)
 
@@ -450,18 +561,20 @@ def _reduce(
     return reduced
 
 
-def _refuse_float(op: str, left: NDArray, right: NDArray) -> None:
-    if left.dtype.kind not in "biu":
+def _refuse_float(op: str, left: Tensor, right: Tensor) -> None:
+    if left.dtype.is_floating or right.dtype.is_floating:
         raise InvalidArgumentError(f"{op}: takes bools and integers, not floating point")
 
 
-def _refuse_zero(op: str, left: NDArray, right: NDArray) -> None:
-    if right.dtype.kind in "iu" and left.size and not right.all():
+def _refuse_zero(op: str, left: Tensor, right: Tensor) -> None:
+    is_integer = not left.dtype.is_floating and not right.dtype.is_floating
+    if is_integer and left.size and not right.to("cpu").array.all():
         raise InvalidArgumentError(f"{op}: division of integers by zero")
 
 
-def _refuse_negative(op: str, left: NDArray, right: NDArray) -> None:
-    if right.dtype.kind in "iu" and left.size and (right < 0).any():
+def _refuse_negative(op: str, left: Tensor, right: Tensor) -> None:
+    is_integer = not left.dtype.is_floating and not right.dtype.is_floating
+    if is_integer and left.size and (right.to("cpu").array < 0).any():
         raise InvalidArgumentError(f"{op}: integers to a negative power")
 
 

@@ -199,7 +199,7 @@ def test_serve_answers_and_leaves_on_sigterm(stories: Path) -> None:
 
 
 def test_debug_shows_the_traceback() -> None:
-    result = CliRunner().invoke(app, ["generate", "--debug", "-p", "x", "--device", "cuda"])
+    result = CliRunner().invoke(app, ["generate", "--debug", "-p", "x", "--device", "cuda:99"])
     assert type(result.exception).__name__ in ("NoDriverError", "InvalidDeviceError")
 
 

@@ -84,8 +84,8 @@ def test_creation_refuses_nonsense() -> None:
             bad()
     with pytest.raises(InvalidArgumentError, match="dtype"):
         Tensor.zeros(3, "float64")
-    with pytest.raises(DeviceError, match="not built"):
-        Tensor.zeros(3, device="cuda:0")
+    with pytest.raises(DeviceError, match="no CUDA driver|cuda:99"):
+        Tensor.zeros(3, device="cuda:99")
     for array in ([1, 2], 3, None):
         with pytest.raises(InvalidArgumentError, match="from_numpy"):
             Tensor.from_numpy(array)  # type: ignore[arg-type]
@@ -273,8 +273,7 @@ def test_view_is_reshape_where_it_exists(data: st.DataObject) -> None:
         (lambda t: t[1.0], "float"),
         (lambda t: t.item(), "6 elements"),
         (lambda t: bool(t), "6 elements"),
-        (lambda t: t.to("cuda"), "not built"),
-        (lambda t: t.to("emulated:sm_90a"), "not built"),
+        (lambda t: t.to("cuda:99"), "no CUDA driver|cuda:99"),
         (lambda t: t.to("float128"), "float128"),
         (lambda t: t.to(None), "None"),
     ],
