@@ -1,7 +1,7 @@
 """The KV pages on the device: their layout, the write of K and V into them, and the copy of whole pages.
 
-A page (block) holds `block_size` (8, 16 or 32) consecutive tokens of one sequence for every KV head of one layer. K and V
-are both
+A page (block) holds `block_size` (8, 16 or 32) consecutive tokens of one sequence for every KV head of one layer. K
+and V are both
 
     [num_blocks, num_kv_heads, block_size, page_row]      page_row = head_dim rounded up to a multiple of 8 elements
 

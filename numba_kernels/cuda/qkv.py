@@ -1,9 +1,10 @@
 """What happens to q, k and v between their projection and attention, in one pass over the tokens.
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k heads are normalised over D (RMSNorm,
-https://arxiv.org/abs/1910.07467, with a float32 weight of D: Qwen3's) and rotated by the token's position (`rope`); q goes
-out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
-written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's ``cpu/qkv.py``.
+https://arxiv.org/abs/1910.07467, with a float32 weight of D: Qwen3's) and rotated by the token's position (`rope`); q
+goes out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is
+not written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's
+``cpu/qkv.py``.
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
 bound by bandwidth, or by the launch at decode. A head's result depends on its token alone. Positions must have a row in

@@ -3,13 +3,13 @@
     half-split:   out[i], out[i + R/2]      = x[i] c - x[i + R/2] s,  x[i + R/2] c + x[i] s      i < R/2
     interleaved:  out[2i], out[2i + 1]      = x[2i] c - x[2i + 1] s,  x[2i + 1] c + x[2i] s
 
-with c = cos[position, i], s = sin[position, i] out of float32 tables [P, R/2], which the host makes (linear, llama3, YaRN
-scaling live there); R <= D is even, and dimensions from R on stay. sin and cos are never computed on the device.
+with c = cos[position, i], s = sin[position, i] out of float32 tables [P, R/2], which the host makes (linear, llama3,
+YaRN scaling live there); R <= D is even, and dimensions from R on stay. sin and cos are never computed on the device.
 
-A head is cut into units of two runs of `width` elements each, so that a lane holds both partners of every pair that it
-rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` says how, and its
-`load`, `rotate`, `store` are what the fused `qkv` kernel is made of too. A run is 16 bytes where the sizes allow it, else
-one element. A head belongs to 1, 2, 4 ... 32 lanes; nothing depends on other tokens.
+A head is cut into units of two runs of `width` elements each, so that a lane holds both partners of every pair that
+it rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` says how, and
+its `load`, `rotate`, `store` are what the fused `qkv` kernel is made of too. A run is 16 bytes where the sizes allow
+it, else one element. A head belongs to 1, 2, 4 ... 32 lanes; nothing depends on other tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def check_rotary(dtype: str, head_dim: int, rotary: int, alignment: int) -> None
 
 @functools.cache
 def head_cut(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vector: bool) -> HeadCut:
-    """For heads of `head_dim`, the first `rotary` of which are rotated. `is_vector`: runs of 16 bytes where possible."""
+    """For heads of `head_dim`, the first `rotary` of which are rotated. `is_vector`: runs of 16 bytes where
+    possible."""
     width = VECTOR_WIDTH[dtype]
     if not is_vector or rotary % (2 * width) or (head_dim - rotary) % (2 * width):
         width = 1
@@ -191,8 +192,9 @@ def plan_rope(
 ) -> Launch:
     """x and out [num_tokens, num_heads, head_dim] (may be the same), both counts at least 1.
 
-    Arguments: x, positions (int32), cos, sin, out addresses; num_tokens, num_heads; elements from one token to the next
-    in x and in out. `alignment` in bytes divides x, out and their token strides. ValueError for sizes that no kernel has.
+    Arguments: x, positions (int32), cos, sin, out addresses; num_tokens, num_heads; elements from one token to the
+    next in x and in out. `alignment` in bytes divides x, out and their token strides. ValueError for sizes that no
+    kernel has.
     """
     check_rotary(dtype, head_dim, rotary, alignment)
     kernel = _rope(dtype, head_dim, rotary, interleaved, alignment % 16 == 0)

@@ -1,0 +1,24 @@
+"""Causal attention over paged keys and values, for chunks of any length: prefill, decode and both in one batch.
+
+    out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
+
+q and out are [T, Hq, D] and [T, Hq * D] in f32, f16 or bf16, K and V pages of the same dtype (`kv_cache`), head dims
+1 to 256, any number of query heads a KV head. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables
+[S, table_width], int32. A row that may see nothing gives zeros; NaN stays in the rows that see it, but for V in the
+same tile of keys as a row's last position.
+
+The tiers, each one a step:
+
+    naive                 all scores in memory; also gives the softmax weights
+    flash_float32         tiles, online softmax, nothing materialised; products of float32 in registers
+    flash_tensor_core     the same walk with mma.sync, f16 and bf16, and asynchronous copies
+    decode_tensor_core    few queries: bound by bandwidth, a sequence split over many blocks (`parts`, and float32's
+                          `flash_float32` with is_split), one read of K and V for all query heads that share them
+
+`plan` chooses. Blocks are laid over (tiles of the longest chunk, KV heads, sequences), and those beyond a sequence's
+own rows leave at once: simple, and wasteful only where one long chunk stands beside many short ones.
+"""
+
+from numba_kernels.cuda.attention.planning import TIERS, AttentionPlan, plan, specialisations
+
+__all__ = ["TIERS", "AttentionPlan", "plan", "specialisations"]

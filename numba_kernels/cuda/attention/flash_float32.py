@@ -1,0 +1,252 @@
+"""Flash attention in float32, by register tiles out of shared memory: the tier for f32, whose products no tensor core
+forms.
+
+The same walk over tiles as `flash_tensor_core`. 256 threads are a 16 x 16 grid over the tile of scores: a thread has
+`num_rows` / 16 neighbouring rows and every 16th key, and in the second product the same rows and every 16th column,
+so that a row's 16 threads are one half of a warp: they exchange maxima and sums by shuffles, and weights through
+shared memory without a block's barrier. K rows are read 16 bytes at a time; their pitch puts 8 rows' pieces into
+different banks.
+
+With `is_split` a block takes 16 rows and one part of the keys, and leaves a record for `combine` (`parts`): decode in
+f32. Without it a row's bits depend on its query and keys alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cuda, float32, uint32, uint64
+
+from numba_kernels.cuda.attention.online_softmax import (
+    MINUS_INFINITY,
+    group_max,
+    group_sum,
+    origin_of,
+    reciprocal_of,
+    subtract,
+)
+from numba_kernels.cuda.attention.parts import part_of, record
+from numba_kernels.cuda.attention.tiles import (
+    ARGUMENT_TYPES,
+    copy_batch,
+    head_row,
+    key_tile_copier,
+    query_tile_copier,
+    tile_shape,
+    visible_end,
+    visible_first,
+)
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_commit,
+    copy_async_wait,
+    shared_address,
+    shared_load_4xf32,
+    shared_load_f32,
+    shared_store_f32,
+    store_f32,
+)
+from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.warp import maximum_f32
+from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.specialisation import Specialisation
+
+THREADS = 256
+
+_wait_for_copies = copy_async_wait(0)
+
+
+def num_keys(head_dim: int) -> int:
+    """Keys of a tile."""
+    return 32 if head_dim <= 128 else 16
+
+
+def num_rows(head_dim: int, is_split: bool) -> int:
+    """Rows of a tile."""
+    if is_split:
+        return 16
+    return 64 if head_dim <= 128 else 32
+
+
+def shared_bytes(head_dim: int, is_split: bool) -> int:
+    """Dynamic shared memory: tiles of queries, keys, values and weights."""
+    rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
+    return (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * (keys + 4) * 4
+
+
+@functools.cache
+def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisation:
+    """Grid: (tiles of the longest chunk's rows, times parts where split; KV heads; sequences)."""
+    check_pages(head_dim, block_size, "f32")
+    tile_rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
+    shape = tile_shape("f32", head_dim)
+    columns, pitch = shape.columns, shape.pitch
+    own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, columns // 16
+    copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS)
+    copy_queries = query_tile_copier("f32", head_dim, tile_rows, THREADS)
+    batch = copy_batch("f32", head_dim, keys, THREADS)
+    k_offset = tile_rows * pitch
+    v_offset = k_offset + keys * pitch
+    p_offset = v_offset + keys * pitch
+    p_pitch = (keys + 4) * 4
+    record_bytes = record(head_dim) * 4
+
+    @cuda.jit
+    def kernel(
+        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
+        table_width, window, num_parts, part_keys, scale,
+    ):  # fmt: skip
+        seq = uint32(cuda.blockIdx.z)
+        kv_head = uint32(cuda.blockIdx.y)
+        first_token = uint32(query_start[seq])
+        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+        rows = uint32(query_len * share)
+        num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
+        tile = uint32(cuda.blockIdx.x)
+        part = uint32(0)
+        if is_split:
+            tile = divide_u32(uint32(cuda.blockIdx.x), num_parts)
+            part = uint32(uint32(cuda.blockIdx.x) - tile * num_parts)
+        if tile >= num_tiles:
+            return
+        # The longest rows first, so that the last blocks to run are short.
+        first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
+        last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
+        seq_len = uint32(seq_lens[seq])
+        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
+        stop = visible_end(seq_len, query_len, divide_u32(last_row, share))
+        key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
+        if is_split:
+            key, stop = part_of(key, stop, part, part_keys)
+        table = uint64(seq) * uint64(table_width)
+
+        storage = cuda.shared.array(0, float32)
+        q_tile = shared_address(storage)
+        k_tile = uint32(q_tile + uint32(k_offset))
+        v_tile = uint32(q_tile + uint32(v_offset))
+        thread = uint32(cuda.threadIdx.x)
+        tx = uint32(thread & uint32(15))
+        own_row = uint32((thread >> uint32(4)) * uint32(own_rows))  # the first of this thread's rows in the tile
+        q_place = uint32(q_tile + own_row * uint32(pitch))
+        k_place = uint32(k_tile + tx * uint32(pitch))
+        v_place = uint32(v_tile + tx * uint32(4))
+        p_place = uint32(uint32(q_tile + uint32(p_offset)) + own_row * uint32(p_pitch))
+
+        blocks = cuda.local.array(batch, uint32)
+        ends = cuda.local.array(own_rows, uint32)
+        maxima = cuda.local.array(own_rows, float32)
+        totals = cuda.local.array(own_rows, float32)
+        scores = cuda.local.array((own_rows, own_keys), float32)
+        sums = cuda.local.array((own_rows, own_columns), float32)
+        operands = cuda.local.array((own_rows, 4), float32)
+        for r in range(own_rows):
+            ends[r] = visible_end(seq_len, query_len, divide_u32(uint32(first_row + own_row + uint32(r)), share))
+            maxima[r] = MINUS_INFINITY
+            totals[r] = float32(0)
+            for c in range(own_columns):
+                sums[r, c] = float32(0)
+
+        if key < stop:
+            copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+            copy_keys(k_tile, k_cache, block_tables, table, key, stop, kv_head, num_kv_heads, thread, blocks)
+            copy_async_commit()
+        while key < stop:
+            _wait_for_copies()
+            sync_block()  # the keys are there, and all threads have done with the values
+            copy_keys(v_tile, v_cache, block_tables, table, key, stop, kv_head, num_kv_heads, thread, blocks)
+            copy_async_commit()
+
+            for r in range(own_rows):
+                for j in range(own_keys):
+                    scores[r, j] = float32(0)
+            at = uint32(0)
+            while at < uint32(columns * 4):
+                for r in range(own_rows):
+                    a, b, c, d = shared_load_4xf32(uint32(q_place + at + uint32(r * pitch)))
+                    operands[r, 0] = a
+                    operands[r, 1] = b
+                    operands[r, 2] = c
+                    operands[r, 3] = d
+                for j in range(own_keys):
+                    a, b, c, d = shared_load_4xf32(uint32(k_place + at + uint32(j * 16 * pitch)))
+                    for r in range(own_rows):
+                        score = scores[r, j] + operands[r, 0] * a
+                        score = score + operands[r, 1] * b
+                        score = score + operands[r, 2] * c
+                        scores[r, j] = score + operands[r, 3] * d
+                at = uint32(at + uint32(16))
+
+            for r in range(own_rows):
+                largest = maxima[r]
+                for j in range(own_keys):
+                    place = uint32(key + tx + uint32(16 * j))
+                    score = scores[r, j] * scale
+                    if place >= ends[r] or uint32(place + window) < ends[r]:
+                        score = MINUS_INFINITY
+                    scores[r, j] = score
+                    largest = maximum_f32(largest, score)
+                largest = group_max(largest, 16)
+                origin = origin_of(largest)
+                factor = exp2(subtract(maxima[r], origin))
+                maxima[r] = largest
+                total = totals[r] * factor
+                for j in range(own_keys):
+                    weight = exp2(subtract(scores[r, j], origin))
+                    total = total + weight
+                    shared_store_f32(uint32(p_place + uint32(r * p_pitch + 64 * j) + tx * uint32(4)), weight)
+                totals[r] = total
+                for c in range(own_columns):
+                    sums[r, c] = sums[r, c] * factor
+
+            _wait_for_copies()
+            sync_block()  # the values and weights are there, and all threads have done with the keys
+            following = uint32(key + uint32(keys))
+            if following < stop:
+                copy_keys(k_tile, k_cache, block_tables, table, following, stop, kv_head, num_kv_heads, thread, blocks)
+            copy_async_commit()
+            four = uint32(0)
+            while four < uint32(keys // 4):
+                for r in range(own_rows):
+                    a, b, c, d = shared_load_4xf32(uint32(p_place + four * uint32(16) + uint32(r * p_pitch)))
+                    operands[r, 0] = a
+                    operands[r, 1] = b
+                    operands[r, 2] = c
+                    operands[r, 3] = d
+                for i in range(4):
+                    for c in range(own_columns):
+                        value = shared_load_f32(
+                            uint32(v_place + four * uint32(4 * pitch) + uint32(i * pitch + 64 * c))
+                        )
+                        for r in range(own_rows):
+                            sums[r, c] = sums[r, c] + operands[r, i] * value
+                four = uint32(four + uint32(1))
+            key = following
+
+        for r in range(own_rows):
+            total = group_sum(totals[r], 16)
+            row = uint32(first_row + own_row + uint32(r))
+            if row < rows:
+                at_row = head_row(row, share, kv_head, num_q_heads, first_token)
+                if is_split:
+                    target = workspace + (at_row * uint64(num_parts) + uint64(part)) * uint64(record_bytes)
+                    if tx == uint32(0):
+                        store_f32(target + uint64(columns * 4), maxima[r])
+                        store_f32(target + uint64(columns * 4 + 4), total)
+                    if total != float32(0):
+                        for c in range(own_columns):
+                            store_f32(target + uint64(uint32(tx + uint32(16 * c))) * uint64(4), sums[r, c])
+                else:
+                    target = out + at_row * uint64(head_dim * 4)
+                    reciprocal = reciprocal_of(total)
+                    for c in range(own_columns):
+                        column = uint32(tx + uint32(16 * c))
+                        if column < uint32(head_dim):
+                            store_f32(target + uint64(column) * uint64(4), sums[r, c] * reciprocal)
+
+    tier = "decode" if is_split else "flash"
+    constants = {
+        "dtype": "f32", "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+    }  # fmt: skip
+    name = f"attention_{tier}_f32_d{head_dim}_b{block_size}"
+    return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

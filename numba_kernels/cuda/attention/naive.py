@@ -1,0 +1,118 @@
+"""Attention as it is written down: all scores, then their softmax, then the weighted sum. The baseline, and an
+instrument.
+
+A block takes one query and head. Its scores go to the workspace, which ends as the softmax weights
+
+    weights [T, Hq, columns] float32,     zeros beyond what the query sees (columns >= the longest sequence)
+
+for `tools/plot_attention.py` to draw. What it teaches: the weights are T * Hq * L floats written once and read and
+written twice more, keys are read again by every query, and a thread that owns a key reads memory a whole row away
+from its neighbour. The other tiers differ in nothing but the order of the work.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cuda, float32, uint32, uint64
+
+from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, reciprocal_of, subtract
+from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, visible_end, visible_first
+from numba_kernels.cuda.intrinsics.block import block_max, block_sum
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
+from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.warp import maximum_f32
+from numba_kernels.cuda.kv_cache import check_pages, row_address
+from numba_kernels.cuda.specialisation import Specialisation
+
+THREADS = 128
+
+
+@functools.cache
+def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
+    """Grid: (tokens of the longest chunk, query heads, sequences)."""
+    check_pages(head_dim, block_size, dtype)
+    load, store = elements_loader(dtype, 1), elements_storer(dtype, 1)
+    address = row_address(head_dim, block_size, dtype)
+    item_bytes = uint64(ITEM_BYTES[dtype])
+    rounds = -(-head_dim // THREADS)
+
+    @cuda.jit
+    def kernel(
+        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
+        table_width, window, columns, part_keys, scale,
+    ):  # fmt: skip
+        partials = cuda.shared.array(32, float32)
+        value = cuda.local.array(1, float32)
+        seq = uint32(cuda.blockIdx.z)
+        head = uint32(cuda.blockIdx.y)
+        token = uint32(cuda.blockIdx.x)
+        thread = uint32(cuda.threadIdx.x)
+        first_token = uint32(query_start[seq])
+        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+        if token >= query_len:
+            return
+        kv_head = divide_u32(head, share)
+        end = visible_end(uint32(seq_lens[seq]), query_len, token)
+        first = visible_first(end, window)
+        row = uint64(uint32(first_token + token)) * uint64(num_q_heads) + uint64(head)
+        query = q + row * uint64(head_dim) * item_bytes
+        weights = workspace + row * uint64(columns) * uint64(4)
+        table = uint64(seq) * uint64(table_width)
+
+        largest = MINUS_INFINITY
+        key = uint32(first + thread)
+        while key < end:
+            block = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            keys = address(k_cache, block, uint32(key % uint32(block_size)), kv_head, num_kv_heads)
+            score = float32(0)
+            at = uint64(0)
+            while at < uint64(head_dim) * item_bytes:
+                score += load(query + at)[0] * load(keys + at)[0]
+                at += item_bytes
+            score *= scale
+            store_f32(weights + uint64(key) * uint64(4), score)
+            largest = maximum_f32(largest, score)
+            key = uint32(key + uint32(THREADS))
+        origin = origin_of(block_max(largest, partials))
+
+        total = float32(0)
+        key = uint32(first + thread)
+        while key < end:
+            place = weights + uint64(key) * uint64(4)
+            weight = exp2(subtract(load_f32(place), origin))
+            store_f32(place, weight)
+            total += weight
+            key = uint32(key + uint32(THREADS))
+        reciprocal = reciprocal_of(block_sum(total, partials))
+
+        key = thread
+        while key < columns:
+            place = weights + uint64(key) * uint64(4)
+            weight = float32(0)
+            if key >= first and key < end:
+                weight = load_f32(place) * reciprocal
+            store_f32(place, weight)
+            key = uint32(key + uint32(THREADS))
+        sync_block()
+
+        for i in range(rounds):
+            column = uint32(thread + uint32(i * THREADS))
+            if column < uint32(head_dim):
+                result = float32(0)
+                key = first
+                while key < end:
+                    block = uint32(block_tables[table + uint64(key // uint32(block_size))])
+                    values = address(v_cache, block, uint32(key % uint32(block_size)), kv_head, num_kv_heads)
+                    weight = load_f32(weights + uint64(key) * uint64(4))
+                    result += weight * load(values + uint64(column) * item_bytes)[0]
+                    key = uint32(key + uint32(1))
+                value[0] = result
+                store(out + (row * uint64(head_dim) + uint64(column)) * item_bytes, value)
+
+    name = f"attention_naive_{dtype}_d{head_dim}_b{block_size}"
+    constants = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size}
+    return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

@@ -1,0 +1,179 @@
+"""Which attention kernel runs for a batch, in what grid, and what it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core, naive, parts
+from numba_kernels.cuda.attention.tiles import NO_WINDOW
+from numba_kernels.cuda.intrinsics.element import DTYPES
+from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+TIERS = ("naive", "flash", "decode")
+_DECODE_ROWS = 16  # one tile of the decode kernels
+_PART_KEYS_MULTIPLE = 64  # what all of a decode block's warps take in one turn
+_MIN_PART_KEYS = 128  # fewer, and writing and combining the parts costs more than it gains
+_MAX_GRID_YZ = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The launches of one batch's attention, the same for all layers of equal shape.
+
+    Attributes:
+        tier: of `TIERS`.
+        attend: the first launch. Arguments: `attend_arguments`.
+        combine: the second, where sequences are split; else None. Arguments: `combine_arguments`.
+        workspace_bytes: device memory that both need, 16-byte aligned; 0 for none. For the naive tier it ends as the
+            softmax weights, float32 [num_tokens, num_q_heads, workspace_columns].
+        workspace_columns: weights a row (naive), parts of a sequence (decode), or 1.
+        part_keys: keys of a part.
+        shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, as the kernels take them.
+    """
+
+    tier: str
+    attend: Launch
+    combine: Launch | None
+    workspace_bytes: int
+    workspace_columns: int
+    part_keys: int
+    shape: tuple[int, int, int, int, int]
+
+    def attend_arguments(
+        self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, query_start: int, seq_lens: int,
+        block_tables: int, scale: float,
+    ) -> tuple[int | float, ...]:  # fmt: skip
+        """All addresses (workspace 0 where none is needed), and the scale of the scores, in the kernel's order."""
+        _, num_q_heads, num_kv_heads, table_width, window = self.shape
+        return (
+            q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+            num_q_heads // num_kv_heads, table_width, window, self.workspace_columns, self.part_keys,
+            scale * math.log2(math.e),
+        )  # fmt: skip
+
+    def combine_arguments(self, workspace: int, out: int) -> tuple[int, ...]:
+        """For the second launch."""
+        return workspace, out, self.shape[0] * self.shape[1], self.workspace_columns
+
+
+def plan(
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    table_width: int,
+    dtype: str,
+    block_size: int,
+    window: int | None = None,
+    num_sms: int = 108,
+    exact: bool = False,
+    tier: str | None = None,
+) -> AttentionPlan:
+    """The launches for a batch of at least one token.
+
+    `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
+    counts the keys that a query sees, its own included. `tier` forces one of `TIERS`.
+
+    With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
+    cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
+    which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device.
+    Either way equal inputs give equal bits.
+
+    ValueError for sizes that no kernel has, naming the field, its value and its limit.
+    """
+    check_pages(head_dim, block_size, dtype)
+    for name, value in (
+        ("num_tokens", num_tokens), ("num_seqs", num_seqs), ("max_query_len", max_query_len),
+        ("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("num_sms", num_sms),
+    ):  # fmt: skip
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+    for name, value in (("num_seqs", num_seqs), ("num_q_heads", num_q_heads)):
+        if value > _MAX_GRID_YZ:
+            raise ValueError(f"{name} is {value}, must be at most {_MAX_GRID_YZ}")
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads is {num_q_heads}, must be a multiple of num_kv_heads = {num_kv_heads}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, must be at least 1")
+    if not 0 <= max_seq_len < NO_WINDOW:
+        raise ValueError(f"max_seq_len is {max_seq_len}, must be 0 to {NO_WINDOW - 1}")
+    if tier is not None and tier not in TIERS:
+        raise ValueError(f"tier is {tier!r}, must be one of {TIERS}")
+    share = num_q_heads // num_kv_heads
+    rows = max_query_len * share  # of a sequence and KV head
+    if tier is None:
+        is_short = max_query_len == 1 or rows <= _DECODE_ROWS
+        tier = "decode" if is_short and not exact else "flash"
+    shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW)
+    if tier == "naive":
+        kernel = naive.naive(dtype, head_dim, block_size)
+        attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
+        columns = max(1, max_seq_len)
+        return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, 0, shape)
+    if tier == "flash":
+        if dtype == "f32":
+            kernel = flash_float32.flash_float32(head_dim, block_size, False)
+            tile_rows, shared_bytes = (
+                flash_float32.num_rows(head_dim, False), flash_float32.shared_bytes(head_dim, False)
+            )  # fmt: skip
+        else:
+            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size)
+            tile_rows, shared_bytes = flash_tensor_core.NUM_ROWS, flash_tensor_core.shared_bytes(dtype, head_dim)
+        grid = -(-rows // tile_rows), num_kv_heads, num_seqs
+        return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, 0, shape)
+
+    tiles = -(-rows // _DECODE_ROWS)
+    most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
+    num_parts, part_keys = _parts(most_keys, tiles * num_kv_heads * num_seqs, num_sms)
+    is_split = num_parts > 1
+    if dtype == "f32":
+        kernel = flash_float32.flash_float32(head_dim, block_size, True)
+        shared_bytes, is_split = flash_float32.shared_bytes(head_dim, True), True
+    else:
+        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, is_split)
+        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim)
+    attend = Launch(
+        kernel, (tiles * num_parts, num_kv_heads, num_seqs), (kernel.max_threads, 1, 1), shared_bytes
+    )  # fmt: skip
+    if not is_split:
+        return AttentionPlan(tier, attend, None, 0, 1, part_keys, shape)
+    combine_rows = num_tokens * num_q_heads
+    combine = Launch(
+        parts.combine(dtype, head_dim), (-(-combine_rows // parts.WARPS), 1, 1), (parts.WARPS * 32, 1, 1)
+    )  # fmt: skip
+    workspace_bytes = combine_rows * num_parts * parts.record(head_dim) * 4
+    return AttentionPlan(tier, attend, combine, workspace_bytes, num_parts, part_keys, shape)
+
+
+def _parts(num_keys: int, num_blocks: int, num_sms: int) -> tuple[int, int]:
+    """(parts, keys a part): about two blocks a multiprocessor, and no part shorter than is worth it.
+
+    A part begins at a key that is a multiple of 16, so that the first one may lie up to 31 keys before what is seen.
+    """
+    num_keys += 32
+    wanted = max(1, 2 * num_sms // num_blocks)
+    part_keys = max(_MIN_PART_KEYS, -(-num_keys // wanted))
+    part_keys = -(-part_keys // _PART_KEYS_MULTIPLE) * _PART_KEYS_MULTIPLE
+    return -(-num_keys // part_keys), part_keys
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every tier for the usual head dims, pages of 16 tokens."""
+    for dtype in DTYPES:
+        for head_dim in (64, 128):
+            yield naive.naive(dtype, head_dim, 16)
+            yield parts.combine(dtype, head_dim)
+            if dtype == "f32":
+                yield flash_float32.flash_float32(head_dim, 16, False)
+                yield flash_float32.flash_float32(head_dim, 16, True)
+            else:
+                yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16)
+                yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, False)
+                yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, True)

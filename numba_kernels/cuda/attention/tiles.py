@@ -1,0 +1,271 @@
+"""What the attention kernels share: the rows of a sequence, what a row may see, and tiles from memory to shared memory.
+
+**Rows.** Query heads that share a KV head lie side by side as rows of one tile (grouped-query attention by index, and K
+and V read once for all of them): of a sequence and KV head, row r is token r // share and query head
+kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
+
+**Sight.** Token j of a chunk of `query_len` tokens, the last of a sequence of `seq_len`, stands at position
+seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on. A
+window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the
+row zeros.
+
+**Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
+banks (the row's length is a multiple of 32 bytes, so its pitch is an odd number of 16-byte pieces). Copies are
+asynchronous (cp.async); what does not exist, rows beyond the end and columns beyond the head dim, is filled with zeros
+and never read.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_16,
+    load_b16,
+    load_b32,
+    shared_load_4xb32,
+    shared_load_b32,
+    shared_store_b16,
+    shared_store_b32,
+    store_4xb32,
+    store_b16,
+    store_b32,
+)
+from numba_kernels.cuda.kv_cache import page_row, row_address
+
+NO_WINDOW = 0x7FFFFFFF
+
+_shared_load_b16 = instruction("ld.shared.b16 $0, [$1];", "h", "r")
+
+# Every tier's kernel takes these, so that a launch is packed the same way whatever `plan` has chosen.
+ARGUMENT_TYPES = (
+    types.uint64,  # q [T, Hq, D]
+    types.uint64,  # k_cache
+    types.uint64,  # v_cache
+    types.uint64,  # out [T, Hq * D]
+    types.uint64,  # workspace (float32; 0 where the plan wants none)
+    types.CPointer(types.int32),  # query_start [S + 1]
+    types.CPointer(types.int32),  # seq_lens [S]
+    types.CPointer(types.int32),  # block_tables [S, table_width]
+    types.uint32,  # num_q_heads
+    types.uint32,  # num_kv_heads
+    types.uint32,  # share = num_q_heads / num_kv_heads
+    types.uint32,  # table_width
+    types.uint32,  # window, or NO_WINDOW
+    types.uint32,  # workspace_columns: naive: weights a row; decode: parts that a sequence is split into
+    types.uint32,  # part_keys: decode: keys a part
+    types.float32,  # scale times log2 e
+)
+
+
+@device_function
+def visible_end(seq_len, query_len, token):
+    """The key behind the last one that the chunk's token sees."""
+    end = uint32(0)
+    behind = uint32(uint32(seq_len + token) + uint32(1))
+    if behind > query_len:
+        end = uint32(behind - query_len)
+    return end
+
+
+@device_function
+def visible_first(end, window):
+    """The first key that a token sees whose last one is end - 1."""
+    first = uint32(0)
+    if end > window:
+        first = uint32(end - window)
+    return first
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Tiles of heads of one dtype and head dim in shared memory.
+
+    Attributes:
+        columns: elements of a row that kernels compute over: the head dim rounded up to 16.
+        pitch: bytes from one row to the next.
+    """
+
+    dtype: str
+    head_dim: int
+    columns: int
+    pitch: int
+
+    @property
+    def pieces(self) -> int:
+        """16-byte pieces of a row, without the padding."""
+        return (self.pitch - 16) // 16
+
+
+def tile_shape(dtype: str, head_dim: int) -> TileShape:
+    """The shape of tiles for heads of this dtype and dimension."""
+    columns = -(-head_dim // 16) * 16
+    return TileShape(dtype, head_dim, columns, columns * ITEM_BYTES[dtype] + 16)
+
+
+@functools.cache
+def key_tile_copier(dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int) -> Any:
+    """A device function that `threads` threads (a block's, or a warp's lanes) call to copy rows of K or V.
+
+    ``copy(tile, cache, block_table, first_key, end_key, kv_head, num_kv_heads, thread, blocks)``: rows of keys
+    first_key to first_key + num_keys - 1 go to the shared address `tile`; those from end_key on become zeros.
+    `block_table` is the sequence's row, a CPointer offset by ``table``; `blocks` is a local array of
+    `copy_batch(...)` uint32.
+    """
+    shape = tile_shape(dtype, head_dim)
+    pieces, pitch = shape.pieces, shape.pitch
+    stored_pieces = page_row(head_dim) * ITEM_BYTES[dtype] // 16
+    rows_at_once = threads // pieces  # threads beyond whole rows are idle: a thread keeps its column of pieces
+    batch = copy_batch(dtype, head_dim, num_keys, threads)
+    has_idle = rows_at_once * pieces != threads
+    turns = -(-num_keys // (rows_at_once * batch))
+    is_whole = num_keys % (rows_at_once * batch) == 0 and not has_idle
+    has_padding = stored_pieces < pieces
+    address = row_address(head_dim, block_size, dtype)
+
+    @device_function
+    def copy(tile, cache, block_tables, table, first_key, end_key, kv_head, num_kv_heads, thread, blocks):
+        first_row = uint32(thread // uint32(pieces))
+        at = uint64(uint32(uint32(thread % uint32(pieces)) * uint32(16)))
+        column = cache + at
+        target = uint32(tile + first_row * uint32(pitch) + uint32(at))
+        stored_end = end_key
+        if has_padding and at >= uint64(16 * stored_pieces):
+            stored_end = uint32(0)
+        if has_idle and first_row >= uint32(rows_at_once):
+            first_row = uint32(num_keys)
+        for turn in range(turns):
+            # Block numbers first, so that their latencies overlap.
+            for part in range(batch):
+                key = uint32(first_key + first_row + uint32((turn * batch + part) * rows_at_once))
+                blocks[part] = uint32(0)
+                if key < stored_end:
+                    blocks[part] = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            for part in range(batch):
+                done = (turn * batch + part) * rows_at_once
+                key = uint32(first_key + first_row + uint32(done))
+                source = cache
+                size = uint32(0)
+                if key < stored_end:
+                    source = address(column, blocks[part], uint32(key % uint32(block_size)), kv_head, num_kv_heads)
+                    size = uint32(16)
+                if is_whole or uint32(first_row + uint32(done)) < uint32(num_keys):
+                    copy_async_16(uint32(target + uint32(done * pitch)), source, size)
+
+    return copy
+
+
+def copy_batch(dtype: str, head_dim: int, num_keys: int, threads: int) -> int:
+    """16-byte pieces of a tile that a thread has in hand at once; few where accumulators need the registers."""
+    shape = tile_shape(dtype, head_dim)
+    return min(8 if shape.columns <= 192 else 2, -(-num_keys // (threads // shape.pieces)))
+
+
+@device_function
+def head_row(row, share, kv_head, num_q_heads, first_token):
+    """Which row of q or out seen as [T * Hq, D] belongs to row `row` of a sequence and KV head; uint64."""
+    token = divide_u32(row, share)
+    head = uint32(kv_head * share + (row - token * share))
+    return uint64(uint32(first_token + token)) * uint64(num_q_heads) + uint64(head)
+
+
+@functools.cache
+def query_tile_copier(dtype: str, head_dim: int, num_rows: int, threads: int) -> Any:
+    """A device function ``copy(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)``: rows
+    first_row to first_row + num_rows - 1 of q, those from `rows` on zeros. Partly asynchronous: commit and wait."""
+    shape = tile_shape(dtype, head_dim)
+    pitch, item = shape.pitch, ITEM_BYTES[dtype]
+    row_bytes = uint64(head_dim * item)
+    if head_dim * item % 16 == 0:
+        pieces, stored_pieces = shape.pieces, head_dim * item // 16
+
+        @device_function
+        def copy(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+            index = thread
+            while index < uint32(num_rows * pieces):
+                place = uint32(index // uint32(pieces))
+                piece = uint32(index - place * uint32(pieces))
+                row = uint32(first_row + place)
+                source = q
+                size = uint32(0)
+                if row < rows and piece < uint32(stored_pieces):
+                    at = head_row(row, share, kv_head, num_q_heads, first_token)
+                    source = q + at * row_bytes + uint64(piece) * uint64(16)
+                    size = uint32(16)
+                copy_async_16(uint32(tile + place * uint32(pitch) + piece * uint32(16)), source, size)
+                index = uint32(index + uint32(threads))
+
+        return copy
+
+    columns = shape.columns
+    load_bits, store_bits, bits = (
+        (load_b32, shared_store_b32, types.uint32) if item == 4 else (load_b16, shared_store_b16, types.uint16)
+    )
+
+    @device_function
+    def copy_elements(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+        index = thread
+        while index < uint32(num_rows * columns):
+            place = uint32(index // uint32(columns))
+            column = uint32(index - place * uint32(columns))
+            row = uint32(first_row + place)
+            value = bits(0)
+            if row < rows and column < uint32(head_dim):
+                at = head_row(row, share, kv_head, num_q_heads, first_token)
+                value = load_bits(q + at * row_bytes + uint64(uint32(column * uint32(item))))
+            store_bits(uint32(tile + place * uint32(pitch) + column * uint32(item)), value)
+            index = uint32(index + uint32(threads))
+
+    return copy_elements
+
+
+@functools.cache
+def output_tile_copier(dtype: str, head_dim: int, num_rows: int, threads: int) -> Any:
+    """A device function ``copy(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread)``: a
+    tile of finished rows in shared memory goes to out, but for rows from `rows` on."""
+    pitch, item = tile_shape(dtype, head_dim).pitch, ITEM_BYTES[dtype]
+    row_bytes = uint64(head_dim * item)
+    if head_dim * item % 16 == 0:
+        pieces = head_dim * item // 16
+
+        @device_function
+        def copy(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+            index = thread
+            while index < uint32(num_rows * pieces):
+                place = uint32(index // uint32(pieces))
+                piece = uint32(index - place * uint32(pieces))
+                row = uint32(first_row + place)
+                if row < rows:
+                    values = shared_load_4xb32(uint32(tile + place * uint32(pitch) + piece * uint32(16)))
+                    at = head_row(row, share, kv_head, num_q_heads, first_token)
+                    store_4xb32(out + at * row_bytes + uint64(piece) * uint64(16), values)
+                index = uint32(index + uint32(threads))
+
+        return copy
+
+    load_bits, store_bits = (
+        (shared_load_b32, store_b32) if item == 4 else (_shared_load_b16, store_b16)
+    )
+
+    @device_function
+    def copy_elements(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+        index = thread
+        while index < uint32(num_rows * head_dim):
+            place = uint32(index // uint32(head_dim))
+            column = uint32(index - place * uint32(head_dim))
+            row = uint32(first_row + place)
+            if row < rows:
+                value = load_bits(uint32(tile + place * uint32(pitch) + column * uint32(item)))
+                at = head_row(row, share, kv_head, num_q_heads, first_token)
+                store_bits(out + at * row_bytes + uint64(uint32(column * uint32(item))), value)
+            index = uint32(index + uint32(threads))
+
+    return copy_elements
