@@ -16,7 +16,9 @@ from runtime.device.emulator.ptx import Instruction, Integer, Operand, Pair, Sin
 from runtime.device.emulator.vectors import (
     I1,
     I32,
+    I64,
     LANES,
+    LONG,
     WORD,
     Builder,
     Value,
@@ -63,7 +65,9 @@ def shfl(low: Lowering, ins: Instruction) -> None:
         lanes = shared(b, f"xserv.shfl.{mode}", I32, arguments, lambda b, x, y: _source_lanes(b, mode, x, y))
         inside = mask_of(b, b.icmp_unsigned("<", lanes, splat(I32, LANES)))
         lanes = b.and_(lanes, splat(I32, LANES - 1))
-        pointers = b.gep(low.splat(low.spill(given)), [lanes])
+        slot = low.splat(b.ptrtoint(low.spill(given), LONG))
+        places = b.add(slot, b.zext(b.shl(lanes, splat(I32, 2)), I64))
+        pointers = b.inttoptr(places, ir.VectorType(WORD.as_pointer(), LANES))
         everywhere = splat(I1, 1)
         result = intrinsic(b, "masked.gather", I32, [pointers, ir.Constant(WORD, 4), everywhere, given])
     if isinstance(to, Pair):
