@@ -27,6 +27,7 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.counters import Counters
 from runtime.device.emulator.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
 from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault
 from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
 from runtime.device.emulator.races import RaceMemory
@@ -278,6 +279,9 @@ class _Run:
         kind, site, lane, warp, linear, address = (int(value) for value in worker.record[:6])
         fault = FaultKind(kind)
         detail = message_of(fault, worker.record)
+        if is_memory_fault(fault):
+            shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
+            detail = explain(fault, worker.record, self.machine, self.kernel.shared, shape)
         if fault == FaultKind.DEADLOCK:
             detail += "".join(f"\n  {line}" for line in self._waiting(worker))
         instructions = self.kernel.kernel.instructions
