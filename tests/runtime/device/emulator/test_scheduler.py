@@ -29,9 +29,12 @@ def test_nothing_runs_before_somebody_waits() -> None:
     schedule, _ = scheduler()
     queue = Queue("owner")
     work = schedule.submit(queue, Note(log, "a"))
-    assert log == [] and not work.is_done
+    assert log == []
+    assert not work.is_done
     schedule.finish([work])
-    assert log == ["a"] and work.is_done and work.ended_s > 0
+    assert log == ["a"]
+    assert work.is_done
+    assert work.ended_s > 0
 
 
 def test_a_queue_keeps_its_order_and_finish_stops_at_its_target() -> None:
@@ -54,7 +57,8 @@ def test_orders_of_two_queues_differ_by_seed_and_keep_the_waits() -> None:
         schedule.submit(second, Note(log, "x"))
         last = schedule.submit(second, Note(log, "y"), (before,))
         schedule.finish([last])
-        assert log.index("a") < log.index("b") < log.index("y") and log.index("x") < log.index("y")
+        assert log.index("a") < log.index("b") < log.index("y")
+        assert log.index("x") < log.index("y")
         seen.add("".join(log))
     assert seen == {"abxy", "axby", "xaby"}
 
@@ -89,7 +93,8 @@ def test_a_long_queue_runs_down_by_itself() -> None:
     queue = Queue("owner")
     for number in range(MAX_QUEUED + 1):
         schedule.submit(queue, Note(log, str(number)))
-    assert len(log) == MAX_QUEUED // 2 + 1 and log[:3] == ["0", "1", "2"]
+    assert len(log) == MAX_QUEUED // 2 + 1
+    assert log[:3] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -109,7 +114,8 @@ def test_a_failure_is_handed_on_and_others_run(drops: bool) -> None:
     waiting = schedule.submit(other, Note(log, "other"), (last,))
     schedule.finish([waiting])
     assert [str(failure) for failure in failures] == ["bad"]
-    assert last.is_done and log == (["bad", "other"] if drops else ["bad", "after", "other"])
+    assert last.is_done
+    assert log == (["bad", "other"] if drops else ["bad", "after", "other"])
 
 
 def test_finish_all_of_one_owner() -> None:

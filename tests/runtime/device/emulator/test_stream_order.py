@@ -59,7 +59,8 @@ def test_unordered_accesses_conflict_unless_both_read(machine: Machine, first: b
         return
     with pytest.raises(Conflict) as caught:
         streams.touch(two, second)
-    assert caught.value.earlier == one.epoch and caught.value.address == streams.address
+    assert caught.value.earlier == one.epoch
+    assert caught.value.address == streams.address
     assert (caught.value.earlier_wrote, caught.value.later_writes) == (first, second)
     assert streams.order.label_of(caught.value.earlier) == "work in a"
 
@@ -105,7 +106,8 @@ def test_three_readers_are_remembered(machine: Machine) -> None:
         known = [work for name, work in reads.items() if name != late]
         with pytest.raises(Conflict) as caught:
             streams.touch(streams.work("d", *known), True)
-        assert caught.value.earlier == reads[late].epoch and not caught.value.earlier_wrote
+        assert caught.value.earlier == reads[late].epoch
+        assert not caught.value.earlier_wrote
         streams.touch(streams.work("d", *reads.values()), True)
 
 
