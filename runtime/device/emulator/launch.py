@@ -27,7 +27,7 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.counters import Counters
 from runtime.device.emulator.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
 from runtime.device.emulator.memory import Machine
-from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault
+from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault, kind_of
 from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
 from runtime.device.emulator.races import RaceMemory
@@ -280,6 +280,7 @@ class _Run:
         fault = FaultKind(kind)
         detail = message_of(fault, worker.record)
         if is_memory_fault(fault):
+            fault = kind_of(fault, worker.record, self.machine)
             shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
             detail = explain(fault, worker.record, self.machine, self.kernel.shared, shape)
         if fault == FaultKind.DEADLOCK:

@@ -19,8 +19,12 @@ import bisect
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from runtime.errors import DeviceError, InvalidArgumentError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from runtime.device.emulator.pool_blocks import PoolBlocks
 
 IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ = 1, 2, 4, 8, 16, 32
 """The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none. IS_IN_FLIGHT: an
@@ -134,18 +138,24 @@ class Machine:
         base, span: the arena's first address and its length in bytes.
         shadow_delta: what to add to an address of the arena to get its shadow byte's address.
         used_bytes: device memory allocated now; pinned memory is not counted.
+
+    Args:
+        spare_bytes: address space beyond twice `size_bytes`, for redzones, freed and pinned memory. Costs nothing.
     """
 
-    def __init__(self, size_bytes: int, arch: str = "sm_90a", index: int = 0) -> None:
+    def __init__(
+        self, size_bytes: int, arch: str = "sm_90a", index: int = 0, *, spare_bytes: int = 4 << 30
+    ) -> None:
         if size_bytes <= 0:
             raise InvalidArgumentError(f"Machine: size_bytes must be positive, not {size_bytes}", param="size_bytes")
         self.size_bytes, self.arch, self.index = size_bytes, arch, index
-        self.span = 2 * -(-size_bytes // PAGE_BYTES) * PAGE_BYTES + (1 << 30)
+        self.span = -(-(2 * size_bytes + spare_bytes) // PAGE_BYTES) * PAGE_BYTES
         self._mapping = Mapping(2 * self.span)
         self.base = self._mapping.address
         self.shadow_delta = self.span
         self.used_bytes = 0
         self.neighbours: list[Machine] = []
+        self.pool_blocks: PoolBlocks | None = None  # where a caching allocator has said what it does
         self.race_clock = 0  # what the race checker's clocks have reached; see races.py
         self.race_shadows: dict[int, Mapping] = {}  # its shadow of the arena, by granule
         self._peers: set[int] = set()
@@ -212,7 +222,6 @@ class Machine:
         """Makes the `count` ranges freed first usable again; from now on nothing remembers them."""
         for start in self._quarantine[:count]:
             old = self._dead.remove(start)
-            self._mark(old.address, old.size_bytes, 0)
             size = -(-(old.size_bytes + REDZONE_BYTES) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             self._free.append((old.address, size))
         del self._quarantine[:count]
@@ -233,9 +242,11 @@ class Machine:
         if address not in self._live.by_start:
             raise DeviceMemoryError(f"free: {address:#x} starts no allocation; {self.describe(address)}", address)
         allocation = self._live.remove(address)
+        if self.pool_blocks is not None:
+            self.pool_blocks.forget(address)
         self.used_bytes -= 0 if allocation.is_host else allocation.size_bytes
         self._mapping.drop(address, allocation.size_bytes)
-        self._mark(address, allocation.size_bytes, IS_FREED)
+        self._mark(address, allocation.size_bytes, 0)
         self._dead.add(allocation)
         self._quarantine.append(address)
 
@@ -262,6 +273,11 @@ class Machine:
             f"{action} of {size_bytes:,} bytes at {address:#x} on emulated device {self.index}: {self.describe(first)}",
             first,
         )
+
+    def check_block(self, address: int, size_bytes: int, action: str) -> None:
+        """The same of a range in an allocation that a pool has divided: it must lie in one block that lives now."""
+        if self.pool_blocks is not None:
+            self.pool_blocks.check(address, size_bytes, action)
 
     def write(self, address: int, data: bytes | bytearray | memoryview) -> None:
         """Copies a C-contiguous buffer to device memory. Raises DeviceMemoryError."""
@@ -311,14 +327,13 @@ class Machine:
         self._mark(address, size_bytes, IS_ALLOCATED | IS_INITIALISED | host)
 
     def _mark(self, address: int, size_bytes: int, state: int) -> None:
-        if state in (0, IS_FREED) and size_bytes >= 1 << 20:  # give the shadow's inner pages back where they are zero
-            self._mapping.drop(address + self.shadow_delta, size_bytes)
-            if state == 0:
-                edge = PAGE_BYTES
-                ctypes.memset(address + self.shadow_delta, 0, edge)
-                ctypes.memset(address + self.shadow_delta + size_bytes - edge, 0, edge)
-                return
-        ctypes.memset(address + self.shadow_delta, state, size_bytes)
+        shadow = address + self.shadow_delta
+        if state == 0 and size_bytes >= 1 << 20:  # inner pages go back to the host and read as zero
+            self._mapping.drop(shadow, size_bytes)
+            ctypes.memset(shadow, 0, PAGE_BYTES)
+            ctypes.memset(shadow + size_bytes - PAGE_BYTES, 0, PAGE_BYTES)
+        else:
+            ctypes.memset(shadow, state, size_bytes)
 
     # -- other machines ------------------------------------------------------------------------------------------
 
@@ -339,6 +354,11 @@ class Machine:
         others = [(m.base, m.span, m.shadow_delta, 0 if self.can_access(m) else 1) for m in self.neighbours]
         return [(self.base, self.span, self.shadow_delta, 0), *others]
 
+    def is_freed(self, address: int) -> bool:
+        """Whether a byte belonged to an allocation that has been freed, as far as that is remembered."""
+        dead = self._dead.at_or_below(address)
+        return dead is not None and address < dead.end
+
     # -- words for messages --------------------------------------------------------------------------------------
 
     def describe(self, address: int) -> str:
@@ -354,6 +374,8 @@ class Machine:
             return f"{address:#x} is in {where}"
         live = self.allocation_of(address)
         if live is not None:
+            if self.pool_blocks is not None and (words := self.pool_blocks.describe(address)) is not None:
+                return f"{words}, in {live}"
             return f"{address - live.address:,} bytes into {live}"
         dead = self._dead.at_or_below(address)
         if dead is not None and address < dead.end:

@@ -82,6 +82,14 @@ def is_memory_fault(kind: FaultKind) -> bool:
     return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.RACE_WITHIN_WARP
 
 
+def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKind:
+    """The kind that a record means: its shadow bytes alone do not tell what was freed from what never was."""
+    in_device_memory = int(record[8]) in (GENERIC, GLOBAL, CONST)
+    if kind == FaultKind.OUT_OF_BOUNDS and in_device_memory and machine.is_freed(int(record[5])):
+        return FaultKind.ACCESS_AFTER_FREE
+    return kind
+
+
 def explain(kind: FaultKind, record: Sequence[int], machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
     """The sentence for a memory fault's record (fault.py and locate.py say what its numbers mean)."""
     _, _, _, _, block, address, a, b, c, d = (int(value) for value in record[:10])

@@ -1,4 +1,4 @@
-"""atom and red: every operation and type against Python's arithmetic, in device and shared memory, scalar and vector."""
+"""atom and red: every operation and type against Python's arithmetic; scalar and vector; device and shared memory."""
 
 from __future__ import annotations
 
