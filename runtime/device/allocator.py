@@ -13,26 +13,27 @@ A block is returned by `DeviceBlock.release`, or by the end of the object, in an
 lands in a queue, which the next call empties. While a stream is captured into a graph, its blocks come from the graph's
 own pool, and what other pools get back is kept for as long as the graph.
 
-On an emulated device each block is followed by a gap, and the emulator is told which bytes belong to a block, so that
-an access beside it, or after it was returned, is found although it lies within a segment.
+On an emulated device each block is followed by a gap, and the emulator is told where blocks begin and end
+(`emulator.pool_blocks`), so that an access beside one, or after it was returned, is found although it lies within a
+segment.
 
 After PyTorch's CUDACachingAllocator; the differences are the arena (`runtime.device.arena`) and what is written here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from runtime.device.arena import Arena, Block, round_to_class
 from runtime.device.context import Context
-from runtime.device.errors import CaptureError, DeviceOutOfMemoryError, PoolTooSmallError
+from runtime.device.errors import CaptureError, DeviceOutOfMemoryError, LaunchError, PoolTooSmallError
 from runtime.device.stream import Event, Stream
-from runtime.errors import InvalidArgumentError
+from runtime.errors import DeviceError, InvalidArgumentError
 
 SMALL_BLOCK_BYTES = 64 << 10
 SMALL_PIECE_BYTES = 1 << 20
@@ -69,7 +70,9 @@ class DeviceBlock:
             self._pool = None
             pool.allocator.give_back(pool, self._block, self.size_bytes)
 
-    __del__ = release
+    def __del__(self) -> None:
+        with contextlib.suppress(DeviceError):  # of a device that is gone: there is nobody to tell
+            self.release()
 
 
 class Pool:
@@ -164,8 +167,8 @@ class Allocator:
         self._new_retained: list[Block] = []  # of the capture under way
         self._returned: deque[tuple[Pool, Block, int]] = deque()
         self._events: list[Event] = []
-        self._mark = getattr(context.driver.api, "emuMarkAsync", None)
-        self._gap = EMULATED_GAP_BYTES if self._mark is not None else 0
+        self._is_marking = context.driver.is_emulated
+        self._gap = EMULATED_GAP_BYTES if self._is_marking else 0
         self._allocated = self._requested = self._reserved = 0
         self._peak_allocated = self._peak_reserved = 0
         self._num_allocations = self._num_misses = 0
@@ -197,8 +200,8 @@ class Allocator:
             self._allocated += size
             if self._allocated > self._peak_allocated:
                 self._peak_allocated = self._allocated
-            if self._mark is not None:
-                self._context.call("emuMarkAsync", block.address, size_bytes, True, pool.stream.handle)
+            if self._is_marking and size_bytes:
+                self._mark(pool, block, size_bytes)
         return DeviceBlock(pool, block, size_bytes)
 
     def give_back(self, pool: Pool, block: Block, size_bytes: int) -> None:
@@ -281,7 +284,7 @@ class Allocator:
             self._private.append(pool)
             return pool
 
-    @contextmanager
+    @contextlib.contextmanager
     def redirect(self, stream: Stream, pool: Pool) -> Iterator[None]:
         """What is allocated for `stream` comes from a private pool until the block ends."""
         with self._lock:
@@ -354,11 +357,16 @@ class Allocator:
                 self._give(pool, block)
 
     def _give(self, pool: Pool, block: Block) -> None:
-        if self._mark is not None:
-            self._context.call("emuMarkAsync", block.address, block.size, False, pool.stream.handle)
+        if self._is_marking:
+            with contextlib.suppress(LaunchError):  # of a kernel before: whoever waits for it is told
+                self._mark(pool, block, 0)
         block.arena.give(block)
         if pool.is_dropped:
             self._free_segments_of(pool)
+
+    def _mark(self, pool: Pool, block: Block, size_bytes: int) -> None:
+        """Tells the emulator that a block begins, or, with a size of 0, that it ends."""
+        self._context.call("emuMarkAsync", block.address, size_bytes, block.size, pool.stream.handle)
 
     def _event(self) -> Event:
         return self._events.pop() if self._events else Event(self._context)
@@ -406,8 +414,8 @@ class Allocator:
         pool.segments[address] = size
         self._reserved += size
         self._peak_reserved = max(self._peak_reserved, self._reserved)
-        if self._mark is not None:
-            self._context.call("emuMarkAsync", address, size, False, pool.stream.handle)
+        if self._is_marking:
+            self._context.call("emuDivide", address)
         return True
 
     def _reserve_after_collecting(self, pool: Pool, size: int) -> None:

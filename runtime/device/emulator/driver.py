@@ -21,6 +21,7 @@ from runtime.device.emulator.driver_stream import StreamFunctions
 from runtime.device.emulator.driver_tensor_map import TensorMapFunctions
 from runtime.device.emulator.launch import Checks
 from runtime.device.emulator.memory import Allocation
+from runtime.device.emulator.pool_blocks import PoolFunctions
 from runtime.device.emulator.stream_faults import leak
 from runtime.errors import InvalidArgumentError
 
@@ -29,7 +30,7 @@ DEFAULT_NUM_DEVICES = 2
 
 
 class EmulatedDriver(
-    DeviceFunctions, MemoryFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions
+    DeviceFunctions, MemoryFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions
 ):
     """One driver with its devices, as a process would find it.
 

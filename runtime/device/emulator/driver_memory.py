@@ -79,6 +79,7 @@ class Copy:
         for place, is_write in ((source, False), (target, True)):
             if place.machine is not None:
                 place.machine.check(place.address, size, self.label)
+                place.machine.check_block(place.address, size, self.label)
                 self.driver.order.touch(work, place.machine, place.address, size, is_write=is_write)
         if target.machine is None:
             ctypes.memmove(target.address, source.address, size)
@@ -112,6 +113,7 @@ class Fill:
         assert machine is not None
         size = self.width * self.count
         machine.check(address, size, self.label)
+        machine.check_block(address, size, self.label)
         self.driver.order.touch(work, machine, address, size, is_write=True)
         pattern = (self.value % (1 << (8 * self.width))).to_bytes(self.width, "little")
         if len(set(pattern)) == 1:

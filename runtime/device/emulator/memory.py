@@ -374,8 +374,8 @@ class Machine:
             return f"{address:#x} is in {where}"
         live = self.allocation_of(address)
         if live is not None:
-            if self.pool_blocks is not None and (words := self.pool_blocks.describe(address)) is not None:
-                return f"{words}, in {live}"
+            if self.pool_blocks is not None and (block := self.pool_blocks.describe(address)) is not None:
+                return f"{block}, in {live}"
             return f"{address - live.address:,} bytes into {live}"
         dead = self._dead.at_or_below(address)
         if dead is not None and address < dead.end:

@@ -21,4 +21,4 @@ def fake() -> FakeDriver:
 
 @pytest.fixture
 def fake_gpu(fake: FakeDriver, tmp_path: Path) -> Gpu:
-    return Gpu(Device("emulated:sm_90a"), Driver(fake, bindings, arch="sm_90a"), kernel_cache=KernelCache(tmp_path))
+    return Gpu(Device("cuda:0"), Driver(fake, bindings), kernel_cache=KernelCache(tmp_path))

@@ -230,7 +230,7 @@ def test_out_of_memory_says_where_it_is(fake_gpu: Gpu, fake: FakeDriver) -> None
     assert error.requested_bytes == 30 * MIB
     text = str(error)
     for words in (
-        "emulated:sm_90a",
+        "cuda:0",
         "31,457,280 bytes",
         "device",
         "67,108,864",
