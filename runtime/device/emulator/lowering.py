@@ -276,9 +276,11 @@ class Lowering:
         return operand.value
 
     def symbol_address(self, name: str) -> Value:
-        """A variable's address as an i64: shared offset, offset in local memory, or device address."""
+        """A variable's address as an i64: shared offset, offset in local or param space, or device address."""
         if name in self.shared.offsets:
             return self.i64(self.shared.offsets[name])
+        if name in self.parameters:
+            return self.i64(self.parameters[name][0])
         if name in self.locals:
             return self.i64(self.locals[name])
         if name not in self.symbols:
