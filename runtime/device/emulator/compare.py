@@ -91,8 +91,12 @@ def set_(low: Lowering, mods: Modifiers, kind: str) -> None:
     b = low.builder
     to = mods.type(("u32", "s32", "f32", "u16", "s16", "f16", "bf16", "f16x2", "bf16x2"))
     is_pair = kind.endswith("x2")
-    narrow_of_wide = to in ("u16", "s16", "f16", "bf16") and kind not in ("f16", "bf16")
-    if (is_pair != to.endswith("x2") and not (is_pair and to in ("u32", "s32"))) or narrow_of_wide:
+    known: tuple[str, ...] = ("u32", "s32", "f16x2", "bf16x2") if is_pair else ("u32", "s32", "f16", "bf16")
+    if kind in ("f16", "bf16"):
+        known += ("u16", "s16")
+    elif not is_pair:
+        known += ("f32",)
+    if to not in known:
         raise mods.refuse(f"from .{kind} to .{to}")
     parts = [truths_of(b, truth) for truth, _ in _compared(low, mods, kind)]
     target = mods.ins.operands[0]

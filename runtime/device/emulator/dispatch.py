@@ -76,6 +76,10 @@ class Flow:
             low.end_instruction()
             if low.yield_result is not None:
                 self._after_blocking(index + 1)
+            elif index + 1 in self.bodies and index + 1 < block.end:  # where lanes without the guard went ahead
+                self._finish(index + 1)
+                self.builder.branch(self.target(index + 1))
+                self._begin(index + 1)
         if not low.is_terminated:
             self.jump(block.end)
 

@@ -34,7 +34,7 @@ class Case:
 def kernel_text(cases: Sequence[Case], rows: int) -> str:
     """The kernel `k` (inputs, results): columns lie one after another, each of `rows` rows of eight bytes."""
     lines = [
-        f".version 8.8\n.target {TARGET}\n.address_size 64",
+        f".version 9.2\n.target {TARGET}\n.address_size 64",
         ".visible .entry k(.param .u64 inputs, .param .u64 results)\n{",
         ".reg .b64 %in, %out, %row;\n.reg .b32 %thread;",
         "ld.param.u64 %in, [inputs];\nld.param.u64 %out, [results];",
