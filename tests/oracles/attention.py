@@ -5,18 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 
-def attention(queries, keys, values, scale, window=None):
-    """One sequence: ``queries [Q, Hq, D]`` are the last Q of ``keys``, ``values [L, Hkv, D]`` -> ``[Q, Hq, D]``."""
-    num_queries, num_heads, head_dim = queries.shape
+def attention_weights(queries, keys, scale, window=None):
+    """The softmax weights ``[Q, Hq, L]``; zeros where a query sees nothing. Shapes as in `attention`."""
+    num_queries, num_heads, _ = queries.shape
     length, num_kv_heads, _ = keys.shape
-    out = np.zeros((num_queries, num_heads, head_dim))
+    weights = np.zeros((num_queries, num_heads, length))
     for j in range(num_queries):
         position = length - num_queries + j
         first = 0 if window is None else max(0, position - window + 1)
+        if position < first:
+            continue
         for head in range(num_heads):
-            kv_head = head // (num_heads // num_kv_heads)
-            seen = keys[first : position + 1, kv_head].astype(np.float64)
+            seen = keys[first : position + 1, head // (num_heads // num_kv_heads)].astype(np.float64)
             scores = seen @ queries[j, head].astype(np.float64) * scale
-            weights = np.exp(scores - scores.max())
-            out[j, head] = weights / weights.sum() @ values[first : position + 1, kv_head].astype(np.float64)
-    return out
+            exponentials = np.exp(scores - scores.max())
+            weights[j, head, first : position + 1] = exponentials / exponentials.sum()
+    return weights
+
+
+def attention(queries, keys, values, scale, window=None):
+    """One sequence: ``queries [Q, Hq, D]`` are the last Q of ``keys``, ``values [L, Hkv, D]`` -> ``[Q, Hq, D]``."""
+    share = queries.shape[1] // keys.shape[1]
+    by_head = np.repeat(values.astype(np.float64), share, axis=1)  # [L, Hq, D]
+    return np.einsum("qhl,lhd->qhd", attention_weights(queries, keys, scale, window), by_head)

@@ -215,9 +215,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
                     operands[r, 3] = d
                 for i in range(4):
                     for c in range(own_columns):
-                        value = shared_load_f32(
-                            uint32(v_place + four * uint32(4 * pitch) + uint32(i * pitch + 64 * c))
-                        )
+                        value = shared_load_f32(uint32(v_place + four * uint32(4 * pitch) + uint32(i * pitch + 64 * c)))
                         for r in range(own_rows):
                             sums[r, c] = sums[r, c] + operands[r, i] * value
                 four = uint32(four + uint32(1))

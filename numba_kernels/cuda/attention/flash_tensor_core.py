@@ -139,9 +139,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
 
         key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-        copy_keys(
-            k_tile, k_cache, block_tables, table, key, longest_end, kv_head, num_kv_heads, thread, blocks
-        )
+        copy_keys(k_tile, k_cache, block_tables, table, key, longest_end, kv_head, num_kv_heads, thread, blocks)
         copy_async_commit()
         if keeps_queries:
             _wait_for_copies()
@@ -156,9 +154,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
         while key < longest_end:
             _wait_for_copies()
             sync_block()  # the keys are there, and all warps have done with the values
-            copy_keys(
-                v_tile, v_cache, block_tables, table, key, longest_end, kv_head, num_kv_heads, thread, blocks
-            )
+            copy_keys(v_tile, v_cache, block_tables, table, key, longest_end, kv_head, num_kv_heads, thread, blocks)
             copy_async_commit()
 
             for i in range(key_tiles):

@@ -251,9 +251,7 @@ def output_tile_copier(dtype: str, head_dim: int, num_rows: int, threads: int) -
 
         return copy
 
-    load_bits, store_bits = (
-        (shared_load_b32, store_b32) if item == 4 else (_shared_load_b16, store_b16)
-    )
+    load_bits, store_bits = (shared_load_b32, store_b32) if item == 4 else (_shared_load_b16, store_b16)
 
     @device_function
     def copy_elements(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread):

@@ -1,0 +1,134 @@
+"""Ragged batches over paged keys and values, as the GPU's attention kernels take them, and how to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numba_kernels.cuda import attention
+from numba_kernels.cuda.kv_cache import page_row
+from runtime.device.gpu import Gpu
+from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
+from tests.oracles import attention as oracle
+
+
+@dataclass
+class PagedBatch:
+    """Sequences over a shuffled block table, with each one's keys and values also in plain rows.
+
+    What no sequence owns in the pages is NaN, and a block table's entries behind a sequence's end name no block.
+    """
+
+    dtype: str
+    chunks: list[tuple[int, int]]  # (context, query length)
+    num_kv_heads: int
+    block_size: int
+    keys: list[np.ndarray]  # each [length, Hkv, D] of the dtype
+    values: list[np.ndarray]
+    queries: np.ndarray  # [T, Hq, D] of the dtype
+    k_pages: np.ndarray  # [num_blocks, Hkv, block_size, page_row]
+    v_pages: np.ndarray
+    block_tables: np.ndarray  # [S, table_width]
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+
+    def rows(self, seq: int) -> slice:
+        """The tokens of a sequence."""
+        return slice(int(self.query_start[seq]), int(self.query_start[seq + 1]))
+
+    def expected(self, scale: float, window: int | None = None) -> np.ndarray:
+        """[T, Hq, D] in float64."""
+        parts = [
+            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window)
+            for seq, (keys, values) in enumerate(zip(self.keys, self.values))
+        ]
+        return np.concatenate(parts)
+
+    def plan(self, window: int | None = None, **choices: Any) -> attention.AttentionPlan:
+        return attention.plan(
+            num_tokens=len(self.queries), num_seqs=len(self.chunks), max_query_len=max(q for _, q in self.chunks),
+            max_seq_len=int(self.seq_lens.max()), num_q_heads=self.queries.shape[1], num_kv_heads=self.num_kv_heads,
+            head_dim=self.queries.shape[2], table_width=self.block_tables.shape[1], dtype=self.dtype,
+            block_size=self.block_size, window=window, **choices,
+        )  # fmt: skip
+
+    def run(
+        self, gpu: Gpu, scale: float, window: int | None = None, **choices: Any
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `choices` go to `attention.plan`."""
+        plan = self.plan(window, **choices)
+        arrays = (
+            self.queries, self.k_pages, self.v_pages, self.query_start, self.seq_lens, self.block_tables,
+        )  # fmt: skip
+        blocks = [put(gpu, array) for array in arrays]
+        q, k_cache, v_cache, query_start, seq_lens, tables = (block.address for block in blocks)
+        out = empty(gpu, self.queries.shape, self.dtype)
+        workspace = empty(gpu, plan.workspace_bytes // 4, np.float32) if plan.workspace_bytes else None
+        at = workspace.address if workspace else 0
+        gpu.launch(
+            plan.attend,
+            *plan.attend_arguments(q, k_cache, v_cache, out.address, at, query_start, seq_lens, tables, scale),
+        )
+        if plan.combine is not None:
+            gpu.launch(plan.combine, *plan.combine_arguments(at, out.address))
+        weights = None
+        if plan.tier == "naive" and workspace is not None:
+            weights = get(gpu, workspace, (*self.queries.shape[:2], plan.workspace_columns), np.float32)
+        return get(gpu, out, self.queries.shape, self.dtype), weights
+
+
+def paged_batch(
+    rng: np.random.Generator,
+    chunks: list[tuple[int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    block_size: int = 16,
+) -> PagedBatch:
+    """Normally distributed queries, keys and values for `chunks`: (context, query length) of each sequence."""
+    lengths = [context + queries for context, queries in chunks]
+    shape = kv_heads, head_dim
+    keys = [_normal(rng, (length, *shape), dtype) for length in lengths]
+    values = [_normal(rng, (length, *shape), dtype) for length in lengths]
+    starts = np.cumsum([0, *(queries for _, queries in chunks)]).astype(np.int32)
+    queries = _normal(rng, (int(starts[-1]), heads, head_dim), dtype)
+    return paged(rng, chunks, queries, keys, values, dtype=dtype, block_size=block_size)
+
+
+def paged(
+    rng: np.random.Generator,
+    chunks: list[tuple[int, int]],
+    queries: np.ndarray,
+    keys: list[np.ndarray],
+    values: list[np.ndarray],
+    *,
+    dtype: str,
+    block_size: int = 16,
+) -> PagedBatch:
+    """The given queries, keys and values in pages."""
+    _, kv_heads, head_dim = keys[0].shape
+    blocks_each = [-(-len(rows) // block_size) for rows in keys]
+    num_blocks = sum(blocks_each) + 2
+    pages = np.full((2, num_blocks, kv_heads, block_size, page_row(head_dim)), np.nan, numpy_dtype(dtype))
+    free = rng.permutation(num_blocks)
+    tables = np.full((len(chunks), max([1, *blocks_each])), -1, np.int32)
+    for seq, count in enumerate(blocks_each):
+        blocks, free = free[:count], free[count:]
+        tables[seq, :count] = blocks
+        for kind, rows in enumerate((keys[seq], values[seq])):
+            for token, row in enumerate(rows):
+                place = pages[kind, blocks[token // block_size], :, token % block_size]
+                place[:, :head_dim], place[:, head_dim:] = row, 0
+    starts = np.cumsum([0, *(count for _, count in chunks)]).astype(np.int32)
+    lengths = np.array([len(rows) for rows in keys], np.int32)
+    return PagedBatch(
+        dtype, chunks, kv_heads, block_size, keys, values, queries, pages[0], pages[1], tables, starts, lengths
+    )
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))

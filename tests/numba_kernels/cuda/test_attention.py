@@ -1,0 +1,148 @@
+"""Paged attention on the device against float64: every tier and dtype, ragged batches, GQA, windows, odd head dims."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import attention
+from runtime.device.gpu import Gpu
+from tests.numba_kernels.cuda.harness import both_archs
+from tests.numba_kernels.cuda.paged import paged_batch
+from tests.oracles.attention import attention_weights
+from tests.oracles.dense import relative_error
+
+# Largest error over largest value: the result's rounding, and in 16 bits that of the softmax weights.
+TOLERANCE = {"f32": 2e-6, "f16": 1.5e-3, "bf16": 1e-2}
+DTYPES = ("f32", "f16", "bf16")
+
+CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
+    ([(0, 1)], 1, 1, None),
+    ([(0, 1), (0, 1)], 2, 2, None),
+    ([(0, 2)], 8, 1, None),
+    ([(0, 16)], 4, 4, None),
+    ([(0, 17)], 4, 2, None),
+    ([(16, 1)], 8, 1, None),
+    ([(17, 1)], 2, 2, None),
+    ([(0, 64)], 1, 1, None),
+    ([(0, 65), (63, 1), (64, 1), (65, 1)], 4, 2, None),
+    ([(100, 7), (0, 33), (5, 1), (31, 2)], 8, 2, None),
+    ([(3, 50), (200, 1)], 4, 1, None),
+    ([(1, 3), (2, 2), (3, 1), (0, 4)], 6, 2, None),
+    ([(90, 70)], 2, 2, None),
+    ([(0, 9), (70, 1), (127, 1), (128, 1), (129, 1)], 4, 1, None),
+    ([(0, 40), (60, 1)], 24, 1, None),
+    ([(0, 0), (5, 2), (9, 0)], 2, 2, None),
+    ([(0, 100)], 3, 3, 1),
+    ([(0, 100), (150, 1)], 4, 2, 7),
+    ([(130, 1), (0, 131)], 2, 1, 64),
+    ([(101, 47)], 4, 4, 100),
+    ([(10, 3)], 2, 2, 1000),
+    ([(0, 97), (97, 13), (110, 1)], 8, 8, None),
+]
+DECODES = [
+    ([(0, 1)], 1, 1, None),
+    ([(15, 1)], 2, 2, None),
+    ([(16, 1)], 4, 2, None),
+    ([(17, 1), (0, 1)], 8, 2, None),
+    ([(63, 1), (64, 1), (65, 1)], 8, 1, None),
+    ([(127, 1), (128, 1), (129, 1), (0, 1)], 4, 4, None),
+    ([(500, 1)], 2, 1, None),
+    ([(500, 1), (3, 1), (257, 1)], 8, 2, None),
+    ([(383, 1)], 24, 1, None),
+    ([(40, 0), (200, 1), (7, 0)], 4, 2, None),
+    ([(300, 2), (0, 4), (10, 3)], 8, 2, None),
+    ([(250, 16)], 1, 1, None),
+    ([(100, 17), (30, 1)], 2, 1, None),
+    ([(251, 5), (0, 5)], 6, 2, None),
+    ([(300, 1)], 4, 4, 1),
+    ([(300, 1), (20, 1)], 4, 2, 16),
+    ([(300, 1), (20, 1)], 4, 2, 17),
+    ([(410, 3), (1, 1)], 8, 4, 129),
+    ([(97, 1)], 16, 2, 1000),
+    ([(192, 1), (191, 1), (193, 1)], 3, 3, 64),
+    ([(701, 1)], 8, 1, None),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", ["naive", "flash"])
+@both_archs
+def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for chunks, heads, kv_heads, window in CASES:
+        batch = paged_batch(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+        out, _ = batch.run(gpu, 0.125, window, tier=tier)
+        error = relative_error(out, batch.expected(0.125, window))
+        assert error < TOLERANCE[dtype], f"{chunks}, {heads} heads, {kv_heads} KV heads, window {window}: {error}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@both_archs
+def test_decode_equals_float64(gpu: Gpu, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    num_parts = set()
+    for chunks, heads, kv_heads, window in DECODES:
+        batch = paged_batch(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+        for num_sms in (1, 132):
+            choices = {"tier": "decode", "num_sms": num_sms}
+            num_parts.add(batch.plan(window, **choices).workspace_columns)
+            out, _ = batch.run(gpu, 0.125, window, **choices)
+            error = relative_error(out, batch.expected(0.125, window))
+            assert error < TOLERANCE[dtype], f"{chunks}, {heads} heads, {kv_heads} KV heads, window {window}: {error}"
+    assert {1, 2, 5} <= num_parts
+
+
+# Rounded up inside the kernel to whole tiles, not a multiple of 16 bytes, the largest; every page size.
+HEAD_DIMS = [
+    ("f32", 5, 8), ("f32", 24, 32), ("f32", 128, 16), ("f32", 256, 16), ("f16", 20, 8), ("bf16", 16, 16),
+    ("bf16", 80, 32), ("f16", 96, 16), ("bf16", 128, 16), ("f16", 256, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), HEAD_DIMS)
+@pytest.mark.parametrize("tier", ["flash", "decode"])
+def test_head_dims(gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    chunks = [(0, 37), (50, 20), (3, 1)] if tier == "flash" else [(150, 1), (3, 1), (33, 1)]
+    batch = paged_batch(rng, chunks, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, block_size=block_size)
+    for window in (None, 21):
+        out, _ = batch.run(gpu, head_dim**-0.5, window, tier=tier)
+        assert relative_error(out, batch.expected(head_dim**-0.5, window)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("f32", 64), ("bf16", 5)])
+def test_naive_gives_the_weights(gpu: Gpu, dtype: str, head_dim: int) -> None:
+    rng = np.random.default_rng(3)
+    batch = paged_batch(rng, [(20, 13), (0, 1), (0, 40)], heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    for window in (None, 9):
+        out, weights = batch.run(gpu, 0.3, window, tier="naive")
+        assert relative_error(out, batch.expected(0.3, window)) < TOLERANCE[dtype]
+        expected = np.zeros_like(weights, np.float64)
+        for seq, keys in enumerate(batch.keys):
+            expected[batch.rows(seq), :, : len(keys)] = attention_weights(
+                batch.queries[batch.rows(seq)], keys, 0.3, window
+            )
+        assert relative_error(weights, expected) < 2e-6
+        assert (weights[expected == 0] == 0).all()
+
+
+def test_plan_chooses_by_chunk_and_exactness() -> None:
+    def tier(max_query_len: int, **choices: object) -> str:
+        sizes = {
+            "num_tokens": 8, "num_seqs": 4, "max_seq_len": 900, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64,
+            "table_width": 60, "dtype": "bf16", "block_size": 16,
+        }  # fmt: skip
+        return attention.plan(max_query_len=max_query_len, **(sizes | choices)).tier
+
+    assert [tier(length) for length in (1, 4, 5, 100)] == ["decode", "decode", "flash", "flash"]
+    assert tier(1, num_q_heads=40, num_kv_heads=1) == "decode"
+    assert tier(1, exact=True) == "flash"
+    assert tier(1, tier="naive") == "naive"
+    for field, value in {
+        "head_dim": 257, "dtype": "f64", "block_size": 12, "num_seqs": 65536, "num_kv_heads": 3, "window": 0,
+        "max_query_len": 0, "tier": "fast", "max_seq_len": 2**31, "num_sms": 0, "num_tokens": 0,
+    }.items():  # fmt: skip
+        named = "num_q_heads" if field == "num_kv_heads" else field
+        with pytest.raises(ValueError, match=rf"{named} is '?{value if named == field else 8}'?, must be"):
+            tier(**({"max_query_len": 1} | {field: value}))
