@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kernels.cuda import activation as _activation
+from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
@@ -17,6 +18,7 @@ from numba_kernels.cuda import qkv as _qkv
 from runtime.backends.cpu_checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
+from runtime.batch import Batch
 from runtime.dtype import DType, float32, int32, int64
 from runtime.linear_weight import LinearWeight, RowWeight
 from runtime.rope_table import RopeTable
@@ -223,4 +225,53 @@ def qkv_prepare(
         launch, qkv.address, positions.address, cos, sin, *norms, slot_mapping.address, k_cache.address,
         v_cache.address, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
     )  # fmt: skip
+    return result
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    group: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
+    op = "attention"
+    gpu = first(op, "q", q, FLOATS, (None, None, None))
+    device, (tokens, q_heads, head_dim) = q.device, q.shape
+    _, kv_heads, block_size = _page_shape(op, k_cache, v_cache, q, head_dim)
+    if q_heads % kv_heads:
+        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
+    if window is not None and window < 1:
+        raise fail(op, "window", f"is {window}, must be at least 1")
+    seqs = batch.num_seqs
+    query_start = check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
+    seq_lens = check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
+    table = check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
+    table_width = batch.block_tables[group].shape[1]
+    if batch.max_seq_len > table_width * block_size:
+        limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
+        raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
+    result = output(op, None, (tokens, q_heads * head_dim), q.dtype, device)
+    if tokens == 0 or q_heads == 0:
+        return result
+    key = ("attention", group, tokens, q_heads, kv_heads, head_dim, block_size, window, q.dtype)
+    plan = batch.plans.get(key)
+    if plan is None:
+        plan = batch.plans[key] = _attention.plan(
+            num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
+            num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
+            block_size=block_size, window=window, num_sms=gpu.properties.num_sms,
+        )  # fmt: skip
+    workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
+    work_address = 0 if workspace is None else workspace.address
+    arguments = plan.attend_arguments(
+        q.address, k_cache.address, v_cache.address, result.address, work_address, query_start, seq_lens, table, scale
+    )
+    gpu.launch(plan.attend, *arguments)
+    if plan.combine is not None:
+        gpu.launch(plan.combine, *plan.combine_arguments(work_address, result.address))
     return result
