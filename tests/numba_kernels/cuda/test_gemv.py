@@ -1,0 +1,73 @@
+"""Products of few rows: against float64, exactly on integers, and with the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import gemv
+from tests.numba_kernels.cuda.gemm_cases import case
+from tests.numba_kernels.cuda.harness import assert_equal, both_archs
+
+SHAPES = [
+    (1, 1, 1), (1, 1, 8), (1, 5, 16), (2, 3, 5), (3, 4, 31), (4, 17, 64), (5, 64, 16), (6, 47, 24), (7, 16, 40),
+    (8, 65, 72), (1, 33, 256), (2, 100, 1000), (3, 61, 59), (4, 130, 264), (5, 7, 1032), (6, 2, 520), (7, 129, 33),
+    (8, 50, 7), (1, 24, 2056), (3, 70, 4096), (1, 300, 136), (4, 1, 8200), (8, 3, 4100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@both_archs
+def test_equals_float64(gpu, dtype):
+    for seed, sizes in enumerate(SHAPES):
+        bias = (None, "f32", dtype)[seed % 3]
+        product = case(sizes, dtype, bias=bias, residual=seed % 2 == 0, seed=seed)
+        product.check(product.run(gpu, "gemv"))
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("f32", "f32"), ("f16", "f16"), ("bf16", "f32")])
+def test_integers_are_exact(gpu, dtype, out_dtype):
+    for sizes in (*SHAPES[::3], (2, 20, 0)):
+        product = case(sizes, dtype, out_dtype, integers=True)
+        product.check(product.run(gpu, "gemv"))
+
+
+@pytest.mark.parametrize("depth", [40, 99, 4104])
+def test_a_row_is_the_same_in_any_company_of_eight(gpu, depth):
+    product = case((8, 9, depth), "bf16", "f32")
+    whole = product.run(gpu, "gemv")
+    for rows in (slice(0, 1), slice(5, 6), slice(2, 4), slice(1, 4), slice(3, 8)):
+        assert_equal(product.run(gpu, "gemv", rows=rows), whole[rows])
+
+
+def test_auto_takes_it_for_few_rows():
+    for dtype, most in gemm.GEMV_ROWS.items():
+        assert gemm.plan("auto", most, 64, 64, dtype).specialisation.name.startswith("gemv")
+        assert gemm.plan("auto", most + 1, 64, 64, dtype).specialisation.name.startswith("gemm")
+
+
+def test_few_columns_and_a_long_sum_are_split_over_warps():
+    blocks = {}
+    for n, k in ((64, 8192), (1024, 8192), (50_257, 768), (8, 64)):
+        launch = gemm.plan("gemv", 1, n, k, "bf16")
+        warps, teams = launch.block[1], launch.block[2]
+        assert warps * teams == gemv.BLOCK_WARPS
+        assert launch.grid[0] * teams * 4 >= n
+        blocks[n, k] = warps
+    assert blocks == {(64, 8192): 8, (1024, 8192): 8, (50_257, 768): 1, (8, 64): 1}
+
+
+def test_nan_stays_in_its_row(gpu):
+    product = case((3, 10, 64), "f32")
+    product.x[1, 60] = np.nan
+    out = product.run(gpu, "gemv")
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("options", [{"m": 9}, {"is_weight_layout": False}, {"exact": True}], ids=str)
+def test_refuses_what_it_cannot_do(options):
+    options = {"m": 2, **options}
+    with pytest.raises(ValueError, match="tier gemv has"):
+        gemm.plan("gemv", options.pop("m"), 8, 8, "f32", **options)
