@@ -25,7 +25,7 @@ from runtime.device.emulator.pool_blocks import PoolFunctions
 from runtime.device.emulator.stream_faults import leak
 from runtime.errors import InvalidArgumentError
 
-DEFAULT_MEMORY_BYTES = 4 << 30
+DEFAULT_MEMORY_BYTES = 2 << 30
 DEFAULT_NUM_DEVICES = 2
 
 

@@ -53,11 +53,9 @@ def _successors(index: int, instruction: Instruction, kernel: Kernel) -> list[in
     first = instruction.parts[0]
     found = []
     if first in ("bra", "brx"):
-        found = [
-            kernel.labels[operand.name]
-            for operand in instruction.operands
-            if isinstance(operand, Symbol) and operand.name in kernel.labels
-        ]
+        names = [operand.name for operand in instruction.operands if isinstance(operand, Symbol)]
+        targets = [target for name in names for target in kernel.branch_targets.get(name, (name,))]
+        found = [kernel.labels[target] for target in targets]
     is_end = first in _ENDS or first in ("bra", "brx")
     if not is_end or instruction.guard is not None:
         found.append(index + 1)

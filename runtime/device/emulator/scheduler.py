@@ -59,10 +59,10 @@ class Queue:
     Attributes:
         owner: whose works fail together: a context.
         last: the work queued last; None before the first.
-        slot, side_slots, clock, kernel: of `StreamOrder`.
+        slot, side_slots, clock, kernel, host_version: of `StreamOrder`.
     """
 
-    __slots__ = ("clock", "kernel", "last", "owner", "side_slots", "slot", "works")
+    __slots__ = ("clock", "host_version", "kernel", "last", "owner", "side_slots", "slot", "works")
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -72,6 +72,7 @@ class Queue:
         self.side_slots: list[int] = []
         self.clock: Any = None
         self.kernel: Work | None = None
+        self.host_version = 0
 
 
 class Scheduler:

@@ -9,7 +9,8 @@ the two have really run.
 
 What it does not know: what kernels do with other devices' memory and with pinned memory that another device's context
 made; more than three readers that are unordered among each other; neighbours within one granule are taken for one
-(allocations never share one). The host counts as one thread, and what it does with pinned memory itself is not seen.
+(allocations never share one). Atomic operations count as writes. The host counts as one thread, and what it does with
+pinned memory itself is not seen.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class StreamOrder:
         self.is_active = False
         self._is_wanted = is_wanted
         self._host = np.zeros(MAX_SLOTS, np.uint32)
+        self._host_version = 0  # counts what the host has learned; a queue that has it in its clock has its number
         self._counts = [0] * MAX_SLOTS  # the last count of each slot: a slot that is used again goes on
         self._free: deque[int] = deque(range(MAX_SLOTS))
         self._num_queues = 0
@@ -83,6 +85,7 @@ class StreamOrder:
         self.is_active = self._is_wanted and (self.is_active or self._num_queues > 1)
         queue.slot = self._free.popleft() if self._free else MAX_SLOTS - 1
         queue.clock = self._host.copy()
+        queue.host_version = self._host_version
 
     def close(self, queue: Queue) -> None:
         """Takes the slot back, for another queue."""
@@ -109,7 +112,10 @@ class StreamOrder:
                 slot = self._side_slot(queue)
             else:
                 clock = queue.clock
-        np.maximum(clock, self._host, out=clock)
+        if clock is not queue.clock or queue.host_version != self._host_version:
+            np.maximum(clock, self._host, out=clock)
+            if clock is queue.clock:
+                queue.host_version = self._host_version
         for other in after:
             if other.clock is not None:
                 np.maximum(clock, other.clock, out=clock)
@@ -154,6 +160,7 @@ class StreamOrder:
         """The host has waited for a work: all that it queues from now on comes after it."""
         if work is not None and work.clock is not None:
             np.maximum(self._host, work.clock, out=self._host)
+            self._host_version += 1
 
     def label_of(self, epoch: int) -> str:
         return self._labels.get(epoch, "an earlier work of another stream")
