@@ -28,11 +28,26 @@ Builder = Any
 Value = Any
 
 
+class _Splat(ir.Constant):
+    """A constant with the same value in each lane, in LLVM's short notation: the text is a third as long with it."""
+
+    def __init__(self, type_: Any, value: float) -> None:
+        element = ir.Constant(type_.element, value)
+        super().__init__(type_, [element] * type_.count)
+        self._text = f"splat ({element})"
+
+    def get_reference(self) -> str:
+        return self._text
+
+    def _to_string(self) -> str:
+        return f"{self.type} {self._text}"
+
+
 def splat(type_: Any, value: float) -> Value:
     """The constant vector of `type_` with `value` in each lane; an integer is taken modulo the width."""
     if isinstance(type_.element, ir.IntType):
         value = int(value) % (1 << type_.element.width)
-    return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)
+    return _Splat(type_, value)
 
 
 def like(vector: Value, value: float) -> Value:
