@@ -68,6 +68,8 @@ class Driver:
         code = int(status)
         name, description = self._words(status)
         text = f"{function}{f' ({about})' if about else ''} failed: {name} ({code}): {description}"
+        if reason := getattr(self.api, "last_reason", ""):  # an emulated driver's
+            text += f": {reason}"
         if code == _OUT_OF_MEMORY:
             return DeviceOutOfMemoryError(text, requested_bytes=0)
         if code in _NO_DEVICE:
@@ -76,7 +78,7 @@ class Driver:
             return CaptureError(text)
         if code in _LAUNCH:
             fault = self.fault()
-            error: Exception = LaunchError(f"{text}: {fault}" if fault else text)
+            error: Exception = LaunchError(f"{text}: {fault}" if fault and str(fault) not in text else text)
             error.__cause__ = fault
             return error
         return DriverError(text, call=function, code=code, name=name)

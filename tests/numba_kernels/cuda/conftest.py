@@ -7,16 +7,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE
+from tests.runtime.device.emulated import new_gpu
+
+_gpus: dict[str, Gpu] = {}  # one of each architecture, for all tests until one of them breaks it
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """A device whose memory is whole, and all returned, when the test ends. `harness.both_archs` chooses others."""
-    device = Gpu.of(Device.parse(getattr(request, "param", DEFAULT_DEVICE)))
+    """A device whose memory is whole, and all returned, when the test ends. `harness.both_archs` chooses others.
+
+    A kernel's fault ends the device, as a real one's context; the next test then gets another.
+    """
+    name = getattr(request, "param", DEFAULT_DEVICE)
+    device = _gpus.get(name) or _gpus.setdefault(name, new_gpu(name.partition(":")[2]))
+    gc.collect()
+    before = device.allocator.statistics.requested_bytes
     yield device
-    device.synchronize()
+    try:
+        device.synchronize()
+    finally:
+        if device.driver.fault() is not None:
+            del _gpus[name]
     gc.collect()
     device.allocator.check_integrity()
+    assert device.allocator.statistics.requested_bytes <= before, "the test has left memory in use"
