@@ -205,7 +205,7 @@ def _tokenize(text: str) -> _Tokens:
         if code.startswith(".section"):
             skipping_section = "}" not in code
             continue
-        if code.startswith((".loc", ".file", "@@DWARF")):
+        if code.startswith((".loc ", ".loc\t", ".file", "@@DWARF")):
             continue
         at = 0
         while at < len(code):
