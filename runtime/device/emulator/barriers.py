@@ -28,7 +28,7 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, i64_at, popcount, trailing_zeros
-from runtime.device.emulator.proxy import synchronised
+from runtime.device.emulator.proxy import barrier_passed
 
 Warp = Any
 
@@ -82,6 +82,7 @@ def _complete_if_full(block, barrier):
     barrier[place + 2] = barrier[RED_OR]
     key = (address_of(barrier) - block[BLOCK_BARRIERS]) // (BARRIER_FIELDS * 8)
     on_barrier(block, key, barrier[WAITING])
+    barrier_passed(block, barrier[WAITING])
     barrier[WAITING] = 0
     barrier[GENERATION] += 1
     barrier[EXPECTED] = -1
@@ -176,7 +177,6 @@ def _sync(warp, mask, site, numbers, counts, has_count, predicate, is_red):
     barrier = i64_at(block[BLOCK_BARRIERS] + number * BARRIER_FIELDS * 8)
     if tokens[first] > barrier[GENERATION]:
         return RETRY
-    synchronised(warp)
     if not is_red:
         for lane in range(32):
             if (lanes >> lane) & 1:

@@ -20,7 +20,6 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.cp_async import bulk_groups, commit_bulk
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import LOAD, STORE
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
@@ -49,6 +48,7 @@ from runtime.device.emulator.queue import (
     land_groups,
     new_record,
 )
+from runtime.device.emulator.races import LOAD, STORE
 from runtime.device.emulator.ranges import read_any, shared_range, write_any
 from runtime.device.emulator.reduction import reduction_of
 from runtime.device.emulator.window import (

@@ -23,13 +23,13 @@ from runtime.device.emulator.context import (
     WARP_FIELDS,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import STORE
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import add_pending, arrive, locate
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import copy_bytes, fill_bytes, i64_at
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Integer, Register
+from runtime.device.emulator.races import STORE
 from runtime.device.emulator.ranges import read_any, shared_range
 from runtime.device.emulator.vectors import I32, splat, truths_of
 from runtime.device.emulator.window import (

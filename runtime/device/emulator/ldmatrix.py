@@ -13,12 +13,12 @@ from numba import types
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import DONE, FAILED, FULL_MASK, WARP_BLOCK
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import LOAD, STORE
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, u16_at, u32_at
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Vector
+from runtime.device.emulator.races import LOAD, STORE
 from runtime.device.emulator.ranges import shared_range
 from runtime.device.emulator.tensor_core import scratch_words
 from runtime.device.emulator.window import aligned, landed, shared_block, shared_host

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
+
 from runtime.device.emulator.context import DONE, FULL_MASK
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import (
+    BLOCK_NUM_WARPS,
     BLOCK_PROXY,
     BLOCK_PROXY_TIME,
     BLOCK_SHARED,
+    BLOCK_WARPS,
     WARP_BLOCK,
+    WARP_FIELDS,
     WARP_INDEX,
     WARP_PROXY_SEEN,
 )
@@ -58,8 +61,18 @@ def wrote(block, warp, offset, size):
 
 
 @njit
+def barrier_passed(block, waiting):
+    """A barrier of the block is complete; `waiting` is the mask of the warps that wait at it."""
+    if block[BLOCK_PROXY] != 0:
+        block[BLOCK_PROXY_TIME] += 1
+        for index in range(block[BLOCK_NUM_WARPS]):
+            if (waiting >> index) & 1:
+                i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))[WARP_PROXY_SEEN] = block[BLOCK_PROXY_TIME]
+
+
+@njit
 def synchronised(warp):
-    """The warp passed a barrier, or saw an mbarrier's phase complete."""
+    """The warp saw an mbarrier's phase, or the cluster barrier's, complete."""
     fields = i64_at(warp[WARP_BLOCK])
     if fields[BLOCK_PROXY] != 0:
         fields[BLOCK_PROXY_TIME] += 1

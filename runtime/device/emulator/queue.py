@@ -20,9 +20,9 @@ from runtime.device.emulator.context import (
     WARP_BLOCK,
     WARP_LAUNCH,
 )
-from runtime.device.emulator.locate import ATOMIC
 from runtime.device.emulator.mbarrier_state import add_transactions
 from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
+from runtime.device.emulator.races import ATOMIC
 from runtime.device.emulator.ranges import global_range
 from runtime.device.emulator.reduction import reduce_run
 from runtime.device.emulator.tensor_map import element_bytes

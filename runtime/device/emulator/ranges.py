@@ -17,8 +17,9 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import GLOBAL, LOAD, PARAM, SHADOW, STORE, check_bytes, global_place, stack_longs
+from runtime.device.emulator.locate import GLOBAL, PARAM, SHADOW, check_bytes, global_place, stack_longs
 from runtime.device.emulator.pointers import i64_at
+from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.window import is_shared, shared_block, shared_host
 
 _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
@@ -33,6 +34,8 @@ def global_range(warp, site, lane, address, size, action):
         return 1
     if check_bytes(warp, site, lane, address, size, action, GLOBAL, place[SHADOW]):
         return 1
+    if action == ATOMIC:  # reductions do not race with each other
+        return 0
     return note_range(warp, site, lane, 0, address, size, action)
 
 

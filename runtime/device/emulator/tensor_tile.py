@@ -10,8 +10,8 @@ out-of-bound access, swizzling modes).
 from __future__ import annotations
 
 from numba_kernels.cache import njit
-from runtime.device.emulator.locate import ATOMIC, LOAD, STORE
 from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.ranges import global_range
 from runtime.device.emulator.reduction import reduce_run
 from runtime.device.emulator.swizzle import swizzled

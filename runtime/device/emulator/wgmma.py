@@ -41,7 +41,6 @@ from runtime.device.emulator.context import (
     WARP_WGMMA,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import LOAD
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import (
@@ -58,6 +57,7 @@ from runtime.device.emulator.pointers import (
 )
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Register, Vector
+from runtime.device.emulator.races import LOAD
 from runtime.device.emulator.ranges import shared_range
 from runtime.device.emulator.swizzle import swizzled
 from runtime.device.emulator.tensor_core import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -18,9 +19,19 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
+MakeBytes = Callable[[list[int]], bytes]
+
+
+@dataclass
+class InMemory:
+    """An argument that is the address of 128 bytes in device memory, made from the arrays' addresses."""
+
+    make: MakeBytes
+
+
 def launch_text(
     text: str,
-    arguments: Sequence[np.ndarray | int | bytes],
+    arguments: Sequence[np.ndarray | int | bytes | MakeBytes | InMemory],
     *,
     threads: int = 32,
     blocks: int = 1,
@@ -29,25 +40,26 @@ def launch_text(
     checks: Checks = Checks.ALL,
     seed: int = 0,
     is_dependent: bool = False,
-    uninitialised: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Runs the text's one kernel: arrays go to device memory and come back; ints are 64-bit parameters as they are.
 
-    `bytes` are a parameter of their own (a tensor map with its addresses filled in by `relocate`). Arrays whose index is
-    in `uninitialised` are allocated and not written.
+    `bytes` are a parameter of their own, 64-byte aligned; a function makes them from the addresses of the arrays before.
     """
     program = load((HEADER if ".version" not in text else "") + text)
     machine = Machine(16 << 20)
     try:
         parameters, addresses = b"", []
-        for index, argument in enumerate(arguments):
+        for argument in arguments:
             if isinstance(argument, np.ndarray):
                 address = machine.allocate(argument.nbytes)
-                if index not in uninitialised:
-                    machine.write(address, argument.tobytes())
+                machine.write(address, argument.tobytes())
                 addresses.append((address, argument))
                 argument = address
-            if callable(argument):
+            elif isinstance(argument, InMemory):
+                data = argument.make([address for address, _ in addresses])
+                argument = machine.allocate(len(data))
+                machine.write(argument, data)
+            elif callable(argument):
                 argument = argument([address for address, _ in addresses])
             if isinstance(argument, bytes):
                 parameters += b"\0" * (-len(parameters) % 64) + argument
