@@ -39,9 +39,9 @@ _HINTS = (
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class KernelLaunch:
-    """A kernel with its configuration and its arguments.
+    """A kernel with its configuration and its arguments; never changed.
 
     Attributes:
         parameters: the arguments as the kernel's parameter space holds them.
@@ -77,10 +77,15 @@ class LaunchAttributes:
     is_dependent: bool = False
 
 
+_PLAIN = LaunchAttributes()
+
+
 def read_attributes(config: Any) -> LaunchAttributes:
     """The attributes of a launch. Raises Refused for one that is not emulated."""
+    if not config.numAttrs:
+        return _PLAIN
     cluster, is_cooperative, is_dependent = (1, 1, 1), False, False
-    for attribute in config.attrs[: config.numAttrs] if config.numAttrs else ():
+    for attribute in config.attrs[: config.numAttrs]:
         kind, value = attribute.id, attribute.value
         if kind == _ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
             cluster = (value.clusterDim.x, value.clusterDim.y, value.clusterDim.z)
@@ -198,7 +203,7 @@ class LaunchFunctions(ModuleFunctions):
         function = self.function(f)
         stream = self.stream(hStream)
         grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
-        self._launch(function, grid, block, sharedMemBytes, stream, kernelParams, extra, LaunchAttributes())
+        self._launch(function, grid, block, sharedMemBytes, stream, kernelParams, extra, _PLAIN)
 
     @entry()
     def cuLaunchKernelEx(self, config: Any, f: Any, kernelParams: Any, extra: Any) -> None:
