@@ -16,7 +16,6 @@ from runtime.device.emulator.context import (
     BLOCK_PROXY,
     BLOCK_SHARED,
     BLOCK_SHARED_BYTES,
-    BLOCK_SHARED_RACES,
     BLOCK_SHARED_SHADOW,
     CHECK_MEMORY,
     CHECK_RACES,
@@ -54,16 +53,7 @@ from runtime.device.emulator.locate import (
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, i64_at, trailing_zeros, u8_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.proxy import wrote
-from runtime.device.emulator.races import (
-    global_read_lane,
-    global_read_run,
-    global_write_lane,
-    global_write_run,
-    shared_read_lane,
-    shared_read_run,
-    shared_write_lane,
-    shared_write_run,
-)
+from runtime.device.emulator.races import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
 from runtime.device.emulator.stream_touch import touch_lanes
 from runtime.device.emulator.traffic import count_access
 
@@ -121,42 +111,16 @@ def _is_same(places, slots, lane, size, count, is_wide):
 
 
 @njit
-def _races_of_run(warp, record, first, places, blocks, size, is_store, lane):
-    """One contiguous range from lane `first` to `lane` of shared or device memory; True when nothing can be wrong."""
-    bytes_ = places[lane] + size - places[first]
-    if blocks[first] == 0:
-        if is_store:
-            return global_write_run(warp, record, places[first], bytes_, first, size)
-        return global_read_run(warp, record, places[first], bytes_)
-    block = i64_at(blocks[first])
-    area, offset = i64_at(block[BLOCK_SHARED_RACES]), places[first] - block[BLOCK_SHARED]
-    if is_store:
-        return shared_write_run(record, area, offset, bytes_, first, size)
-    return shared_read_run(record, area, offset, bytes_)
-
-
-@njit
-def races_of_lane(warp, site, record, place, block_address, size, lane, action, flags, same):
+def races_of_lane(warp, site, place, block_address, size, lane, action, flags, same):
     """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
-    strong = 1 if flags & IS_STRONG else 0
-    if block_address == 0:
-        if action != STORE and global_read_lane(warp, site, record, place, size, lane, strong, flags & IS_NC != 0):
-            return 1
-        return global_write_lane(warp, site, record, place, size, lane, strong, same) if action != LOAD else 0
-    block = i64_at(block_address)
-    area, offset = i64_at(block[BLOCK_SHARED_RACES]), place - block[BLOCK_SHARED]
-    if action != STORE and shared_read_lane(warp, site, record, area, offset, size, lane, strong, offset):
-        return 1
-    if action == LOAD:
-        return 0
-    return shared_write_lane(warp, site, record, area, offset, size, lane, strong, same, offset)
+    access = (ACCESS_STRONG if flags & IS_STRONG else 0) | (ACCESS_NC if flags & IS_NC else 0)
+    return lane_races(warp, site, place, block_address, size, lane, action, access | (ACCESS_SAME if same else 0))
 
 
 @njit
 def _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
     """The race checker's view of a warp's load or store, before the data moves."""
-    record = i64_at(warp[WARP_CLOCK])
-    is_store, total, scope = flags & IS_STORE != 0, size * count, flags >> SCOPE_SHIFT
+    is_store, total, scope = flags & IS_STORE, size * count, flags >> SCOPE_SHIFT
     lane = 0
     while lane < 32:
         if not mask >> lane & 1 or blocks[lane] < 0:
@@ -172,13 +136,14 @@ def _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, 
                 if step != total and (step != 0 or is_store):
                     break
                 lane += 1
-            if _races_of_run(warp, record, first, places, blocks, total, is_store, lane):
+            length = places[lane] + total - places[first]
+            if run_is_fine(warp, places[first], blocks[first], length, is_store, first, total):
                 lane += 1
                 continue
         while first <= lane:
-            same = is_store and _is_same(places, slots, first, size, count, is_wide)
+            same = is_store != 0 and _is_same(places, slots, first, size, count, is_wide)
             action = STORE if is_store else LOAD
-            if races_of_lane(warp, site, record, places[first], blocks[first], total, first, action, flags, same):
+            if races_of_lane(warp, site, places[first], blocks[first], total, first, action, flags, same):
                 return 1
             if is_store and flags & IS_STRONG:
                 strong_write(warp, places[first], scope, flags & IS_RELEASE != 0)
@@ -300,9 +265,8 @@ def window_of(warp, addresses, offset, mask, space, flags):
         shadow = launch[LAUNCH_ARENA_SHADOW]
         if launch[LAUNCH_STREAM_ORDER] and touch_lanes(launch, addresses, offset, mask, flags & IS_STORE != 0):
             size = types.int64(0)
-    elif inside in (SHARED, SHARED_CLUSTER):
-        if not (flags & IS_STORE and block[BLOCK_PROXY]):
-            size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]
+    elif inside in (SHARED, SHARED_CLUSTER) and not (flags & IS_STORE and block[BLOCK_PROXY]):
+        size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]
     if flags & IS_STORE:
         need, want = types.int64(0x31 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
     elif checks & CHECK_UNINITIALIZED:
@@ -530,8 +494,7 @@ def note_range(warp, site, lane, block_address, host, size, action):
     if block_address == 0 and not 0 <= host - launch[LAUNCH_ARENA] <= launch[LAUNCH_ARENA_BYTES] - size:
         return 0
     flags = SCOPE_GPU << SCOPE_SHIFT
-    record = i64_at(warp[WARP_CLOCK])
-    return races_of_lane(warp, site, record, host, block_address, size, lane, action, flags, False)
+    return races_of_lane(warp, site, host, block_address, size, lane, action, flags, False)
 
 
 @njit

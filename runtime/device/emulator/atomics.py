@@ -173,8 +173,7 @@ def _enter(warp, site, lane, address, size, space, flags, place):
         return 1
     if warp[WARP_CLOCK] != 0 and place[BLOCK] >= 0 and i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_RACES:
         strong_read(warp, place[HOST], flags >> SCOPE_SHIFT)
-        record = i64_at(warp[WARP_CLOCK])
-        if races_of_lane(warp, site, record, place[HOST], place[BLOCK], size, lane, ATOMIC, flags | IS_STRONG, False):
+        if races_of_lane(warp, site, place[HOST], place[BLOCK], size, lane, ATOMIC, flags | IS_STRONG, False):
             return 1
         strong_write(warp, place[HOST], flags >> SCOPE_SHIFT, flags & IS_RELEASE != 0)
     return 0

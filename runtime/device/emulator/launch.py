@@ -30,7 +30,7 @@ from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault, kind_of
 from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
-from runtime.device.emulator.races import RaceMemory
+from runtime.device.emulator.race_memory import RaceMemory
 from runtime.device.emulator.residency import S_BLOCKS, S_IS_RUNNING, SLOT_FIELDS, Slot, SlotShape, lay_out
 from runtime.device.emulator.traffic import TRAFFIC_FIELDS, traffic_of
 from runtime.device.emulator.warp_scheduler import (

@@ -93,7 +93,7 @@ def elements_of(mods: Modifiers, operand: Operand) -> tuple[int, list[Operand]]:
     if len(items) != count:
         raise mods.refuse(f"{len(items)} registers for {count} elements")
     size = TYPE_BYTES[kind]
-    if size * count > 32 or (size * count == 32 and size < 4):
+    if size * count > 32 or (count == 8 and size != 4):
         raise mods.refuse(f"{size * count} bytes a lane")
     return size, items
 

@@ -49,11 +49,12 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.memory import IS_ALLOCATED, IS_BEING_READ, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_INITIALISED
 from runtime.device.emulator.pointers import i64_at, u8_at
+from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.stream_touch import touch_range
 
+ACTIONS = {LOAD: "load", STORE: "store", ATOMIC: "atomic"}
 GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, PARAM, CONST = range(7)
 SPACE_NAMES = ("generic", "global", "shared", "shared::cluster", "local", "param", "const")
-LOAD, STORE, ATOMIC = range(3)
 
 HOST, BLOCK, SHADOW = range(3)
 """What `locate` fills in: host address; address of the block array whose shared memory it is, else 0; address of the
@@ -185,11 +186,11 @@ def locate(warp, site, lane, address, size, action, space, place):
             plain = address - LOCAL_WINDOW
         elif inside == PARAM:
             plain = address - PARAM_WINDOW
-    elif (space == GLOBAL or space == CONST) and address >= PARAM_WINDOW:
+    elif space in (GLOBAL, CONST) and address >= PARAM_WINDOW:
         return report(warp, _WRONG_SPACE, site, lane, address, action, size, space, address)
-    if inside == GLOBAL or inside == CONST:
+    if inside in (GLOBAL, CONST):
         return global_place(warp, site, lane, address, size, action, space, place)
-    if inside == SHARED or inside == SHARED_CLUSTER:
+    if inside in (SHARED, SHARED_CLUSTER):
         return _shared_place(warp, site, lane, plain, size, action, inside, place)
     place[BLOCK] = NOT_DEVICE
     place[SHADOW] = 0

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from runtime.device.emulator.context import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT
 from runtime.device.emulator.fault import FaultKind
-from runtime.device.emulator.locate import CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED_CLUSTER, SPACE_NAMES
+from runtime.device.emulator.locate import ACTIONS, CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED_CLUSTER, SPACE_NAMES
 from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.races import IN_SHARED
 from runtime.device.emulator.variables import SharedLayout
 
 Dim3 = tuple[int, int, int]
-_ACTIONS = ("load", "store", "atomic")
 _RACES = {
     FaultKind.NC_WRITTEN: (
         "a .nc load of {place}, which {other} has written in this launch: .nc is for data that nobody writes"
@@ -102,7 +101,7 @@ def explain(kind: FaultKind, record: Sequence[int], machine: Machine, layout: Sh
         return _RACES[kind].format(place=place, other=shape.warp_name(c, d))
     if kind == FaultKind.LANES_DIFFER:
         return f"two lanes of this instruction write different values to {_place(address, c, machine, layout, shape)}"
-    what = f"a {_ACTIONS[a]} of {b} bytes at {SPACE_NAMES[c]} address {d:#x}"
+    what = f"a {ACTIONS[a]} of {b} bytes at {SPACE_NAMES[c]} address {d:#x}"
     if kind == FaultKind.MISALIGNED:
         return f"{what}, which is no multiple of {b}"
     at = "" if address == d else f", whose byte {address - d} is at {address:#x}"
