@@ -95,6 +95,11 @@ class Gpu:
         finally:
             self._streams.current = before
 
+    @property
+    def stream_is_captured(self) -> bool:
+        """Whether the current stream is recorded into a graph."""
+        return self._streams.captured is self._streams.current
+
     @contextmanager
     def captured(self, stream: Stream) -> Iterator[None]:
         """Says that `stream` is recorded into a graph until the block ends; `runtime.device.graph` does it."""

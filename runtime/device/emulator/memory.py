@@ -195,7 +195,7 @@ class Machine:
         allocation = Allocation(address, size_bytes, is_host, self._serial, label)
         self._live.add(allocation)
         self.used_bytes += 0 if is_host else size_bytes
-        self._mark(address, size_bytes, IS_ALLOCATED | (IS_HOST if is_host else 0))
+        self.shade(address, size_bytes, IS_ALLOCATED | (IS_HOST if is_host else 0))
         return address
 
     def _place(self, size_bytes: int, alignment: int) -> int:
@@ -246,7 +246,7 @@ class Machine:
             self.pool_blocks.forget(address)
         self.used_bytes -= 0 if allocation.is_host else allocation.size_bytes
         self._mapping.drop(address, allocation.size_bytes)
-        self._mark(address, allocation.size_bytes, 0)
+        self.shade(address, allocation.size_bytes, 0)
         self._dead.add(allocation)
         self._quarantine.append(address)
 
@@ -324,9 +324,10 @@ class Machine:
         """Says that a range inside one allocation now has contents."""
         allocation = self.allocation_of(address)
         host = IS_HOST if allocation is not None and allocation.is_host else 0
-        self._mark(address, size_bytes, IS_ALLOCATED | IS_INITIALISED | host)
+        self.shade(address, size_bytes, IS_ALLOCATED | IS_INITIALISED | host)
 
-    def _mark(self, address: int, size_bytes: int, state: int) -> None:
+    def shade(self, address: int, size_bytes: int, state: int) -> None:
+        """Sets the shadow bytes of a range."""
         shadow = address + self.shadow_delta
         if state == 0 and size_bytes >= 1 << 20:  # inner pages go back to the host and read as zero
             self._mapping.drop(shadow, size_bytes)

@@ -10,7 +10,6 @@ must come after every use of it in any stream.
 from __future__ import annotations
 
 import bisect
-import ctypes
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ class PoolBlocks:
         """From now on only blocks of this allocation may be touched."""
         bisect.insort(self._segment_starts, address)
         self._segments[address] = size_bytes
-        self._shade(address, size_bytes, 0)
+        self._machine.shade(address, size_bytes, 0)
 
     def forget(self, address: int) -> None:
         """The allocation that begins here, if it is a divided one, is freed."""
@@ -59,15 +58,15 @@ class PoolBlocks:
         if address not in self._sizes:
             bisect.insort(self._starts, address)
         self._sizes[address] = size_bytes
-        self._shade(address, size_bytes, IS_ALLOCATED)
-        self._shade(address + size_bytes, span_bytes - size_bytes, 0)
+        self._machine.shade(address, size_bytes, IS_ALLOCATED)
+        self._machine.shade(address + size_bytes, span_bytes - size_bytes, 0)
 
     def end(self, address: int, span_bytes: int) -> None:
         """The block that begins here, if there is one, ends."""
         if (size := self._sizes.pop(address, None)) is not None:
             del self._starts[bisect.bisect_left(self._starts, address)]
             self._returned.append((address, size))
-        self._shade(address, span_bytes, IS_FREED)
+        self._machine.shade(address, span_bytes, IS_FREED)
 
     def check(self, address: int, size_bytes: int, action: str) -> None:
         """Raises DeviceMemoryError where a range of a divided allocation is not inside one block."""
@@ -114,8 +113,6 @@ class PoolBlocks:
             return None
         return self._starts[index]
 
-    def _shade(self, address: int, size_bytes: int, state: int) -> None:
-        ctypes.memset(address + self._machine.shadow_delta, state, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
