@@ -69,7 +69,7 @@ def row_address(head_dim: int, block_size: int, dtype: str) -> Any:
 def _write_kv(dtype: str, head_dim: int, block_size: int, is_vector: bool) -> Specialisation:
     """Arguments: k, v, slot_mapping, k_cache, v_cache; num_tokens, num_kv_heads, k and v elements a token."""
     width = VECTOR_WIDTH[dtype] if is_vector and head_dim % VECTOR_WIDTH[dtype] == 0 else 1
-    pieces = page_row(head_dim) // width if width == 1 else head_dim // width
+    pieces = page_row(head_dim) // width
     load, store, address = (
         elements_loader(dtype, width), elements_storer(dtype, width), row_address(head_dim, block_size, dtype)
     )  # fmt: skip
@@ -78,8 +78,9 @@ def _write_kv(dtype: str, head_dim: int, block_size: int, is_vector: bool) -> Sp
 
     @device_function
     def move(source, target, piece, values):
-        if has_padding and piece >= uint32(head_dim):
-            values[0] = float32(0)
+        if has_padding and piece >= uint32(head_dim // width):
+            for i in range(width):
+                values[i] = float32(0)
         else:
             loaded = load(source)
             for i in range(width):
@@ -125,8 +126,7 @@ def plan_write_kv(
     """
     check_pages(head_dim, block_size, dtype)
     kernel = _write_kv(dtype, head_dim, block_size, alignment % 16 == 0)
-    width = kernel.constants["width"]
-    pieces = page_row(head_dim) if width == 1 else head_dim // width
+    pieces = page_row(head_dim) // kernel.constants["width"]
     return Launch(kernel, (-(-num_tokens * num_kv_heads * pieces // THREADS), 1, 1), (THREADS, 1, 1))
 
 
