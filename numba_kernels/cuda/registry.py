@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numba_kernels.cuda import activation, embedding, gemm, kv_cache, norm, qkv, rope, softmax
+from numba_kernels.cuda import activation, attention, embedding, gemm, kv_cache, norm, qkv, rope, softmax
 from numba_kernels.cuda.specialisation import Specialisation
 
-FAMILIES = (activation, embedding, gemm, kv_cache, norm, qkv, rope, softmax)
+FAMILIES = (activation, attention, embedding, gemm, kv_cache, norm, qkv, rope, softmax)
 
 
 def specialisations() -> Iterator[Specialisation]:
