@@ -13,7 +13,7 @@ from runtime.device.emulator.formats import FORMATS, narrow, narrow_ue8m0, widen
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.modifiers import Modifiers
 from runtime.device.emulator.ptx import Instruction, Operand
-from runtime.device.emulator.rounding import ROUNDINGS, narrow_to_odd, rounded
+from runtime.device.emulator.rounding import ROUNDINGS, narrow_to_odd, rounded, sum_to_odd
 from runtime.device.emulator.vectors import (
     F32,
     F64,
@@ -128,22 +128,43 @@ def _float_source(low: Lowering, operand: Operand, kind: str, ftz: bool) -> Valu
     return widen(low.builder, low.value(operand, kind), kind)
 
 
-def _integer_to_odd(b: Builder, x: Value, signed: bool) -> Value:
-    """A 64-bit integer → float64 rounded to odd: toward zero, and an inexact one's last bit set."""
-    name, back = ("sitofp", "fptosi.sat") if signed else ("uitofp", "fptoui.sat")
-    result = rounded(b, name, F64, [x], "rz")
-    inexact = b.icmp_unsigned("!=", intrinsic(b, back, I64, [result], types=[I64, F64]), x)
-    return b.bitcast(b.or_(b.bitcast(result, I64), b.zext(inexact, I64)), F64)
+def _integer_to_float(b: Builder, x: Value, signed: bool, to: str, mode: str) -> Value:
+    """An integer → float64, or float32, or (to "odd") a float32 rounded to odd, rounded once.
+
+    Conversions of the machine's own only where they are exact or round to nearest: elsewhere LLVM makes them of parts
+    that each round in the direction asked for.
+    """
+    if width(x) < 64:
+        if to == "f32" and mode == "rn":
+            return b.sitofp(x, F32) if signed else b.uitofp(x, F32)
+        wide = b.sitofp(x, F64) if signed else b.uitofp(x, F64)  # exact
+        if to == "f64":
+            return wide
+    else:
+        upper, lower = b.lshr(x, splat(I64, 32)), b.trunc(x, I32)
+        upper = b.trunc(upper, I32)
+        upper = b.fmul(b.sitofp(upper, F64) if signed else b.uitofp(upper, F64), splat(F64, 2.0**32))
+        parts = [upper, b.uitofp(lower, F64)]
+        if to == "f64":
+            return rounded(b, "fadd", F64, parts, mode)
+        wide = sum_to_odd(b, *parts)
+    return narrow_to_odd(b, wide) if to == "odd" else rounded(b, "fptrunc", F32, [wide], mode)
+
+
+def _of_integer(low: Lowering, source: Operand, of: str, to: str, mode: str) -> Value:
+    x, signed = low.value(source, of), is_signed(of)
+    result = F64 if to == "f64" else F32
+    name = f"xserv.cvt.{to}.{of}.{mode}"
+    return shared(low.builder, name, result, [x], lambda b, x: _integer_to_float(b, x, signed, to, mode))
 
 
 def _to_wide(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
     """To float32 or float64."""
-    b, kind = low.builder, {"f32": F32, "f64": F64}[to]
+    b = low.builder
     target, source = mods.operands(2)
     ftz = "f32" in (to, of) and mods.take("ftz")
     if of in WHOLE:
-        x = low.value(source, of)
-        result = rounded(b, "sitofp" if is_signed(of) else "uitofp", kind, [x], mods.one_of(ROUNDINGS))
+        result = _of_integer(low, source, of, to, mods.one_of(ROUNDINGS))
     elif of in FLOATS:
         result = _float_source(low, source, of, ftz)
         if of == to:
@@ -175,13 +196,7 @@ def _to_small(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
     roundings = ("rn", "rz", "rna") if to == "tf32" else ROUNDINGS
     if of in WHOLE:
         mode = mods.one_of(ROUNDINGS)
-        x = low.value(source, of)
-        if width(x) == 64:
-            name = f"xserv.odd.{of}"
-            x = shared(b, name, F64, [x], lambda b, x: _integer_to_odd(b, x, is_signed(of)))
-        else:
-            x = b.sitofp(x, F64) if is_signed(of) else b.uitofp(x, F64)
-        x = narrow_to_odd(b, x)
+        x = _of_integer(low, source, of, "odd", "rn")
     elif of in FLOATS and (to != "tf32" or of == "f32"):
         x = _float_source(low, source, of, ftz)
         mode = "rn"

@@ -14,18 +14,17 @@ from runtime.device.emulator.vectors import F32, F64, I32, I64, WORD, Builder, V
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 _DIRECTIONS = {"rz": 0, "rn": 1, "rp": 2, "rm": 3}  # as llvm.set.rounding counts them
-_CONVERSIONS = ("fptrunc", "sitofp", "uitofp")
 
 
 def rounded(builder: Builder, name: str, result: object, arguments: Sequence[Value], mode: str) -> Value:
-    """``name(*arguments)`` as `result`, rounded once; names: fadd fsub fmul fdiv fma sqrt fptrunc sitofp uitofp."""
+    """``name(*arguments)`` as `result`, rounded once; names: fadd fsub fmul fdiv fma sqrt fptrunc."""
     if mode == "rn":
         if name in ("fma", "sqrt"):
             return intrinsic(builder, name, result, arguments)
-        if name in _CONVERSIONS:
-            return getattr(builder, name)(arguments[0], result)
+        if name == "fptrunc":
+            return builder.fptrunc(arguments[0], result)
         return getattr(builder, name)(*arguments)
-    types = [result, arguments[0].type] if name in _CONVERSIONS else [result]
+    types = [result, arguments[0].type] if name == "fptrunc" else [result]
     text = ".".join(str(type_) for type_ in types)
 
     def body(b: Builder, *parameters: Value) -> Value:

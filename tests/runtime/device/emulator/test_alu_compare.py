@@ -185,7 +185,8 @@ def test_selections() -> None:
 @pytest.mark.parametrize(
     "statement",
     ["setp.lt.b32 %p, {0}, {0};", "setp.lo.s32 %p, {0}, {0};", "setp.ltu.u32 %p, {0}, {0};",
-     "selp.pred %p, %p, %q, %p;", "setp.lt.nand.s32 %p, {0}, {0}, %q;", "set.lt.u16.u32 %h0, {0}, {0};", "slct.s32.u32 {d}, {0}, {0}, {0};"],
+     "selp.pred %p, %p, %q, %p;", "setp.lt.nand.s32 %p, {0}, {0}, %q;",
+     "set.lt.u16.u32 %h0, {0}, {0};", "slct.s32.u32 {d}, {0}, {0}, {0};"],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
     with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):

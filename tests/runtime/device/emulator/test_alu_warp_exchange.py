@@ -41,8 +41,8 @@ def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, int]:
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shuffles(mode: str) -> None:
     cases, expected = [], []
-    for c in (0x1F, 0, 0x181F, 0x1C07, 0x100F):
-        for b in (0, 1, 5, 16, 31, 33):
+    for c in (0x1F, 0, 0x181F, 0x1C07):
+        for b in (1, 5, 16, 33):
             found = [shuffled(mode, int(lane), b, c) for lane in LANE]
             values = [int(X[(k & ~31) + source]) for k, (source, _) in enumerate(found)]
             literal = f"shfl.sync.{mode}.b32 {{d}}|%p, {{0}}, {b}, {c}, -1;"
