@@ -9,10 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numba_kernels.cuda import activation, attention, embedding, gemm, kv_cache, norm, qkv, rope, softmax
+from numba_kernels.cuda import (
+    activation,
+    attention,
+    elementwise,
+    embedding,
+    gemm,
+    integer_matmul,
+    kv_cache,
+    norm,
+    qkv,
+    reduce,
+    rope,
+    sampling,
+    softmax,
+)
 from numba_kernels.cuda.specialisation import Specialisation
 
-FAMILIES = (activation, attention, embedding, gemm, kv_cache, norm, qkv, rope, softmax)
+FAMILIES = (
+    activation,
+    attention,
+    elementwise,
+    embedding,
+    gemm,
+    integer_matmul,
+    kv_cache,
+    norm,
+    qkv,
+    reduce,
+    rope,
+    sampling,
+    softmax,
+)
 
 
 def specialisations() -> Iterator[Specialisation]:

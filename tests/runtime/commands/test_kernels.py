@@ -1,0 +1,95 @@
+"""`xserv kernels build | list | clear`, and what `xserv info` says of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cuda.bindings import driver as bindings
+from typer.testing import CliRunner
+
+from runtime.cli import app
+from runtime.commands.info import devices
+from runtime.device import driver as driver_module
+from runtime.device.driver import Driver
+from runtime.device.errors import NoDriverError
+from runtime.device.kernel_cache import KernelCache
+from tests.runtime.device.fake_driver import FakeDriver
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "xserv" / "kernels"
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["kernels", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_build_list_clear(folder: Path) -> None:
+    family = ("--match", "add_embedding_f32")
+    status, out, err = invoke("build", "--arch", "sm_86", *family)
+    assert (status, "sm_86" in out) == (0, True)
+    count = int(out.split()[0])
+    assert f"{count} compiled in" in out
+    assert f"{count}/{count}" in err
+    status, out, _ = invoke("build", "--arch", "sm_86", *family)
+    assert f"0 compiled in 0.0 s, {count} were there" in out
+    status, out, _ = invoke("build", "--arch", "sm_80", "--image", "ptx", *family)
+    assert f"{count} compiled" in out
+    victim = next(iter(KernelCache(folder).entries())).path
+    victim.write_bytes(b"broken")
+    status, out, _ = invoke("list")
+    assert status == 0
+    assert out.count("add_embedding_f32") == 2 * count
+    assert out.count("registers") == count - ("sm_86" in victim.name)
+    assert "corrupt, and compiled anew" in out
+    assert f"{2 * count} kernels" in out
+    status, out, _ = invoke("clear")
+    assert f"{2 * count} kernels removed" in out
+    assert "0 kernels" in invoke("list")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["build", "--arch", "sm_9000"], "'sm_9000' is not one such as 'sm_80'"),
+        (["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'"),
+        (["build", "--image", "elf"], "--image"),
+        ([], "Missing command"),
+    ],
+)
+def test_wrong_arguments(folder: Path, arguments: list[str], words: str) -> None:
+    status, _, err = invoke(*arguments)
+    assert status == 2
+    assert words in err
+    assert not folder.exists()
+
+
+def test_info_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeDriver(num_devices=2, total_bytes=80 << 30), bindings)
+    monkeypatch.setattr(driver_module, "open_driver", lambda arch: driver)
+    found = {entry["device"]: entry for entry in devices("cpu")}
+    assert list(found) == ["cpu", "cuda:0", "cuda:1"]
+    assert found["cuda:1"]["properties"]["num_sms"] == 4
+    for words in ("Fake", "80.0 GiB", "compute capability 9.0", "4 SMs", "228.0 KiB shared memory each", "L2"):
+        assert words in found["cuda:0"]["description"]
+
+
+def test_info_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arch: str | None) -> Driver:
+        raise NoDriverError("no CUDA driver: install one")
+
+    monkeypatch.setattr(driver_module, "open_driver", refuse)
+    entry = devices("cpu")[1]
+    assert (entry["device"], entry["is_usable"]) == ("cuda", False)
+    assert "install one" in entry["description"]
+
+
+def test_info_of_an_emulated_device() -> None:
+    entry = devices("emulated:sm_80")[-1]
+    assert (entry["device"], entry["is_usable"]) == ("emulated:sm_80", True)
+    assert entry["properties"]["capability"] == (8, 0)
+    assert "A100" in entry["description"]
