@@ -171,7 +171,7 @@ def _pick(items, index):
 @device_function
 def _no_later_than(word):
     """A bound above -ln(1 - u), u = (word + 0.5) / 2^32: it is convex, and 1 - u is at least 2^-(s + 1)."""
-    steps = f32_from_u32(count_leading_zeros(~word) + uint32(1))
+    steps = f32_from_u32(count_leading_zeros(word ^ uint32(0xFFFFFFFF)) + uint32(1))
     chord = f32_from_u32(word) * float32(1.387 * 2.0**-32) + float32(2.0**-32)
     return steps * float32(0.6932) if word >> uint32(31) != uint32(0) else chord
 

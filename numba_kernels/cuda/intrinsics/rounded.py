@@ -87,8 +87,9 @@ def exponential_of_word(word):
 
     With 1 - u = (1 - v) / 2^s, 0 < v <= 1/2, it is s ln 2 + 2 artanh(z), where z = v / (2 - v) <= 1/3.
     """
-    remaining = (uint64(~word) << uint64(1)) | uint64(1)  # of 2^33: 1 - u
-    shift = count_leading_zeros(~word)
+    flipped = word ^ uint32(0xFFFFFFFF)
+    remaining = (uint64(flipped) << uint64(1)) | uint64(1)  # of 2^33: 1 - u
+    shift = count_leading_zeros(flipped)
     missing = (uint64(1) << uint64(uint32(33) - shift)) - remaining  # of 2^(33 - s): v
     scale = f32_from_bits((uint32(127 - 33) + shift) << uint32(23))  # 2^(s - 33)
     v = pair(
