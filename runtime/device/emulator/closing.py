@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from numba_kernels.cache import njit
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
     BLOCK_EXITED_WARPS,
@@ -21,6 +20,7 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.cp_async import close_copies
 from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.queue import drop, finish, first_into, first_unread
 from runtime.device.emulator.wgmma import close_wgmma
@@ -29,8 +29,8 @@ from runtime.device.emulator.window import free
 _EXIT = int(FaultKind.EXIT_IN_FLIGHT)
 
 
-@njit
-def close_warp(warp):
+@operation("close_warp", "")
+def close_warp(warp, mask, site):
     """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
 
     A copy that has not read its shared memory, a wgmma nobody waited for, and, with the block's last warp, a copy that
@@ -38,31 +38,32 @@ def close_warp(warp):
     then. `warp` still counts as running in BLOCK_EXITED_WARPS.
     """
     checked = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC
-    site = max(close_wgmma(warp), first_unread(warp))
-    if checked and site >= 0:
-        return report(warp, _EXIT, site, 0, 0, site, 0, 0, 0)
+    pending = max(close_wgmma(warp), first_unread(warp))
+    if checked and pending >= 0:
+        return report(warp, _EXIT, pending, 0, 0, pending, 0, 0, 0)
     if finish(warp) or close_copies(warp):
         return 1
     block = i64_at(warp[WARP_BLOCK])
     if checked and block[BLOCK_EXITED_WARPS] + 1 == block[BLOCK_NUM_WARPS]:
         cluster = i64_at(block[BLOCK_CLUSTER])
         for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
-            site = first_into(warp[WARP_BLOCK], cluster[rank])
-            if site >= 0:
-                return report(warp, _EXIT, site, 0, 0, site, 0, 0, 0)
+            pending = first_into(warp[WARP_BLOCK], cluster[rank])
+            if pending >= 0:
+                return report(warp, _EXIT, pending, 0, 0, pending, 0, 0, 0)
     return 0
 
 
-@njit
-def close_block(block):
-    """The block's cluster has ended, or the launch is given up: frees what the queues hold."""
-    drop(block)
-    fields = i64_at(block)
+@operation("close_block", "")
+def close_block(warp, mask, site):
+    """The cluster of the warp's block has ended, or the launch is given up: frees what the block's queues hold."""
+    fields = i64_at(warp[WARP_BLOCK])
+    drop(fields)
     for index in range(fields[BLOCK_NUM_WARPS]):
-        warp = i64_at(fields[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
-        if warp[WARP_COPIES] != 0:
-            free(warp[WARP_COPIES])
-            warp[WARP_COPIES] = 0
-        if warp[WARP_WGMMA] != 0:
-            free(warp[WARP_WGMMA])
-            warp[WARP_WGMMA] = 0
+        other = i64_at(fields[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
+        if other[WARP_COPIES] != 0:
+            free(other[WARP_COPIES])
+            other[WARP_COPIES] = 0
+        if other[WARP_WGMMA] != 0:
+            free(other[WARP_WGMMA])
+            other[WARP_WGMMA] = 0
+    return 0

@@ -56,6 +56,8 @@ LAUNCH_SYMBOLS = 40  # address of int64[]: where each .global and .const variabl
 LAUNCH_NUM_SMS = 41
 LAUNCH_STEPS = 42  # chunks that ran to their end
 LAUNCH_STREAM_ORDER = 43  # [DRIVER] address of what the checker of streams keeps: see stream_touch.py; or 0
+LAUNCH_CLOSE_WARP = 44  # address of operation close_warp, or 0 where the kernel leaves no work behind: closing.py
+LAUNCH_CLOSE_BLOCK = 45
 LAUNCH_FREE = 32  # fields from here on belong to other rooms: add them here by name
 LAUNCH_FIELDS = 64
 

@@ -9,6 +9,7 @@ from runtime.device.emulator import (
     alu_integer,
     atomics,
     bulk,
+    closing,
     cluster,
     compare,
     control,
@@ -25,7 +26,7 @@ from runtime.device.emulator import (
 )
 
 MODULES = (
-    alu_bits, alu_float, alu_half, alu_integer, atomics, bulk, cluster, compare, control, convert, cp_async, ldmatrix,
-    load_store, mbarrier, mma, move, tensor_copy, warp_exchange, wgmma,
+    alu_bits, alu_float, alu_half, alu_integer, atomics, bulk, closing, cluster, compare, control, convert, cp_async,
+    ldmatrix, load_store, mbarrier, mma, move, tensor_copy, warp_exchange, wgmma,
 )  # fmt: skip
 """Add a room's modules here."""

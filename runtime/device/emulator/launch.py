@@ -28,6 +28,7 @@ from runtime.device.emulator.counters import Counters
 from runtime.device.emulator.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
 from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault, kind_of
+from runtime.device.emulator.operations import compile_operation
 from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
 from runtime.device.emulator.race_memory import RaceMemory
@@ -40,6 +41,7 @@ from runtime.device.emulator.warp_scheduler import (
     Q_FACTOR,
     Q_SHIFT,
     QUEUE_FIELDS,
+    abandon,
     run_clusters,
 )
 from runtime.errors import InvalidArgumentError
@@ -206,7 +208,10 @@ class _Run:
                 _on_threads(self._work, workers)
             for worker in workers:
                 if worker.record[0]:
-                    raise self._exception(worker)
+                    fault = self._exception(worker)
+                    for other in workers:
+                        abandon(np.array([slot.address for slot in other.slots], dtype=np.int64))
+                    raise fault
             counts = sum(worker.counts for worker in workers)
             found = counters.expand(self.kernel.kernel.instructions, self.translation.chunks, counts)
             if self.checks & Checks.TRAFFIC:
@@ -238,6 +243,9 @@ class _Run:
         if self.checks & Checks.TRAFFIC:
             fields[context.LAUNCH_TRAFFIC] = traffic.ctypes.data
         fields[context.LAUNCH_REGIONS] = self._regions.ctypes.data if self._regions[0] else 0
+        if self.kernel.leaves_work:
+            fields[context.LAUNCH_CLOSE_WARP] = compile_operation("close_warp")
+            fields[context.LAUNCH_CLOSE_BLOCK] = compile_operation("close_block")
         fields[context.LAUNCH_ARENA] = self.machine.base
         fields[context.LAUNCH_ARENA_BYTES] = self.machine.span
         fields[context.LAUNCH_ARENA_SHADOW] = self.machine.base + self.machine.shadow_delta

@@ -161,3 +161,16 @@ def call_run(typing_context, function, warp):
         return builder.call(run, [builder.inttoptr(arguments[1], _I64.as_pointer())])
 
     return types.int32(types.int64, types.int64), generate
+
+
+@intrinsic
+def call_operation(typing_context, function, warp, mask, site):
+    """Calls an operation without arguments of its own (operations.py) by its address."""
+
+    def generate(context, builder, signature, arguments):
+        type_ = ir.FunctionType(_I32, [_I64.as_pointer(), _I32, _I32])
+        called = builder.inttoptr(arguments[0], type_.as_pointer())
+        warp_array = builder.inttoptr(arguments[1], _I64.as_pointer())
+        return builder.call(called, [warp_array, builder.trunc(arguments[2], _I32), builder.trunc(arguments[3], _I32)])
+
+    return types.int32(types.int64, types.int64, types.int64, types.int64), generate

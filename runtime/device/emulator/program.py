@@ -49,6 +49,7 @@ class LoadedKernel:
         variables: the .global and .const variables that it names, in the order of its symbol table.
         local_bytes: local memory of a thread.
         communicates: whether blocks of one launch may see each other's writes: then they share one OS thread.
+        leaves_work: whether it starts asynchronous work, which has to be closed when warps and blocks end.
         needs_proxy, race_shift: what the checkers need to know of it.
     """
 
@@ -65,6 +66,7 @@ class LoadedKernel:
         self.variables = used_variables(program.module, kernel)
         self.local_bytes = -(-local // 64) * 64
         self.communicates = any(_communicates(instruction) for instruction in kernel.instructions)
+        self.leaves_work = any(_leaves_work(instruction) for instruction in kernel.instructions)
         self.needs_proxy = needs_proxy(kernel)
         self.race_shift = granule_shift(kernel.instructions)
 
@@ -101,7 +103,7 @@ class LoadedKernel:
             "operations": low.operations,
             "register_bytes": low.register_bytes,
             "chunks": low.chunks,
-            "reads_undefined": bool(low.wgmma or low.blocks and low.blocks[0].live_in),
+            "reads_undefined": bool(low.wgmma or (low.blocks and low.blocks[0].live_in)),
         }
         return Entry(header, native.emit_object(str(low.ir)))
 
@@ -117,6 +119,10 @@ def _communicates(instruction: Instruction) -> bool:
     if instruction.parts[0] in ("ld", "st"):
         return bool(parts & _STRONG) and not parts & _SHARED_SPACES
     return instruction.opcode.startswith("cp.reduce.async.bulk")
+
+
+def _leaves_work(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith(("cp.", "wgmma.", "st.async", "red.async"))
 
 
 class Program:

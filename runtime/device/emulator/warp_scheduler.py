@@ -10,24 +10,35 @@ from __future__ import annotations
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.barriers import settle_barriers
-from runtime.device.emulator.closing import close_block, close_warp
 from runtime.device.emulator.context import (
     BLOCK_EXITED_WARPS,
+    BLOCK_LAUNCH,
     BLOCK_NUM_WARPS,
     BLOCK_PROGRESS,
     BLOCK_WARPS,
     BLOCKED,
     EXITED,
     FAULT,
+    LAUNCH_CLOSE_BLOCK,
+    LAUNCH_CLOSE_WARP,
     LAUNCH_STEPS,
     WARP_FIELDS,
+    WARP_LANES,
+    WARP_LAUNCH,
     WARP_LIVE,
     WARP_SITE,
     WARP_STATE,
     YIELDED,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import atomic_add_u64, call_run, i64_at, trailing_zeros
+from runtime.device.emulator.pointers import (
+    address_of,
+    atomic_add_u64,
+    call_operation,
+    call_run,
+    i64_at,
+    trailing_zeros,
+)
 from runtime.device.emulator.residency import (
     P_BLOCKS,
     P_WARPS,
@@ -78,7 +89,8 @@ def _shuffle(order, count, random):
 @njit
 def _exit_warp(slot, block, warp):
     """Returns 1 and a fault, or 0."""
-    if close_warp(warp):
+    close = i64_at(warp[WARP_LAUNCH])[LAUNCH_CLOSE_WARP]
+    if close and call_operation(close, address_of(warp), warp[WARP_LANES], 0):
         return 1
     slot[S_LIVE_WARPS] -= 1
     block[BLOCK_EXITED_WARPS] += 1
@@ -90,9 +102,21 @@ def _exit_warp(slot, block, warp):
 @njit
 def _close_cluster(slot):
     """The slot's cluster has ended or is given up."""
-    for rank in range(slot[S_NUM_BLOCKS]):
-        close_block(i64_at(slot[S_BLOCKS])[rank])
     slot[S_IS_RUNNING] = 0
+    for rank in range(slot[S_NUM_BLOCKS]):
+        block = i64_at(i64_at(slot[S_BLOCKS])[rank])
+        close = i64_at(block[BLOCK_LAUNCH])[LAUNCH_CLOSE_BLOCK]
+        if close:
+            call_operation(close, block[BLOCK_WARPS], 1, 0)
+
+
+@njit
+def abandon(slots):
+    """After a launch that is given up: the clusters that still run are closed."""
+    for index in range(len(slots)):
+        slot = i64_at(slots[index])
+        if slot[S_IS_RUNNING]:
+            _close_cluster(slot)
 
 
 @njit
