@@ -47,8 +47,8 @@ from numba_kernels.cuda.intrinsics.memory import (
     store_f32,
 )
 from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, mma_bf16, mma_f16
-from numba_kernels.cuda.intrinsics.sync import sync_block
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, sync_warp
+from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
+from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Specialisation
 
@@ -125,6 +125,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
         warp = uint32(thread >> uint32(5))
+        own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
         own = uint32(warp * uint32(NUM_KEYS))  # where this warp's keys begin in a turn of the block
         own_stages = uint32(q_tile + uint32(stages_offset) + warp * uint32(4 * tile_bytes))
         # Where a lane points ldmatrix: queries and values by rows of 16, keys by rows of 8 and halves.
@@ -183,7 +184,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
             copy_async_commit()
             key = uint32(turn + own)
             _wait_for_all_but_last()
-            sync_warp()
+            sync_named(own_barrier, uint32(32))
 
             for i in range(2):
                 for j in range(4):
@@ -261,7 +262,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
                 sums[right, 1] = s1
                 sums[right, 2] = s2
                 sums[right, 3] = s3
-            sync_warp()  # all lanes have read the stage that the next turn fills
+            sync_named(own_barrier, uint32(32))  # all lanes have read the stage that the next turn fills
             finished = stage
             stage = other_stage
             other_stage = finished

@@ -37,8 +37,8 @@ from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import copy_async_commit, copy_async_wait, shared_address, shared_store_b32
 from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, mma_bf16, mma_f16
-from numba_kernels.cuda.intrinsics.sync import sync_block
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, sync_warp
+from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
+from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Specialisation
 
@@ -108,6 +108,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
         warp = uint32(thread >> uint32(5))
+        own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
         own_q_tile = uint32(q_tile + uint32(warp * uint32(16 * pitch)))
         # Where a lane points ldmatrix: queries and values by rows of 16, keys by rows of 8 and halves.
         row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
@@ -267,13 +268,13 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
         lower_share = reciprocal_of(lower_total)
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         place = uint32(own_q_tile + (lane >> uint32(2)) * uint32(pitch) + column * uint32(2))
-        sync_warp()
+        sync_named(own_barrier, uint32(32))
         for i in range(value_tiles):
             shared_store_b32(uint32(place + uint32(16 * i)), pack(sums[i, 0] * upper_share, sums[i, 1] * upper_share))
             shared_store_b32(
                 uint32(place + uint32(8 * pitch + 16 * i)), pack(sums[i, 2] * lower_share, sums[i, 3] * lower_share)
             )
-        sync_warp()
+        sync_named(own_barrier, uint32(32))
         copy_out(
             own_q_tile, out, uint32(first_row + warp * uint32(16)), rows, share, kv_head, num_q_heads, first_token, lane
         )
