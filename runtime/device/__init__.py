@@ -1,1 +1,1 @@
-"""Devices and what is bound to them: memory, streams, kernels, graphs. Only the cpu stands so far."""
+"""Devices and what is bound to them: memory, streams, kernels, graphs."""

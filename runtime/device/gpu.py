@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,11 +73,8 @@ class Gpu:
             InvalidArgumentError: for the cpu.
             NoDriverError, DriverTooOldError, InvalidDeviceError: where it is not to be had, with what to do.
         """
-        device = Device.parse(device)
-        if device.kind == "cpu":
-            raise InvalidArgumentError("device 'cpu' is no GPU", param="device")
-        with _opening:
-            return _open(device)
+        gpu = _opened.get(device.type if isinstance(device, Device) else device)
+        return gpu if gpu is not None else _open(Device.parse(device))
 
     @property
     def stream(self) -> Stream:
@@ -299,9 +295,14 @@ class _BoundOfThread(threading.local):
         self.launches: dict[Launch, Bound] = {}
 
 
+_opened: dict[str, Gpu] = {}  # by the device's full name; only grows
 _opening = threading.Lock()
 
 
-@functools.cache
 def _open(device: Device) -> Gpu:
-    return Gpu(device, open_driver(device.arch))
+    if device.kind == "cpu":
+        raise InvalidArgumentError("device 'cpu' is no GPU", param="device")
+    with _opening:
+        if device.type not in _opened:
+            _opened[device.type] = Gpu(device, open_driver(device.arch))
+        return _opened[device.type]
