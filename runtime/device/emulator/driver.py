@@ -83,7 +83,7 @@ class EmulatedDriver(
         return [allocation for device in self.devices for allocation in device.machine.live_allocations()]
 
     def close(self) -> None:
-        """Ends the driver as a program's exit would: all contexts are destroyed.
+        """Ends the driver as a program's exit would: all contexts are destroyed, and their memory is gone.
 
         Raises:
             DriverFault: LEAK, when something was still allocated: each allocation with where it was made.

@@ -49,7 +49,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {flags}: must be 0")
         return cu.CUgraph(self.new_graph().handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuGraphDestroy(self, hGraph: Any) -> None:
         graph = self._graph(hGraph)
         if graph.is_owned_by_capture:
@@ -187,7 +187,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
         self.execs[found.handle] = found
         return cu.CUgraphExec(found.handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         del self.execs[self._exec(hGraphExec).handle]
 

@@ -200,7 +200,7 @@ class StreamFunctions(DriverState):
         context.events.add(event.handle)
         return cu.CUevent(event.handle)
 
-    @entry()
+    @entry(is_release=True)
     def cuEventDestroy(self, hEvent: Any) -> None:
         event = self.events.pop(handle_of(hEvent), None)
         if event is None:
