@@ -350,7 +350,7 @@ class Lowering:
         if name in self._permanent:
             return self._permanent[name]
         size = SLOT_BYTES[self.bits_of(register)]
-        if permanent or name in self.global_registers:
+        if permanent or name in self.global_registers or size == SLOT_BYTES[128]:  # 128 bits are no SSA value
             self._permanent[name] = self._allocate(size, reuse=False)
             return self._permanent[name]
         if name not in self._temporary:

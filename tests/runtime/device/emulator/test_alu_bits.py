@@ -265,6 +265,21 @@ def test_moves_pack_and_unpack() -> None:
     check(cases, expected)
 
 
+def test_128_bits_outlive_waiting_and_branches() -> None:
+    q = np.arange(64, dtype=np.uint64) * np.uint64(7) + np.uint64(2**40)
+    r, odd = q[::-1].copy(), (np.arange(64) % 2).astype(np.uint32)
+    members = np.full(64, 2**32 - 1, np.uint32)
+    start = ".reg .b128 %z; mov.b128 %z, {{0}, {1}}; "
+    parted = (
+        "setp.ne.u32 %p, {2}, 0; @%p bra over; mov.b128 %z, {{1}, {0}}; over: bar.warp.sync -1; mov.b128 {%y, {d}}, %z;"
+    )
+    waited = "shfl.sync.idx.b32 %w, {2}, 0, 31, {3}; bar.warp.sync -1; mov.b128 {%y, {d}}, %z;"
+    check(
+        [Case(start + parted, [q, r, odd], np.uint64), Case(start + waited, [q, r, odd, members], np.uint64)],
+        [np.where(odd, r, q).tolist(), r.tolist()],
+    )
+
+
 def test_guards_leave_other_lanes_alone() -> None:
     x = np.arange(1, 65, dtype=np.uint32)
     odd = "and.b32 %w, {0}, 1; setp.ne.u32 %p, %w, 0; mov.u32 {d}, 7; "
