@@ -4,9 +4,10 @@ Doors to `vector_clocks.py` for the operations of every room: cheap where races 
 and small, since the work lies in functions that are compiled once and called by address. Also the layout of what the
 race checker keeps.
 
-A strong write (an atomic, .relaxed, .release, .volatile) publishes what its warp knew at its last fence, or all that
-it knows when it is a .release itself; a strong read takes over what is published at its address, with or without a
-fence after it: a missing acquire fence is not found, a missing release fence is.
+A strong write (an atomic, .relaxed, .release, .volatile) publishes what fences of its warp, and of warps that it is
+ordered after, have covered, or all that its warp knows when it is a .release itself; a strong read takes over what is
+published at its address, with or without a fence after it: a missing release fence is found, a missing acquire fence
+is not.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -53,10 +54,9 @@ SHARED_FIELDS = 8
 CLOCK_NOW = 0
 CLOCK_FLOOR = 1  # everything of the cluster up to this clock is ordered before the warp
 CLOCK_INDEX = 2  # of the warp in its cluster
-CLOCK_VECTOR = 3  # address of uint32[warps of the cluster]
-CLOCK_FENCED = 4  # the vector at the last fence of any scope
-CLOCK_FENCED_GPU = 5  # the vector at the last fence of gpu or system scope
-CLOCK_HAS_FENCE = 6  # bit 0: CLOCK_FENCED holds something, bit 1: CLOCK_FENCED_GPU does
+CLOCK_VECTOR = 3  # address of uint32[3, stride]: the vector; what fences of any scope, of gpu scope have covered
+CLOCK_STRIDE = 4  # warps of the cluster, rounded up to 16
+CLOCK_HAS_FENCE = 6  # bit 0: the second row holds something, bit 1: the third does
 CLOCK_OTHERS = 7  # address of uint32[warps of the launch], or 0 while nothing is known of other clusters
 CLOCK_OTHERS_VERSION = 8
 CLOCK_CLUSTER = 9  # the number of the cluster's first warp among all warps of the launch
@@ -66,11 +66,12 @@ CLOCK_FIELDS = 16
 
 # --- an entry of the hash table ---
 ENTRY_KEY = 0
-ENTRY_PENDING = 1  # vector over a cluster: arrived, phase not complete
-ENTRY_COMPLETED = 2  # vector over a cluster: what a waiter is ordered after
+ENTRY_PENDING = 1  # rows as CLOCK_VECTOR's: arrived, phase not complete
+ENTRY_COMPLETED = 2  # rows as CLOCK_VECTOR's: what a waiter is ordered after
 ENTRY_LAUNCH = 3  # vector over all warps, published at gpu scope
 ENTRY_CLUSTER = 4  # vector over a cluster, published at a smaller scope
 ENTRY_CLUSTER_OWNER = 5  # CLOCK_CLUSTER of the cluster that ENTRY_CLUSTER is of
+ENTRY_HAS_FENCE = 6  # CLOCK_HAS_FENCE of pending (bits 0 and 1) and completed (bits 2 and 3)
 ENTRY_FIELDS = 8
 TABLE_ENTRIES = 16384
 TABLE_LIMIT = 8192

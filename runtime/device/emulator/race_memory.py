@@ -89,7 +89,7 @@ class RaceMemory:
             fields[RACES_BASE] = fields[RACES_CLOCK] = clock
             fields[RACES_TABLE] = table
             fields[RACES_SCRATCH] = scratch
-            fields[RACES_NEXT] = (scratch + width * 4 + 63) // 64 * 64
+            fields[RACES_NEXT] = (scratch + (width + 15) * 12 + 63) // 64 * 64
             fields[RACES_AGENTS] = num_blocks * num_warps
             fields[RACES_WIDTH] = width
             fields[RACES_SHIFT] = shift

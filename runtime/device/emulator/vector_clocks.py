@@ -23,8 +23,6 @@ from numba_kernels.cache import njit
 from runtime.device.emulator.clocks import (
     ACQUIRE,
     CLOCK_CLUSTER,
-    CLOCK_FENCED,
-    CLOCK_FENCED_GPU,
     CLOCK_FIELDS,
     CLOCK_FLOOR,
     CLOCK_HAS_FENCE,
@@ -34,6 +32,7 @@ from runtime.device.emulator.clocks import (
     CLOCK_OTHERS_MEMORY,
     CLOCK_OTHERS_VERSION,
     CLOCK_RACES,
+    CLOCK_STRIDE,
     CLOCK_VECTOR,
     COMPLETE,
     CREATE,
@@ -41,6 +40,7 @@ from runtime.device.emulator.clocks import (
     ENTRY_CLUSTER_OWNER,
     ENTRY_COMPLETED,
     ENTRY_FIELDS,
+    ENTRY_HAS_FENCE,
     ENTRY_KEY,
     ENTRY_LAUNCH,
     ENTRY_PENDING,
@@ -177,7 +177,8 @@ def _start_block(block):
     launch = i64_at(block[BLOCK_LAUNCH])
     races = i64_at(launch[LAUNCH_GLOBAL_RACES])
     width, num_warps, rank = races[RACES_WIDTH], block[BLOCK_NUM_WARPS], block[BLOCK_RANK]
-    record_bytes = CLOCK_FIELDS * 8 + (width + 15) // 16 * 64 * 3
+    stride = (width + 15) // 16 * 16
+    record_bytes = CLOCK_FIELDS * 8 + stride * 12
     entry = i64_at(entry_of(races, address_of(block), MUST_CREATE))
     if entry[ENTRY_PENDING] == 0:  # this place has not been used in this launch
         granules = races[RACES_SHARED_GRANULES]
@@ -211,9 +212,9 @@ def _start_block(block):
         record[CLOCK_FLOOR] = base
         record[CLOCK_INDEX] = rank * num_warps + index
         record[CLOCK_VECTOR] = vector_address
-        record[CLOCK_FENCED] = vector_address + (width + 15) // 16 * 64
-        record[CLOCK_FENCED_GPU] = vector_address + (width + 15) // 16 * 128
+        record[CLOCK_STRIDE] = stride
         record[CLOCK_HAS_FENCE] = 0
+        fill_bytes(vector_address, 0, stride * 12)
         record[CLOCK_OTHERS] = 0
         record[CLOCK_OTHERS_VERSION] = 0
         record[CLOCK_CLUSTER] = cluster * launch[LAUNCH_CLUSTER_SIZE] * num_warps
@@ -225,25 +226,35 @@ def _start_block(block):
 
 
 @njit
+def _rows(record, has_fence):
+    """How many numbers of CLOCK_VECTOR's rows to join: the first row, or all three where fences have been."""
+    return 3 * record[CLOCK_STRIDE] if has_fence else record[CLOCK_STRIDE]
+
+
+@njit
 def _release(warp, key):
     """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     entry = i64_at(entry_of(races, key, MUST_CREATE))
-    _join(_vector(races, entry, ENTRY_PENDING, races[RACES_WIDTH]), record[CLOCK_VECTOR], races[RACES_WIDTH])
+    pending = _vector(races, entry, ENTRY_PENDING, 3 * record[CLOCK_STRIDE])
+    _join(pending, record[CLOCK_VECTOR], _rows(record, record[CLOCK_HAS_FENCE]))
+    entry[ENTRY_HAS_FENCE] |= record[CLOCK_HAS_FENCE]
     tick(record, races)
 
 
 @njit
 def _complete(warp, key):
     """The phase of `key` is complete: who acquires it from now on is ordered after all who arrived."""
-    races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
+    record = i64_at(warp[WARP_CLOCK])
+    races = i64_at(record[CLOCK_RACES])
     entry = i64_at(entry_of(races, key, MUST_CREATE))
-    width = races[RACES_WIDTH]
-    pending = _vector(races, entry, ENTRY_PENDING, width)
-    completed = _vector(races, entry, ENTRY_COMPLETED, width)
-    copy_bytes(completed, pending, width * 4)
-    fill_bytes(pending, 0, width * 4)
+    count = 3 * record[CLOCK_STRIDE]
+    pending = _vector(races, entry, ENTRY_PENDING, count)
+    completed = _vector(races, entry, ENTRY_COMPLETED, count)
+    copy_bytes(completed, pending, count * 4)
+    fill_bytes(pending, 0, count * 4)
+    entry[ENTRY_HAS_FENCE] = (entry[ENTRY_HAS_FENCE] & 3) << 2
 
 
 @njit
@@ -255,8 +266,13 @@ def _acquire(warp, key):
     if address == 0:
         return
     entry = i64_at(address)
-    if entry[ENTRY_COMPLETED] and _is_ahead(entry[ENTRY_COMPLETED], record[CLOCK_VECTOR], races[RACES_WIDTH]):
-        _join(record[CLOCK_VECTOR], entry[ENTRY_COMPLETED], races[RACES_WIDTH])
+    if entry[ENTRY_COMPLETED] == 0:
+        return
+    has_fence = entry[ENTRY_HAS_FENCE] >> 2
+    count = _rows(record, has_fence)
+    if _is_ahead(entry[ENTRY_COMPLETED], record[CLOCK_VECTOR], count):
+        _join(record[CLOCK_VECTOR], entry[ENTRY_COMPLETED], count)
+        record[CLOCK_HAS_FENCE] |= has_fence
         _settle(record, races)
 
 
@@ -266,14 +282,15 @@ def _on_barrier(block, key, waiting):
     launch = i64_at(block[BLOCK_LAUNCH])
     races = i64_at(launch[LAUNCH_GLOBAL_RACES])
     width, num_warps = races[RACES_WIDTH], block[BLOCK_NUM_WARPS]
-    joined_address = races[RACES_SCRATCH]
-    fill_bytes(joined_address, 0, width * 4)
+    joined_address, stride = races[RACES_SCRATCH], (width + 15) // 16 * 16
+    fill_bytes(joined_address, 0, stride * 12)
     warps = block[BLOCK_WARPS]
-    version, is_uneven, others = 0, False, 0
+    version, is_uneven, others, has_fence = 0, False, 0, 0
     for index in range(num_warps):
         if waiting >> index & 1:
             record = i64_at(i64_at(warps + index * (WARP_FIELDS * 8))[WARP_CLOCK])
-            _join(joined_address, record[CLOCK_VECTOR], width)
+            _join(joined_address, record[CLOCK_VECTOR], _rows(record, record[CLOCK_HAS_FENCE]))
+            has_fence |= record[CLOCK_HAS_FENCE]
             is_uneven |= others != 0 and version != record[CLOCK_OTHERS_VERSION]
             version = record[CLOCK_OTHERS_VERSION]
             others += 1
@@ -283,8 +300,10 @@ def _on_barrier(block, key, waiting):
         entry = i64_at(entry_address)
         if entry[ENTRY_PENDING]:
             has_arrivals = True
-            _join(joined_address, entry[ENTRY_PENDING], width)
-            fill_bytes(entry[ENTRY_PENDING], 0, width * 4)
+            _join(joined_address, entry[ENTRY_PENDING], stride * 3)
+            fill_bytes(entry[ENTRY_PENDING], 0, stride * 12)
+            has_fence |= entry[ENTRY_HAS_FENCE] & 3
+            entry[ENTRY_HAS_FENCE] = 0
     joined = u32_at(joined_address)
     highest = joined[0]
     for index in range(width):
@@ -301,7 +320,8 @@ def _on_barrier(block, key, waiting):
     for index in range(num_warps):
         if waiting >> index & 1:
             record = i64_at(i64_at(warps + index * (WARP_FIELDS * 8))[WARP_CLOCK])
-            copy_bytes(record[CLOCK_VECTOR], joined_address, width * 4)
+            copy_bytes(record[CLOCK_VECTOR], joined_address, _rows(record, has_fence) * 4)
+            record[CLOCK_HAS_FENCE] = has_fence
             u32_at(record[CLOCK_VECTOR])[record[CLOCK_INDEX]] = highest + 1
             record[CLOCK_NOW] = highest + 1
             record[CLOCK_FLOOR] = lowest
@@ -350,10 +370,11 @@ def _on_fence(warp, scope):
     """membar or fence (not of a proxy): later strong writes of the warp publish what came before it."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
-    copy_bytes(record[CLOCK_FENCED], record[CLOCK_VECTOR], races[RACES_WIDTH] * 4)
+    vector, stride = record[CLOCK_VECTOR], record[CLOCK_STRIDE]
+    copy_bytes(vector + stride * 4, vector, stride * 4)
     record[CLOCK_HAS_FENCE] |= 1
     if scope >= SCOPE_GPU:
-        copy_bytes(record[CLOCK_FENCED_GPU], record[CLOCK_VECTOR], races[RACES_WIDTH] * 4)
+        copy_bytes(vector + stride * 8, vector, stride * 4)
         record[CLOCK_HAS_FENCE] |= 2
     tick(record, races)
 
@@ -370,7 +391,7 @@ def _strong_write(warp, address, scope, is_release):
     wide = is_release and scope >= SCOPE_GPU
     if scope >= SCOPE_GPU and (wide or record[CLOCK_HAS_FENCE] & 2):
         everyone = _vector(races, entry, ENTRY_LAUNCH, races[RACES_AGENTS])
-        source = record[CLOCK_VECTOR] if wide else record[CLOCK_FENCED_GPU]
+        source = record[CLOCK_VECTOR] + (0 if wide else record[CLOCK_STRIDE] * 8)
         _join(everyone + record[CLOCK_CLUSTER] * 4, source, width)
         if record[CLOCK_OTHERS]:
             _join(everyone, record[CLOCK_OTHERS], races[RACES_AGENTS])
@@ -379,7 +400,7 @@ def _strong_write(warp, address, scope, is_release):
         entry[ENTRY_CLUSTER_OWNER] = record[CLOCK_CLUSTER]
         fill_bytes(nearby, 0, width * 4)
     if is_release or record[CLOCK_HAS_FENCE] & 1:
-        _join(nearby, record[CLOCK_VECTOR] if is_release else record[CLOCK_FENCED], width)
+        _join(nearby, record[CLOCK_VECTOR] + (0 if is_release else record[CLOCK_STRIDE] * 4), width)
     if is_release:
         tick(record, races)
 
