@@ -71,9 +71,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
         }
     ]
     device = Device.parse(chosen)
-    for name, arch in (("cuda", None), ("emulated", device.arch)):
-        if name == "emulated" and arch is None:
-            continue
+    for arch in dict.fromkeys((None, device.arch)):  # the real driver's devices; the emulated one that is chosen
         try:
             driver = open_driver(arch)
             indices = range(driver.call("cuDeviceGetCount")) if arch is None else [device.index]
@@ -83,7 +81,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
                 entry = {"device": full_name, "is_usable": True, "description": _described(properties)}
                 found.append({**entry, "properties": asdict(properties)})
         except DeviceError as error:
-            found.append({"device": name, "is_usable": False, "description": str(error)})
+            found.append({"device": "cuda:0" if arch is None else chosen, "is_usable": False, "description": str(error)})
     return found
 
 

@@ -117,10 +117,10 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_help_names_every_command() -> None:
     status, out, _ = invoke("--help")
     assert status == 0
-    for command in ("chat", "generate", "serve", "tokenize", "info", "bench"):
+    for command in ("chat", "generate", "serve", "tokenize", "info", "kernels", "bench"):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE)
         assert invoke(command, "--help")[0] == 0
-    for benchmark in ("latency", "throughput", "serve", "streaming", "peers"):
+    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "allocator"):
         assert invoke("bench", benchmark, "--help")[0] == 0
 
 
@@ -304,10 +304,9 @@ def test_info_adds_up(stories: Path) -> None:
     assert status == 0
     report = json.loads(out)
     memory, model = report["memory"], report["model"]
-    assert {device["device"]: device["is_usable"] for device in report["devices"]} == {
-        "cpu": True,
-        "cuda:0": False,
-    }
+    devices = {device["device"]: device for device in report["devices"]}
+    assert devices["cpu"]["is_usable"]
+    assert devices["cuda:0"]["is_usable"] or "--device cpu" in devices["cuda:0"]["description"]  # or what to do
     assert model["vocab_size"] == 512
     assert memory["weight_bytes"] >= 260_032 * 2
     assert memory["block_size"] == 8

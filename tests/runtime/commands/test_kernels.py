@@ -84,7 +84,7 @@ def test_info_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver_module, "open_driver", refuse)
     entry = devices("cpu")[1]
-    assert (entry["device"], entry["is_usable"]) == ("cuda", False)
+    assert (entry["device"], entry["is_usable"]) == ("cuda:0", False)
     assert "install one" in entry["description"]
 
 
