@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,8 +66,8 @@ class Checks(IntFlag):
 
 
 _MAX_THREADS = 1024
-_WARPS_FOR_COMPANY = 64
-"""A grid of fewer warps is not worth a second OS thread."""
+_WORK_FOR_COMPANY = 1 << 16
+"""A grid with fewer instructions to run, loops not counted, is not worth a second OS thread."""
 _MAX_SLOTS = 4096
 _SLOTS_WITH_SEED = 4
 _NUM_SMS = 132
@@ -183,8 +185,8 @@ class _Run:
         self._regions = np.array([len(others), *(value for region in others for value in region)], dtype=np.int64)
 
     def run(self, seed: int, num_threads: int) -> Counters:
-        total_warps = self.num_clusters * self.cluster_size * self.num_warps
-        alone = self.kernel.communicates or total_warps < _WARPS_FOR_COMPANY or self.num_clusters < 2
+        work = self.num_clusters * self.cluster_size * self.num_warps * len(self.kernel.kernel.instructions)
+        alone = self.kernel.communicates or work < _WORK_FOR_COMPANY or self.num_clusters < 2
         if alone or self.checks & Checks.RACES:
             num_threads = 1
         self._queue[Q_COUNT] = self.num_clusters
@@ -361,9 +363,15 @@ def _order(count: int, seed: int) -> tuple[int, int]:
     return factor, int(random.integers(0, count))
 
 
+@functools.cache
+def _pool(process: int, count: int) -> ThreadPoolExecutor:
+    """Threads outlive a launch; a forked process needs its own."""
+    return ThreadPoolExecutor(count, thread_name_prefix="emulator")
+
+
 def _on_threads(work: Any, workers: list[_Worker]) -> None:
-    with ThreadPoolExecutor(len(workers) - 1) as pool:
-        others = [pool.submit(work, worker) for worker in workers[1:]]
-        work(workers[0])
-        for other in others:
-            other.result()
+    pool = _pool(os.getpid(), len(workers) - 1)
+    others = [pool.submit(work, worker) for worker in workers[1:]]
+    work(workers[0])
+    for other in others:
+        other.result()

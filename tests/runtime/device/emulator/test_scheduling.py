@@ -104,19 +104,19 @@ def test_a_spin_lock_counts_right() -> None:
 
 def test_two_threads_give_what_one_gives() -> None:
     kernel = entry("mad.lo.u32 %r0, %r2, 1000, %r1;\nmul.lo.u32 %r0, %r0, %r0;")
-    one, two = (run(kernel, 256, 300, num_threads=n, checks=Checks.MEMORY) for n in (1, 2))
+    one, two = (run(kernel, 256, 1200, num_threads=n, checks=Checks.MEMORY) for n in (1, 2))
     thread = np.arange(256, dtype=np.uint32)
-    for block in range(300):
+    for block in range(1200):
         assert one[block].tolist() == ((block * 1000 + thread) ** 2).tolist()
     assert np.array_equal(one, two)
 
 
 def test_a_fault_on_either_thread_stops_the_launch() -> None:
-    kernel = entry("setp.eq.u32 %p0, %r2, 290;\n@%p0 trap;")
+    kernel = entry("setp.eq.u32 %p0, %r2, 1100;\n@%p0 trap;")
     with pytest.raises(EmulatorFault) as caught:
-        run(kernel, 256, 300, checks=Checks.MEMORY)
+        run(kernel, 256, 1200, checks=Checks.MEMORY)
     assert caught.value.kind == FaultKind.TRAP
-    assert caught.value.block == (290, 0, 0)
+    assert caught.value.block == (1100, 0, 0)
 
 
 def test_waiting_in_circles_is_a_deadlock() -> None:
