@@ -3,9 +3,9 @@
     out[i] = f(a[i])    out[i] = f(a[i], b[i])    out[i] = c[i] ? a[i] : b[i]
 
 Operands are read as float32 (floating point) or int64 (integers, bool), computed in that, and rounded or wrapped once
-into out's type: `intrinsics.storage` has the conversions. Where every operand is contiguous or a single element,
-offsets are multiples of the index (flat); else a table in device memory gives up to `MAX_AXES` axes, each with a stride
-in bytes for every operand, 0 where it is broadcast. One thread an element.
+into out's type: `intrinsics.storage` has the conversions, and one kernel an operation serves all dtypes. Where every
+operand is contiguous or a single element, offsets are multiples of the index (flat); else a table in device memory
+gives up to `MAX_AXES` axes, each with a stride in bytes for every operand, 0 where it is broadcast. One thread an element.
 
 These are for glue: what carries a model's weight has kernels of its own. They are bound by bandwidth where the
 innermost stride is that of neighbours, and else by the sectors that strides waste.
@@ -14,7 +14,7 @@ innermost stride is that of neighbours, and else by the sectors that strides was
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import divide, maximum_nan, minimum_nan
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64
-from numba_kernels.cuda.intrinsics.storage import (
-    DTYPES,
-    FLOATS,
-    STORED_BYTES,
-    as_float,
-    computes_in,
-    wide_loader,
-    wide_storer,
-)
+from numba_kernels.cuda.intrinsics.storage import BOOL, LOADERS, STORERS
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 MAX_AXES = 6
@@ -141,45 +133,40 @@ UNARY: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def _kernel(op: str, compute: str, dtypes: tuple[str, ...], out: str, is_flat: bool) -> Specialisation:
-    """Arguments: see `plan`. `dtypes` are the operands'; of "where" the condition comes first."""
-    num_operands = len(dtypes)
-    load_a, load_b, load_c = (wide_loader(dtype) for dtype in (*dtypes, "f32", "f32")[:3])
-    lift_a, lift_b = (_lift(dtype, compute) for dtype in (*dtypes[-2:], "f32")[:2])
-    is_where, is_unary = op == "where", num_operands == 1
-    is_comparison = op in _COMPARISONS
+def _kernel(op: str, compute: str) -> Specialisation:
+    """Arguments: see `plan`."""
+    load, store = LOADERS[compute], STORERS["s64" if op in _COMPARISONS else compute]
+    load_condition = LOADERS["s64"]
+    is_where, is_unary = op == "where", op in UNARY[compute]
     function = None if is_where else (UNARY if is_unary else BINARY)[compute][op]
-    store = wide_storer(out, "s64" if is_comparison else compute)
-    out_bytes = uint64(STORED_BYTES[out])
 
     @cuda.jit
-    def elementwise(a, b, c, target, layout, count, step_a, step_b, step_c):
+    def elementwise(a, b, c, target, layout, count, code_a, code_b, code_target, step_a, step_b, step_c, step_target):
         index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
         step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
         while index < count:
             at_a = uint64(index) * step_a
             at_b = uint64(index) * step_b
             at_c = uint64(index) * step_c
-            at_target = uint64(index) * out_bytes
-            if not is_flat:
+            at_target = uint64(index) * step_target
+            if layout != uint64(0):
                 at_a, at_b, at_c, at_target = _place(index, layout)
             if is_where:
-                if load_a(a + at_a) != types.int64(0):
-                    store(target + at_target, lift_a(load_b(b + at_b)))
+                if load_condition(uint32(BOOL), c + at_c) != types.int64(0):
+                    store(code_target, target + at_target, load(code_a, a + at_a))
                 else:
-                    store(target + at_target, lift_b(load_c(c + at_c)))
+                    store(code_target, target + at_target, load(code_b, b + at_b))
             elif is_unary:
-                store(target + at_target, function(lift_a(load_a(a + at_a))))
+                store(code_target, target + at_target, function(load(code_a, a + at_a)))
             else:
-                store(target + at_target, function(lift_a(load_a(a + at_a)), lift_b(load_b(b + at_b))))
+                store(code_target, target + at_target, function(load(code_a, a + at_a), load(code_b, b + at_b)))
             if uint32(count - index) <= step:  # the next index might not fit
                 break
             index += step
 
-    name = f"{op}_{'_'.join(dtypes)}_to_{out}_{'flat' if is_flat else 'strided'}"
-    arguments = (types.uint64,) * 5 + (types.uint32,) + (types.uint64,) * 3
-    constants = {"op": op, "dtypes": dtypes, "out": out, "is_flat": is_flat}
-    return Specialisation(name, elementwise, arguments, THREADS, constants=constants)
+    arguments = (types.uint64,) * 5 + (types.uint32,) * 4 + (types.uint64,) * 4
+    constants = {"op": op, "compute": compute}
+    return Specialisation(f"elementwise_{op}_{compute}", elementwise, arguments, THREADS, constants=constants)
 
 
 @device_function
@@ -203,48 +190,33 @@ def _place(index, layout):
     return at_a, at_b, at_c, at_target
 
 
-@functools.cache
-def _lift(dtype: str, compute: str) -> Any:
-    """A device function from what the dtype is read as to what is computed in."""
-    return as_float(computes_in(dtype)) if compute == "f32" else device_function(lambda value: value)
-
-
-def pack_layout(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> np.ndarray:
+def pack_layout(shape: tuple[int, ...], strides: Mapping[int, tuple[int, ...]]) -> np.ndarray:
     """What a strided launch takes as its layout: int64, for each of `MAX_AXES` axes its size, then its stride in bytes
-    in a, b, c and the result (of those that there are, the result last)."""
+    in a (0), b (1), c (2) and target (3)."""
     table = np.zeros((MAX_AXES, 5), np.int64)
     table[:, 0] = 1
-    for axis, size in enumerate(shape, MAX_AXES - len(shape)):
-        table[axis, 0] = size
-    for number, steps in enumerate(strides):
-        column = 4 if number == len(strides) - 1 else number + 1
-        for axis, step in enumerate(steps, MAX_AXES - len(steps)):
-            table[axis, column] = step
+    first = MAX_AXES - len(shape)
+    table[first:, 0] = shape
+    for operand, steps in strides.items():
+        table[first:, operand + 1] = steps
     return table
 
 
-def plan(op: str, compute: str, dtypes: tuple[str, ...], out: str, count: int, *, is_flat: bool) -> Launch:
+def plan(op: str, compute: str, count: int) -> Launch:
     """One of `UNARY`, `BINARY` (of `compute`, "f32" or "s64") or "where", for `count` elements, 1 to 2^32 - 1.
 
-    Arguments: a, b, c (0 where there is none), target addresses; layout (the address of `pack_layout`'s table on the
-    device; 0 if flat); count; and where it is flat, bytes from one element to the next in a, b and c: the item size, or
-    0 for one element that is repeated. ValueError for more elements.
+    Arguments: a, b, c (the condition of "where"; 0 where there is none), target addresses; layout: the address of
+    `pack_layout`'s table on the device, or 0 where all is flat; count; the `storage.CODES` of a, b and target; and
+    where all is flat, bytes from one element to the next in a, b, c and target: the item size, or 0 for one element
+    that is repeated. ValueError for more elements.
     """
     if not 1 <= count < 2**32:
         raise ValueError(f"elementwise: {count} elements, must be 1 to {2**32 - 1}")
-    blocks = min(MAX_BLOCKS, -(-count // THREADS))
-    return Launch(_kernel(op, compute, dtypes, out, is_flat), (blocks, 1, 1), (THREADS, 1, 1))
+    return Launch(_kernel(op, compute), (min(MAX_BLOCKS, -(-count // THREADS)), 1, 1), (THREADS, 1, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Casts between all dtypes, and each operation on float32, bfloat16 and int64."""
-    for source in DTYPES:
-        for target in DTYPES:
-            yield _kernel("copy", "f32" if target in FLOATS else computes_in(source), (source,), target, True)
-    for dtype in ("f32", "bf16", "s64"):
-        compute = computes_in(dtype)
-        yield _kernel("where", compute, ("bool", dtype, dtype), dtype, False)
-        for op in UNARY[compute]:
-            yield _kernel(op, compute, (dtype,), dtype, False)
-        for op in BINARY[compute]:
-            yield _kernel(op, compute, (dtype, dtype), "bool" if op in _COMPARISONS else dtype, False)
+    """Every kernel of this family."""
+    for compute in ("f32", "s64"):
+        for op in (*UNARY[compute], *BINARY[compute], "where"):
+            yield _kernel(op, compute)

@@ -21,7 +21,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import divide, maximum_nan, minimum_nan
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, store_b64
-from numba_kernels.cuda.intrinsics.storage import DTYPES, as_float, computes_in, wide_loader, wide_storer
+from numba_kernels.cuda.intrinsics.storage import LOADERS, STORERS, computes_in, f32_from_s64
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -75,20 +75,17 @@ _START = {
 
 
 @functools.cache
-def _reduce(operation: str, dtype: str, out: str) -> Specialisation:
+def _reduce(operation: str, compute: str) -> Specialisation:
     """Arguments: see `plan`."""
-    compute = computes_in(dtype)
     is_mean = operation == "mean"
-    load = wide_loader(dtype)
+    load, store = LOADERS[compute], STORERS["f32" if is_mean else compute]
     key = ("sum" if is_mean else operation, compute)
     combine, wide = _COMBINE[key], float32 if compute == "f32" else int64
     start = wide(_START[key])
-    to_float = as_float(compute)
-    store = wide_storer(out, "f32" if is_mean else compute)
-    out_bytes = uint64({"f32": 4, "f16": 2, "bf16": 2, "s64": 8, "s32": 4}.get(out, 1))
+    is_integer = compute == "s64"
 
     @cuda.jit
-    def reduce(x, target, kept, reduced, num_kept, num_reduced, count):
+    def reduce(x, target, kept, reduced, num_kept, num_reduced, code, code_target, item_bytes, count):
         values = cuda.shared.array(THREADS, wide)
         thread = uint32(cuda.threadIdx.x)
         index = uint32(cuda.blockIdx.x)
@@ -97,7 +94,7 @@ def _reduce(operation: str, dtype: str, out: str) -> Specialisation:
             total = wide(start)
             element = thread
             while element < num_reduced:
-                total = wide(combine(total, load(base + _place(element, reduced))))
+                total = wide(combine(total, load(code, base + _place(element, reduced))))
                 if uint32(num_reduced - element) <= uint32(THREADS):
                     break
                 element += uint32(THREADS)
@@ -110,25 +107,28 @@ def _reduce(operation: str, dtype: str, out: str) -> Specialisation:
                 sync_block()
                 half >>= uint32(1)
             if thread == uint32(0):
-                at = target + uint64(index) * out_bytes
+                at = target + uint64(index) * item_bytes
+                total = values[uint32(0)]
                 if is_mean:
-                    store(at, divide(to_float(values[uint32(0)]), count))
+                    if is_integer:
+                        store(code_target, at, divide(f32_from_s64(uint64(total)), count))
+                    else:
+                        store(code_target, at, divide(float32(total), count))
                 else:
-                    store(at, values[uint32(0)])
+                    store(code_target, at, total)
             sync_block()
             index += uint32(cuda.gridDim.x)
 
-    return _specialisation(operation, reduce, dtype, out)
+    return _specialisation(operation, reduce, compute)
 
 
 @functools.cache
-def _argmax(dtype: str) -> Specialisation:
+def _argmax(compute: str) -> Specialisation:
     """Arguments: see `plan`."""
-    load = wide_loader(dtype)
-    wide = float32 if computes_in(dtype) == "f32" else int64
+    load, wide = LOADERS[compute], float32 if compute == "f32" else int64
 
     @cuda.jit
-    def argmax(x, target, kept, reduced, num_kept, num_reduced, count):
+    def argmax(x, target, kept, reduced, num_kept, num_reduced, code, code_target, item_bytes, count):
         values = cuda.shared.array(THREADS, wide)
         places = cuda.shared.array(THREADS, uint32)
         thread = uint32(cuda.threadIdx.x)
@@ -137,10 +137,10 @@ def _argmax(dtype: str) -> Specialisation:
             base = x + _place(index, kept)
             # A thread without elements repeats the first one: it is nowhere before itself.
             best_at = uint32(0)
-            best = wide(load(base + _place(uint32(0), reduced)))
+            best = wide(load(code, base + _place(uint32(0), reduced)))
             element = thread
             while element < num_reduced:
-                value = wide(load(base + _place(element, reduced)))
+                value = wide(load(code, base + _place(element, reduced)))
                 if _is_before(value, element, best, best_at):
                     best = value
                     best_at = element
@@ -164,13 +164,13 @@ def _argmax(dtype: str) -> Specialisation:
             sync_block()
             index += uint32(cuda.gridDim.x)
 
-    return _specialisation("argmax", argmax, dtype, "s64")
+    return _specialisation("argmax", argmax, compute)
 
 
-def _specialisation(operation: str, kernel: Any, dtype: str, out: str) -> Specialisation:
-    arguments = (types.uint64,) * 4 + (types.uint32, types.uint32, types.float32)
-    constants = {"operation": operation, "dtype": dtype, "out": out}
-    return Specialisation(f"reduce_{operation}_{dtype}_to_{out}", kernel, arguments, THREADS, constants=constants)
+def _specialisation(operation: str, kernel: Any, compute: str) -> Specialisation:
+    arguments = (types.uint64,) * 4 + (types.uint32,) * 4 + (types.uint64, types.float32)
+    constants = {"operation": operation, "compute": compute}
+    return Specialisation(f"reduce_{operation}_{compute}", kernel, arguments, THREADS, constants=constants)
 
 
 def pack_axes(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
@@ -199,18 +199,20 @@ def plan(operation: str, dtype: str, num_kept: int, num_reduced: int) -> Launch:
     """One of `OPERATIONS`; both counts at most 2^32 - 1, num_kept at least 1, num_reduced too but for sum and mean.
 
     Arguments: x, target addresses; the addresses on the device of `pack_axes` tables, of the kept axes and of the
-    reduced ones; num_kept, num_reduced; num_reduced as a float. ValueError for other counts.
+    reduced ones; num_kept, num_reduced; the `storage.CODES` of x and target; bytes of an element of target; num_reduced
+    as a float. ValueError for other counts.
     """
     least = 0 if operation in ("sum", "mean") else 1
     if not 1 <= num_kept < 2**32 or not least <= num_reduced < 2**32:
         raise ValueError(f"reduce: {num_kept} results of {num_reduced} elements; limit {2**32 - 1} of either")
-    kernel = _argmax(dtype) if operation == "argmax" else _reduce(operation, dtype, result_dtype(operation, dtype))
+    compute = computes_in(dtype)
+    kernel = _argmax(compute) if operation == "argmax" else _reduce(operation, compute)
     return Launch(kernel, (min(MAX_BLOCKS, num_kept), 1, 1), (THREADS, 1, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every kernel of this family."""
-    for dtype in DTYPES:
-        yield _argmax(dtype)
+    for compute in ("f32", "s64"):
+        yield _argmax(compute)
         for operation in OPERATIONS[:-1]:
-            yield _reduce(operation, dtype, result_dtype(operation, dtype))
+            yield _reduce(operation, compute)

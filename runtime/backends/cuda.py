@@ -27,9 +27,7 @@ from runtime.tensor import Tensor
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
-def linear(
-    x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """See `ops.linear`."""
     return _product("linear", x, weight, residual, out, None)
 

@@ -12,6 +12,7 @@ from numba_kernels.cuda import elementwise as _elementwise
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import integer_matmul as _integer_matmul
 from numba_kernels.cuda import reduce as _reduce
+from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime import layout
 from runtime.backends.cuda_checks import alignment
 from runtime.backends.cuda_tensor import upload, upload_together
@@ -41,19 +42,22 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
     if target.size == 0:
         return
     gpu = Gpu.of(target.device)
-    kind = "f32" if compute.is_floating else "s64"
-    dtypes = tuple(kernel_dtype(operand.dtype) for operand in operands)
-    addresses = [operand.address for operand in operands] + [0] * (3 - len(operands))
+    condition = [operands[0]] if op == "where" else []
+    values = list(operands[len(condition) :])
+    addresses = [operand.address for operand in values] + [0] * (2 - len(values)) + [t.address for t in condition or ()]
+    addresses += [0] * (3 - len(addresses))
+    codes = [CODES[kernel_dtype(operand.dtype)] for operand in values] + [0] * (2 - len(values))
+    launch = _elementwise.plan(op, "f32" if compute.is_floating else "s64", target.size)
+    common = [target.size, *codes, CODES[kernel_dtype(target.dtype)]]
     is_flat = target.is_contiguous and all(
         operand.size == 1 or (operand.shape == target.shape and operand.is_contiguous) for operand in operands
     )
-    out = kernel_dtype(target.dtype)
     if is_flat:
-        launch = _elementwise.plan(op, kind, dtypes, out, target.size, is_flat=True)
-        steps = [0 if operand.size == 1 else operand.dtype.itemsize for operand in operands] + [0] * (3 - len(operands))
-        gpu.launch(launch, *addresses, target.address, 0, target.size, *steps)
+        steps = [0 if operand.size == 1 else operand.dtype.itemsize for operand in values] + [0] * (2 - len(values))
+        steps.append(0 if not condition or condition[0].size == 1 else 1)
+        gpu.launch(launch, *addresses, target.address, 0, *common, *steps, target.dtype.itemsize)
         return
-    tensors = [*operands, target]
+    tensors = [*values, *condition, target]
     strides = []
     for tensor in tensors:
         _, expanded = layout.expanded_strides(op, tensor.shape, tensor.strides, target.shape)
@@ -64,9 +68,9 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
         for index in range(target.shape[0]):
             write_elementwise(op, [operand[index] for operand in expanded_operands], target[index], compute)
         return
-    launch = _elementwise.plan(op, kind, dtypes, out, target.size, is_flat=False)
-    table = upload(_elementwise.pack_layout(shape, merged), target.device)
-    gpu.launch(launch, *addresses, target.address, table.address, target.size, 0, 0, 0)
+    columns = [*range(len(values)), *([2] if condition else []), 3]
+    table = upload(_elementwise.pack_layout(shape, dict(zip(columns, merged))), target.device)
+    gpu.launch(launch, *addresses, target.address, table.address, *common, 0, 0, 0, 0)
 
 
 def merge_axes(shape: Shape, strides: Sequence[Shape]) -> tuple[Shape, list[Shape]]:
@@ -106,7 +110,7 @@ def reduce(operation: str, tensor: Tensor, axes: Shape, keepdims: bool) -> Tenso
         launch = _reduce.plan(operation, name, target.size, num_reduced)
         Gpu.of(tensor.device).launch(
             launch, tensor.address, target.address, kept_table.address, reduced_table.address, target.size,
-            num_reduced, float(num_reduced),
+            num_reduced, CODES[name], CODES[named], dtype.itemsize, float(num_reduced),
         )  # fmt: skip
     if keepdims:
         return target.view(tuple(1 if axis in axes else size for axis, size in enumerate(tensor.shape)))
@@ -164,7 +168,7 @@ def _product(left: Tensor, right: Tensor, target: Tensor, dtype: DType) -> None:
         if launch is not None:
             gpu.launch(launch, left.address, right.address, 0, 0, target.address, rows, columns, depth, 1)
         return
-    launch = _integer_matmul.plan(rows, columns, kernel_dtype(dtype))
+    launch, dtypes = _integer_matmul.plan(rows, columns, kernel_dtype(dtype))
     size = dtype.itemsize
     strides = left.strides[0] * size, left.strides[1] * size, right.strides[0] * size, right.strides[1] * size
-    gpu.launch(launch, left.address, right.address, target.address, rows, columns, depth, *strides)
+    gpu.launch(launch, left.address, right.address, target.address, rows, columns, depth, *dtypes, *strides)
