@@ -57,7 +57,7 @@ def close_warp(warp, mask, site):
 def close_block(warp, mask, site):
     """The cluster of the warp's block has ended, or the launch is given up: frees what the block's queues hold."""
     fields = i64_at(warp[WARP_BLOCK])
-    drop(fields)
+    drop(warp[WARP_BLOCK])
     for index in range(fields[BLOCK_NUM_WARPS]):
         other = i64_at(fields[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
         if other[WARP_COPIES] != 0:
