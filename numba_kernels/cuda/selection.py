@@ -29,11 +29,12 @@ THREADS = 512
 MAX_VOCAB = (1 << 20) - 1  # masses of all tokens together stay below 2^64
 NO_TOKEN = 0xFFFFFFFF
 INFINITY = float("inf")
-_ID_BITS = 23
-_DIGIT_BITS = 11
+NAN = float("nan")
+ID_BITS = 23
+DIGIT_BITS = 11
 FIRST_SHIFT = 44  # of the first of five digits
 LOGIT_SHIFT = 22  # of the third: it ends behind the logit's last bit
-NUM_BINS = 1 << _DIGIT_BITS
+NUM_BINS = 1 << DIGIT_BITS
 _BINS_A_THREAD = NUM_BINS // THREADS
 WARPS = THREADS // 32
 
@@ -73,7 +74,7 @@ def rank_of(logit, token):
     """A number that is higher for a higher logit, and for a lower id among equal ones (0.0 equals -0.0)."""
     bits = bits_from_f32(add(logit, float32(0.0)))
     rising = bits ^ (uint32(0xFFFFFFFF) if bits >> uint32(31) != uint32(0) else uint32(0x80000000))
-    return (uint64(rising) << uint64(_ID_BITS)) | uint64(uint32((1 << _ID_BITS) - 1) - token)
+    return (uint64(rising) << uint64(ID_BITS)) | uint64(uint32((1 << ID_BITS) - 1) - token)
 
 
 @device_function
@@ -149,6 +150,14 @@ def _scan(value, totals):
     return value, total
 
 
+@device_function
+def block_sum(value, totals):
+    """The sum of a uint64 over all threads, in each of them."""
+    sync_block()  # the memory may still be read
+    value, total = _scan(value, totals)
+    return total
+
+
 @functools.cache
 def digit_search(is_aligned: bool) -> Any:
     """A device function that adds up one digit's masses.
@@ -172,7 +181,7 @@ def digit_search(is_aligned: bool) -> Any:
             for e in range(4):
                 token = quad * uint32(4) + uint32(e)
                 rank = rank_of(logits[e], token)
-                if token < vocab and rank >= lowest and rank >> uint64(shift + uint32(_DIGIT_BITS)) == prefix:
+                if token < vocab and rank >= lowest and rank >> uint64(shift + uint32(DIGIT_BITS)) == prefix:
                     mass = uint64(1)
                     if is_mass:
                         mass = mass_of(exp(subtract(logits[e], largest)))
