@@ -81,7 +81,8 @@ def devices(chosen: str) -> list[dict[str, Any]]:
                 entry = {"device": full_name, "is_usable": True, "description": _described(properties)}
                 found.append({**entry, "properties": asdict(properties)})
         except DeviceError as error:
-            found.append({"device": "cuda:0" if arch is None else chosen, "is_usable": False, "description": str(error)})
+            name = "cuda:0" if arch is None else device.type
+            found.append({"device": name, "is_usable": False, "description": str(error)})
     return found
 
 

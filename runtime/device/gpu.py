@@ -19,7 +19,7 @@ from runtime.device.kernel import Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
 from runtime.device.stream import Event, Stream
-from runtime.errors import InvalidArgumentError
+from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -279,9 +279,12 @@ class Gpu:
             return kernel
 
     def kernel_of(self, function: Any) -> Kernel:
-        """The loaded kernel that the driver calls so."""
+        """The loaded kernel that the driver calls so. Raises DeviceError for one that was not loaded here."""
         with self._lock:
-            return next(kernel for kernel in self._kernels.values() if int(kernel.function) == int(function))
+            for kernel in self._kernels.values():
+                if int(kernel.function) == int(function):
+                    return kernel
+        raise DeviceError(f"{self.device}: function {int(function):#x} is no kernel that was loaded here")
 
     def _with_last_launch(self, error: LaunchError) -> LaunchError:
         last = self._streams.last

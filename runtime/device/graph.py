@@ -17,6 +17,7 @@ https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-graphs
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -65,7 +66,6 @@ class Graph:
         pool: its memory.
         result: what the work returned when it was recorded: its tensors are where each replay leaves its results.
         num_nodes: kernels, copies and fills.
-        kernels: the kernels launched, in order; `set_arguments` counts in it.
     """
 
     def __init__(self, pool: GraphPool, graph: Any, result: Any, retained: list[Any]) -> None:
@@ -77,12 +77,10 @@ class Graph:
         self._graph = graph
         self._exec: Any = None
         context = self._gpu.context
-        nodes = _in_order(self._gpu, graph)
         kinds = context.driver.types.CUgraphNodeType
-        kernel_nodes = [n for n in nodes if context.call("cuGraphNodeGetType", n) == kinds.CU_GRAPH_NODE_TYPE_KERNEL]
-        self.num_nodes = len(nodes)
-        self._nodes = [(node, context.call("cuGraphKernelNodeGetParams", node)) for node in kernel_nodes]
-        self.kernels: list[Kernel] = [self._gpu.kernel_of(parameters.func) for _, parameters in self._nodes]
+        nodes = [(node, context.call("cuGraphNodeGetType", node)) for node in _in_order(self._gpu, graph)]
+        self.num_nodes = sum(kind != kinds.CU_GRAPH_NODE_TYPE_EMPTY for _, kind in nodes)
+        self._kernel_nodes = [node for node, kind in nodes if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL]
         self._exec = context.call("cuGraphInstantiate", graph, 0)
         context.call("cuGraphUpload", self._exec, self._gpu.stream.handle)
         self._launch = context.driver.api.cuGraphLaunch
@@ -133,6 +131,15 @@ class Graph:
         if status:
             raise self._gpu.driver.error("cuGraphLaunch", status)
 
+    @functools.cached_property
+    def kernels(self) -> list[Kernel]:
+        """The kernels launched, in order; `set_arguments` counts in it."""
+        return [self._gpu.kernel_of(parameters.func) for parameters in self._parameters]
+
+    @functools.cached_property
+    def _parameters(self) -> list[Any]:
+        return [self._gpu.context.call("cuGraphKernelNodeGetParams", node) for node in self._kernel_nodes]
+
     def set_arguments(self, index: int, *arguments: int | float) -> None:
         """Other arguments for `kernels[index]`, from the next replay on.
 
@@ -142,9 +149,9 @@ class Graph:
             raise InvalidArgumentError(f"the graph has {len(self.kernels)} kernels, not {index}", param="index")
         packed = Arguments(self.kernels[index])
         packed.pack(*arguments)
-        node, parameters = self._nodes[index]
+        parameters = self._parameters[index]
         parameters.kernelParams = packed.address
-        self._gpu.context.call("cuGraphExecKernelNodeSetParams", self._exec, node, parameters)
+        self._gpu.context.call("cuGraphExecKernelNodeSetParams", self._exec, self._kernel_nodes[index], parameters)
 
     def release(self) -> None:
         """Frees the graph, after its last replay; its pool goes with the last graph that has it."""

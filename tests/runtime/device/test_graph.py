@@ -69,6 +69,7 @@ def counted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_replay_equals_eager(gpu: Gpu, x: DeviceBlock) -> None:
     graph = Graph.capture(gpu, lambda: six_fold(gpu, x))
     assert [kernel.specialisation.name for kernel in graph.kernels] == ["scale", "scale"]
+    assert graph.num_nodes == 2
     graph.replay()
     np.testing.assert_array_equal(contents(gpu, graph.result), 6 * RAMP)
     gpu.write(x.address, RAMP + 1)  # new input at the old address
