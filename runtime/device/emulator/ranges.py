@@ -17,8 +17,8 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.locate import GLOBAL, PARAM, SHADOW, check_bytes, global_place, stack_longs
-from runtime.device.emulator.pointers import i64_at
+from runtime.device.emulator.locate import GLOBAL, PARAM, SHADOW, check_bytes, global_place
+from runtime.device.emulator.pointers import i64_at, stack_longs
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.window import is_shared, shared_block, shared_host
 
