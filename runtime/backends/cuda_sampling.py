@@ -1,17 +1,79 @@
-"""Drawing tokens and their log-probabilities on a GPU, as `runtime.ops` describes them."""
+"""Drawing tokens and their log-probabilities on a GPU, as `runtime.ops` describes them.
+
+The parameters go up in one copy, and only ids and a few numbers a row come back.
+"""
 
 from __future__ import annotations
 
-from runtime.backends import cpu_sampling
+import numpy as np
+
+from numba_kernels.cuda import logprobs as _logprobs
+from numba_kernels.cuda import sampling as _sampling
+from runtime.backends.cpu_checks import fail
+from runtime.backends.cuda_checks import alignment, first
+from runtime.backends.cuda_tensor import check_id_flag, upload, upload_together
+from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
+from runtime.dtype import float32, int32
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import Tensor
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
-    """See `ops.sample`."""
-    return cpu_sampling.sample(logits.to("cpu"), params)
+    """See `ops.sample`. Waits for the device."""
+    op = "sample"
+    gpu = first(op, "logits", logits, float32, (None, None))
+    rows, vocab = logits.shape
+    check_sampling(op, rows, vocab, params)
+    if rows == 0:
+        return SampledTokens(np.empty(0, np.int32), np.empty(0, np.bool_))
+    device, mask = logits.device, params.allowed_mask
+    arrays = [getattr(params, name) for name, _, _ in SAMPLING_FIELDS] + ([] if mask is None else [mask.view(np.int32)])
+    fields = upload_together([_as_tensor_type(array) for array in arrays], device)
+    mask_address = 0 if mask is None else fields.pop().address
+    has_penalty = bool(
+        (params.repetition_penalty != 1).any()
+        or (params.presence_penalty != 0).any()
+        or (params.frequency_penalty != 0).any()
+    )
+    work = Tensor.empty((rows, vocab), float32, device)
+    counts = Tensor.empty((rows, vocab), int32, device) if has_penalty else None
+    result = Tensor.empty((2, rows), int32, device)  # ids, statuses
+    launch = _sampling.plan(rows, vocab, is_aligned=alignment(logits.address, work.address) >= 16)
+    assert launch is not None
+    gpu.launch(
+        launch, logits.address, *(field.address for field in fields), mask_address, work.address,
+        0 if counts is None else counts.address, result.address, result[1].address, vocab, -(-vocab // 32),
+    )  # fmt: skip
+    token_ids, statuses = result.to("cpu").array
+    check_id_flag(device)
+    if (statuses == _sampling.BAD_ID).any():
+        raise fail(op, "params", f"name a token id outside the vocabulary of {vocab}")
+    return SampledTokens(token_ids, statuses == _sampling.OK)
+
+
+def _as_tensor_type(array: np.ndarray) -> np.ndarray:
+    """The same bits in a type that tensors have."""
+    return array.view(np.int64) if array.dtype == np.uint64 else array
 
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:
-    """See `ops.log_softmax_topk`."""
-    return cpu_sampling.log_softmax_topk(logits.to("cpu"), chosen, top_n)
+    """See `ops.log_softmax_topk`. Waits for the device."""
+    op = "log_softmax_topk"
+    gpu = first(op, "logits", logits, float32, (None, None))
+    rows, vocab = logits.shape
+    check_chosen(op, rows, vocab, chosen, top_n)
+    if top_n > _logprobs.MAX_TOP_N:
+        raise fail(op, "top_n", f"is {top_n}, limit on a GPU {_logprobs.MAX_TOP_N}")
+    device = logits.device
+    if rows == 0:
+        nothing = np.empty(0, np.float32), np.empty(0, np.int32)
+        return TopLogprobs(*nothing, np.empty((0, top_n), np.int32), np.empty((0, top_n), np.float32))
+    ids = upload(chosen, device)
+    parts = [
+        Tensor.empty((rows,), float32, device), Tensor.empty((rows,), int32, device),
+        Tensor.empty((rows, top_n), int32, device), Tensor.empty((rows, top_n), float32, device),
+    ]  # fmt: skip
+    launch = _logprobs.plan(rows, vocab, top_n, is_aligned=alignment(logits.address) >= 16)
+    assert launch is not None
+    gpu.launch(launch, logits.address, ids.address, *(part.address for part in parts), vocab, top_n)
+    return TopLogprobs(*(part.to("cpu").array for part in parts))

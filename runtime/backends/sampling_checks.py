@@ -1,0 +1,60 @@
+"""Checks of what sampling is given on the host, whatever the device of the logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.backends.cpu_checks import fail
+from runtime.sampling_arrays import Int32Array, SamplingArrays
+
+SAMPLING_FIELDS = (
+    ("temperature", np.dtype(np.float32), "n"),
+    ("top_k", np.dtype(np.int32), "n"),
+    ("top_p", np.dtype(np.float32), "n"),
+    ("min_p", np.dtype(np.float32), "n"),
+    ("repetition_penalty", np.dtype(np.float32), "n"),
+    ("presence_penalty", np.dtype(np.float32), "n"),
+    ("frequency_penalty", np.dtype(np.float32), "n"),
+    ("seed", np.dtype(np.uint64), "n"),
+    ("choice_index", np.dtype(np.int32), "n"),
+    ("position", np.dtype(np.int32), "n"),
+    ("prompt_ids", np.dtype(np.int32), "any"),
+    ("prompt_start", np.dtype(np.int32), "n+1"),
+    ("output_ids", np.dtype(np.int32), "any"),
+    ("output_start", np.dtype(np.int32), "n+1"),
+    ("bias_ids", np.dtype(np.int32), "any"),
+    ("bias_values", np.dtype(np.float32), "any"),
+    ("bias_start", np.dtype(np.int32), "n+1"),
+)  # in the order of the kernels' arguments
+
+
+def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> None:
+    """Raises InvalidArgumentError where an array of the parameters is not what ``logits [rows, vocab]`` need."""
+    mask_words = -(-vocab // 32)
+    for name, dtype, shape in SAMPLING_FIELDS:
+        value = getattr(params, name)
+        wanted = {"n": (rows,), "n+1": (rows + 1,), "any": value.shape[:1]}[shape]
+        if value.dtype != dtype or value.shape != wanted or not value.flags.c_contiguous:
+            raise fail(op, f"params.{name}", f"is {value.dtype} {value.shape}, must be contiguous {dtype} {wanted}")
+    for start, ids in (("prompt_start", "prompt_ids"), ("output_start", "output_ids"), ("bias_start", "bias_ids")):
+        offsets = getattr(params, start)
+        if offsets[0] != 0 or offsets[-1] > getattr(params, ids).size or (rows and np.diff(offsets).min() < 0):
+            raise fail(op, f"params.{start}", f"must rise from 0 to at most the number of {ids}")
+    if params.bias_values.size != params.bias_ids.size:
+        raise fail(op, "params.bias_values", f"has {params.bias_values.size} entries, bias_ids {params.bias_ids.size}")
+    mask = params.allowed_mask
+    fits = mask is None or (mask.dtype == np.uint32 and mask.shape == (rows, mask_words) and mask.flags.c_contiguous)
+    if mask is not None and not fits:
+        raise fail(op, "params.allowed_mask", f"is {mask.dtype} {mask.shape}, must be uint32 {(rows, mask_words)}")
+    if rows and vocab == 0:
+        raise fail(op, "logits", "has no columns")
+
+
+def check_chosen(op: str, rows: int, vocab: int, chosen: Int32Array, top_n: int) -> None:
+    """Raises InvalidArgumentError where `chosen` is not an id a row, or `top_n` more than there are."""
+    if chosen.dtype != np.int32 or chosen.shape != (rows,) or not chosen.flags.c_contiguous:
+        raise fail(op, "chosen", f"is {chosen.dtype} {chosen.shape}, must be contiguous int32 ({rows},)")
+    if rows and (chosen.min() < 0 or chosen.max() >= vocab):
+        raise fail(op, "chosen", f"holds {chosen.min()} to {chosen.max()}, must lie in 0 to {vocab - 1}")
+    if not 0 <= top_n <= vocab:
+        raise fail(op, "top_n", f"is {top_n}, must lie in 0 to {vocab}")
