@@ -132,6 +132,23 @@ def test_fork_and_join_by_events(seed: int) -> None:
     assert (case.values(case.x), case.values(case.y)) == (36.0, 37.0)
 
 
+def test_what_follows_a_replay_comes_after_all_its_branches() -> None:
+    for seed in range(6):
+        case = Case(seed=seed)
+        other, fork, join = case.stream(), case.event(), case.event()
+        case.begin()
+        case("cuEventRecord", fork, case.s)
+        case("cuStreamWaitEvent", other, fork, 0)
+        case.times(case.x, 3.0)
+        case.times(case.y, 5.0, other)
+        case("cuEventRecord", join, other)
+        case("cuStreamWaitEvent", case.s, join, 0)  # and nothing after it: two ends
+        executable = case.replay(case.end())
+        case.plus(case.y, case.y, 1.0)
+        case("cuGraphLaunch", executable, case.s)
+        assert (case.values(case.x), case.values(case.y)) == (9.0, 30.0)
+
+
 def test_branches_of_a_graph_that_touch_the_same_memory_are_found() -> None:
     for seed in range(4):
         case = Case(seed=seed)

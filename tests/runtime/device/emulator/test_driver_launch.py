@@ -353,21 +353,44 @@ def test_an_unknown_instruction_is_named() -> None:
     assert "frobnicate" in str(harness.driver.last_fault)
 
 
-def test_a_dependent_launch_that_never_waits_races_with_the_one_in_front() -> None:
+def dependent_case(*bodies: str) -> tuple[Any, Exception | None]:
+    """Launches that each may begin before the one in front ends: the status of the synchronisation, and the fault.
+
+    The first is an ordinary one; {x} in a body stands for an address.
+    """
     harness = Harness("sm_90a")
-    scale = harness.function("scale")
     x, stream, _ = harness.put(np.ones(64, np.float32)), harness.stream(), harness.stream()
-    kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float)
-    ordinary, dependent = (config((1, 1, 1), (64, 1, 1), stream, dependent=value) for value in (0, 1))
-    for made in (ordinary, ordinary):
-        harness("cuLaunchKernelEx", made, scale, ((x, 64, 2.0), kinds), 0)
-    assert harness.get(x, 64).tolist() == [4.0] * 64
-    for made in (ordinary, dependent):
-        harness("cuLaunchKernelEx", made, scale, ((x, 64, 2.0), kinds), 0)
-    assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_LAUNCH_FAILED
-    fault = harness.driver.last_fault
+    for number, body in enumerate(bodies):
+        text = HEAD.format("sm_90") + f".visible .entry k{number}(.param .u64 p) {{ .reg .b64 %x; .reg .b32 %a;\n"
+        text += f"ld.param.u64 %x, [p]; {body}\nret; }}\n"
+        made = config((1, 1, 1), (1, 1, 1), stream, dependent=int(number > 0))
+        harness("cuLaunchKernelEx", made, harness.function(f"k{number}", text), ((x,), (ctypes.c_uint64,)), 0)
+    return harness.status("cuCtxSynchronize"), harness.driver.last_fault
+
+
+WRITE, WAIT = "st.global.b32 [%x], 5;", "griddepcontrol.wait;"
+
+
+def test_dependent_launches_that_wait_are_ordered() -> None:
+    assert dependent_case(WRITE, WAIT + WRITE, WAIT + WRITE) == (R.CUDA_SUCCESS, None)
+
+
+def test_a_dependent_launch_that_touches_memory_before_it_waits() -> None:
+    for body in (WRITE, WRITE + WAIT):
+        status, fault = dependent_case(WRITE, body)
+        assert status == R.CUDA_ERROR_LAUNCH_FAILED
+        assert isinstance(fault, EmulatorFault)
+        assert fault.kind == FaultKind.BEFORE_DEPENDENCY
+
+
+def test_in_a_chain_of_dependent_launches_each_must_wait() -> None:
+    """The second touches nothing and never waits; the third waits for the second alone."""
+    status, fault = dependent_case(WRITE, "", WAIT + WRITE)
+    assert status == R.CUDA_ERROR_LAUNCH_FAILED
     assert isinstance(fault, EmulatorFault)
-    assert fault.kind in (FaultKind.MISSING_EVENT, FaultKind.BEFORE_DEPENDENCY)
+    assert fault.kind == FaultKind.MISSING_EVENT
+    assert "kernel k2 in stream 1" in str(fault)
+    assert "kernel k0 in stream 1" in str(fault)
 
 
 def test_counters_are_kept_on_demand() -> None:

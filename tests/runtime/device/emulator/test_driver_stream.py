@@ -262,3 +262,47 @@ def test_waiting_twice_and_recording_again() -> None:
     assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_LAUNCH_FAILED
     assert y <= fault_of(harness).address < y + 32
     assert harness.status("cuStreamWaitEvent", two, event, 1) == R.CUDA_ERROR_LAUNCH_FAILED
+
+
+TOUCHES = {
+    "ld.global.nc.v4.u32 {{%r1, %r2, %r3, %r4}}, [%x+16];": False,
+    "ld.u64 %y, [%x+8];": False,
+    "st.global.v2.u64 [%x], {{%z, %z}};": True,
+    "red.global.add.u32 [%x+4], %r0;": True,
+    "atom.global.exch.b32 %r1, [%x+4], %r0;": True,
+    "cp.async.ca.shared.global [tile], [%x], 16;": False,
+    "cp.async.bulk.global.shared::cta.bulk_group [%x], [tile], 16;": True,
+}
+
+
+@pytest.mark.parametrize("statement", TOUCHES)
+def test_every_way_to_touch_memory_is_seen(statement: str) -> None:
+    """A fill in one stream, the instruction in another; and, of those that only read, twice the instruction."""
+    text = (
+        ".version 8.3\n.target sm_90\n.address_size 64\n.visible .entry k(.param .u64 p) {\n"
+        ".reg .b64 %x, %y, %z; .reg .b32 %r<5>; .shared .align 16 .b8 tile[16];\n"
+        "mov.u64 %z, 0; mov.u32 %r0, 1; ld.param.u64 %x, [p]; st.shared.v2.u64 [tile], {%z, %z};\n"
+        "fence.proxy.async;\n" + statement.format() + "\ncp.async.wait_all; cp.async.bulk.commit_group;\n"
+        "cp.async.bulk.wait_group 0;\nret; }\n"
+    )
+
+    def run(*actions: str) -> Any:
+        harness = Harness("sm_90a", seed=4)
+        function, x = harness.function("k", text), harness.put(np.zeros(64, np.uint32))
+        params = ((x,), (ctypes.c_uint64,))
+        for action in actions:
+            stream = harness.stream()
+            if action == "fill":
+                harness("cuMemsetD8Async", x, 0, 32, stream)
+            else:
+                harness("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, params, 0)
+            if "waited" in actions:
+                harness("cuStreamSynchronize", stream)
+        return harness.status("cuCtxSynchronize"), harness.driver.last_fault
+
+    status, fault = run("fill", "kernel")
+    assert status == R.CUDA_ERROR_LAUNCH_FAILED
+    assert isinstance(fault, DriverFault), fault
+    assert fault.kind == FaultKind.MISSING_EVENT
+    status, fault = run("kernel", "kernel")
+    assert (status == R.CUDA_SUCCESS) is not TOUCHES[statement], fault
