@@ -13,9 +13,9 @@ from typing import Any
 from runtime.device.emulator import context
 from runtime.device.emulator.blocks import Block
 from runtime.device.emulator.fault import FaultKind
-from runtime.device.emulator.lowering import Lowering, lowering_of
+from runtime.device.emulator.lowering import SLOT_KINDS, Lowering, lowering_of
 from runtime.device.emulator.ptx import Operand
-from runtime.device.emulator.vectors import BYTE, I32, LONG, WORD, intrinsic, mask_of, splat, truths_of
+from runtime.device.emulator.vectors import I32, LONG, WORD, intrinsic, mask_of, splat, truths_of
 
 Value = Any
 _NOWHERE = 0x7FFFFFFF
@@ -50,7 +50,9 @@ class Flow:
         self.some = builder.alloca(WORD)  # those of them that take a branch
         self.elsewhere = builder.alloca(WORD)  # where those go on
         registers = low.warp_field(context.WARP_REGISTERS)
-        low.registers = builder.inttoptr(registers, BYTE.as_pointer())
+        low.registers = {kind: builder.inttoptr(registers, kind.as_pointer()) for kind in SLOT_KINDS}
+        low.launch = builder.inttoptr(low.warp_field(context.WARP_LAUNCH), LONG.as_pointer())
+        low.counters = builder.inttoptr(low.launch_field(context.LAUNCH_COUNTERS), LONG.as_pointer())
         self.pcs = builder.inttoptr(low.warp_field(context.WARP_PCS), I32.as_pointer())
         low.set_warp_field(context.WARP_STALLED, low.i64(0))
         low.set_warp_field(context.WARP_YIELDED, low.i64(0))
@@ -218,13 +220,11 @@ class Flow:
 
     def _count(self, number: int) -> None:
         low, builder = self.low, self.builder
-        launch = builder.inttoptr(low.warp_field(context.WARP_LAUNCH), LONG.as_pointer())
-        counters = builder.inttoptr(low.field(launch, context.LAUNCH_COUNTERS), LONG.as_pointer())
         lanes = builder.zext(intrinsic(builder, "ctpop", WORD, [low.chunk_mask]), LONG)
         for array, index, step in (
-            (launch, context.LAUNCH_STEPS, low.i64(1)),
-            (counters, 2 * number, low.i64(1)),
-            (counters, 2 * number + 1, lanes),
+            (low.launch, context.LAUNCH_STEPS, low.i64(1)),
+            (low.counters, 2 * number, low.i64(1)),
+            (low.counters, 2 * number + 1, lanes),
         ):
             place = builder.gep(array, [low.i64(index)])
             builder.store(builder.add(builder.load(place), step), place)

@@ -33,7 +33,7 @@ from runtime.device.emulator.ptx import (
     Vector,
 )
 from runtime.device.emulator.variables import SharedLayout, shared_layout
-from runtime.device.emulator.vectors import F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat, truths_of
+from runtime.device.emulator.vectors import BYTE, F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat, truths_of
 from runtime.device.emulator.vectors import I8 as I8_LANES
 from runtime.device.emulator.wgmma_registers import WgmmaRegisters
 
@@ -54,6 +54,11 @@ REGISTER_BITS = {
     "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128,
 }  # fmt: skip
 """Bits a lane of the slot of a register type; a predicate is one 32-bit mask."""
+
+_VECTORS = {1: WORD, 32: I32, 64: I64, 128: I64}
+_ELEMENTS = {32: WORD, 64: LONG, 128: LONG}
+SLOT_KINDS = (BYTE, WORD, LONG, I32, I64)
+"""What a pointer into the register file may point at."""
 
 SLOT_BYTES = {1: 64, 32: 128, 64: 256, 128: 512}
 
@@ -183,7 +188,7 @@ class Lowering:
         return self.field(self._pointer(self.warp_field(context.WARP_BLOCK), LONG), index)
 
     def launch_field(self, index: int) -> Value:
-        return self.field(self._pointer(self.warp_field(context.WARP_LAUNCH), LONG), index)
+        return self.field(self.launch, index)
 
     def set_warp_field(self, index: int, value: Value) -> None:
         """``warp[index] = value``, an i64, or an i32 that is widened with zeros."""
@@ -342,8 +347,8 @@ class Lowering:
         return offset
 
     def at(self, offset: int, kind: Any) -> Value:
-        address = self.builder.gep(self.registers, [self.i64(offset)])
-        return self.builder.bitcast(address, kind.as_pointer())
+        """A pointer into the register file; `kind` is one of SLOT_KINDS."""
+        return self.builder.gep(self.registers[kind], [self.i64(offset)], source_etype=BYTE)
 
     def _offset_of(self, register: Register, permanent: bool = False) -> int:
         name = register.name
@@ -358,8 +363,7 @@ class Lowering:
         return self._temporary[name]
 
     def _slot_of(self, register: Register) -> Value:
-        kind = {1: WORD, 32: I32, 64: I64, 128: I64}[self.bits_of(register)]
-        return self.at(self._offset_of(register), kind)
+        return self.at(self._offset_of(register), _VECTORS[self.bits_of(register)])
 
     def _store(self, register: Register) -> None:
         """Brings the register file up to date for one register."""
@@ -379,15 +383,12 @@ class Lowering:
                 value = self.builder.select(self._chunk_truths, value, old)
         self.builder.store(value, slot)
 
-    def _scratch_slot(self, bits: int) -> Value:
-        """A slot until the end of the instruction."""
+    def _scratch_slot(self, bits: int) -> int:
+        """The offset of a slot until the end of the instruction."""
         size = SLOT_BYTES[bits]
         offset = self._allocate(size)
         self._scratch.append((size, offset))
-        return self.at(offset, {1: WORD, 32: I32, 64: I64, 128: I64}[bits])
-
-    def _element_pointer(self, slot: Value, bits: int) -> Value:
-        return self.builder.bitcast(slot, (WORD if bits == 32 else LONG).as_pointer())
+        return offset
 
     def slot(self, operand: Operand, bits: int, kind: str = "") -> Value:
         """A pointer to an operand's lanes for an operation to read: ``i32*`` (bits 32) or ``i64*`` (64, and 128).
@@ -396,7 +397,7 @@ class Lowering:
         """
         if isinstance(operand, Register) and self.bits_of(operand) == bits:
             self._store(operand)
-            return self._element_pointer(self._slot_of(operand), bits)
+            return self.at(self._offset_of(operand), _ELEMENTS[bits])
         if bits == 128:
             raise self.refuse(f"{operand} as .b128")
         if isinstance(operand, Integer | Float):
@@ -407,11 +408,11 @@ class Lowering:
     def spill(self, vector: Value) -> Value:
         """A vector of i32, i64, float or double in a scratch slot: a pointer to its first lane."""
         bits = 64 if vector.type in (I64, F64) else 32
-        slot = self._scratch_slot(bits)
+        offset = self._scratch_slot(bits)
         if vector.type in (F32, F64):
-            vector = self.builder.bitcast(vector, I32 if bits == 32 else I64)
-        self.builder.store(vector, slot)
-        return self._element_pointer(slot, bits)
+            vector = self.builder.bitcast(vector, _VECTORS[bits])
+        self.builder.store(vector, self.at(offset, _VECTORS[bits]))
+        return self.at(offset, _ELEMENTS[bits])
 
     def _constant(self, value: int, bits: int) -> Value:
         """A constant slot in the object's own data."""
@@ -422,7 +423,7 @@ class Lowering:
             found.linkage, found.global_constant, found.align = "internal", True, 64
             found.initializer = splat(kind, key[0])
             self._constants[key] = found
-        return self._element_pointer(self._constants[key], bits)
+        return self.builder.bitcast(self._constants[key], _ELEMENTS[bits].as_pointer())
 
     def destination(self, operand: Operand, bits: int, kind: str = "") -> Value:
         """A pointer to a register's lanes for an operation to write (those of `mask` alone); call() follows.
@@ -431,7 +432,7 @@ class Lowering:
         is "s32". For `_` it is a scratch slot that nobody reads.
         """
         if isinstance(operand, Sink):
-            return self._element_pointer(self._scratch_slot(bits), bits)
+            return self.at(self._scratch_slot(bits), _ELEMENTS[bits])
         width = self.bits_of(operand)
         assert isinstance(operand, Register)
         if width == bits:
@@ -439,21 +440,21 @@ class Lowering:
                 self._store(operand)
             self._dirty.discard(operand.name)
             self._cache.pop(operand.name, None)
-            return self._element_pointer(self._slot_of(operand), bits)
+            return self.at(self._offset_of(operand), _ELEMENTS[bits])
         if 128 in (width, bits) or width == 1:
             raise self.refuse(f"a {bits}-bit result in register {operand.name} of type .{operand.type}")
         scratch = self._scratch_slot(bits)
 
         def convert() -> None:
             wanted = I32 if width == 32 else I64
-            self.write(operand, self._resize(self.builder.load(scratch), wanted, kind or "b"))
+            self.write(operand, self._resize(self.builder.load(self.at(scratch, _VECTORS[bits])), wanted, kind or "b"))
 
         self._after_call.append(convert)
-        return self._element_pointer(scratch, bits)
+        return self.at(scratch, _ELEMENTS[bits])
 
     def predicate_destination(self, operand: Operand) -> Value:
         """A pointer to one u32 for an operation to write a predicate's lane bits to; call() follows."""
-        scratch = self._scratch_slot(1)
+        scratch = self.at(self._scratch_slot(1), WORD)
         self.builder.store(self.i32(0), scratch)
         if not isinstance(operand, Sink):
             self._after_call.append(lambda: self.write_predicate(operand, self.builder.load(scratch)))
@@ -486,11 +487,11 @@ class Lowering:
 
     def state_byte(self, offset: int) -> Value:
         """A pointer to one byte of the register file."""
-        return self.builder.gep(self.registers, [self.i64(offset)])
+        return self.at(offset, BYTE)
 
     def predicate_slot(self, operand: Operand) -> Value:
         """A pointer to a u32 with a predicate's lane bits, for an operation to read."""
-        scratch = self._scratch_slot(1)
+        scratch = self.at(self._scratch_slot(1), WORD)
         self.builder.store(self.predicate(operand), scratch)
         return scratch
 
@@ -650,7 +651,9 @@ class Lowering:
         self._dirty.clear()
 
     flow: Any  # dispatch.Flow: the frame around the chunks
-    registers: Value  # i8*, the register file
+    registers: dict[Any, Value]  # the register file, as a pointer to each of SLOT_KINDS
+    launch: Value  # int64*, the launch's array
+    counters: Value  # int64*, the chunks' counters
 
 
 _NO_INSTRUCTION = Instruction("", (), None, False, 0)

@@ -33,7 +33,7 @@ class _Splat(ir.Constant):
 
     def __init__(self, type_: Any, value: float) -> None:
         element = ir.Constant(type_.element, value)
-        super().__init__(type_, [element] * type_.count)
+        self.type, self.constant = type_, [element] * type_.count
         self._text = f"splat ({element})"
 
     def get_reference(self) -> str:
