@@ -48,12 +48,20 @@ from runtime.device.emulator.locate import (
     check_bytes,
     locate,
     mark_written,
-    stack_longs,
 )
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, i64_at, trailing_zeros, u8_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.pointers import (
+    address_of,
+    i64_at,
+    stack_longs,
+    trailing_zeros,
+    u8_at,
+    u16_at,
+    u32_at,
+    u64_at,
+)
 from runtime.device.emulator.proxy import wrote
-from runtime.device.emulator.races import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
+from runtime.device.emulator.races import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine, warp_is_fine
 from runtime.device.emulator.stream_touch import touch_lanes
 from runtime.device.emulator.traffic import count_access
 
@@ -245,16 +253,16 @@ def extend_sign(mask, slot, size, is_wide, flags):
 
 
 @njit
-def window_of(warp, addresses, offset, mask, space, flags):
-    """Where a warp access most likely goes: (start, bytes, host, shadow, need, want) for `lane_vectors`.
-
-    Zero bytes where only the careful way will do.
-    """
+def window_of(warp, addresses, offset, mask, space, flags, total):
+    """Where a warp access of `total` bytes a lane most likely goes: (start, bytes, host, shadow, need, want) for
+    `lane_vectors`. Zero bytes where only the careful way will do. The race checker has been asked."""
     block, launch = i64_at(warp[WARP_BLOCK]), i64_at(warp[WARP_LAUNCH])
     checks = launch[LAUNCH_CHECKS]
     start, size, host, shadow = types.int64(0), types.int64(0), types.int64(0), types.int64(0)
-    if checks & (CHECK_RACES | COUNT_MEMORY) or warp[WARP_BEFORE_DEPENDENCY]:
+    is_racing = checks & CHECK_RACES != 0 and warp[WARP_CLOCK] != 0
+    if checks & COUNT_MEMORY or warp[WARP_BEFORE_DEPENDENCY] or (is_racing and flags & IS_STRONG):
         return start, size, host, shadow, start, start
+    block_address = types.int64(0)
     inside = space
     if space == GENERIC and mask != 0:
         first = types.int64(addresses[trailing_zeros(mask)]) + offset
@@ -267,6 +275,11 @@ def window_of(warp, addresses, offset, mask, space, flags):
             size = types.int64(0)
     elif inside in (SHARED, SHARED_CLUSTER) and not (flags & IS_STORE and block[BLOCK_PROXY]):
         size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]
+        block_address = warp[WARP_BLOCK]
+    if is_racing and size and not warp_is_fine(
+        warp, mask, addresses, offset, start, size, block_address, total, flags & IS_STORE
+    ):
+        size = types.int64(0)
     if flags & IS_STORE:
         need, want = types.int64(0x31 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
     elif checks & CHECK_UNINITIALIZED:
@@ -302,7 +315,7 @@ def _finish(mask, size, is_wide, flags, d0, d1, d2, d3):
 
 @operation("load_32x1", "qliiip")
 def load_32x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
     done = 0
     if size == 4:
         done = _load_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
@@ -320,7 +333,7 @@ def load_32x1(warp, mask, site, addresses, offset, space, size, flags, d0):
 
 @operation("load_32x2", "qliiipp")
 def load_32x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
     done = 0
     if size == 4:
         done = _load_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
@@ -339,7 +352,7 @@ def load_32x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
 
 @operation("load_32x4", "qliiipppp")
 def load_32x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
     done = 0
     if size == 4:
         done = _load_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
@@ -355,7 +368,7 @@ def load_32x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d
 
 @operation("load_32x8", "qliiipppppppp")
 def load_32x8(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3, d4, d5, d6, d7):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 8 * size)
     if _load_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3, d4, d5, d6, d7):
         return 0
     return _CAREFUL(
@@ -366,7 +379,7 @@ def load_32x8(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d
 
 @operation("load_64x1", "qliiiq")
 def load_64x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
     if _load_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0):
         return 0
     a0 = address_of(d0)
@@ -375,7 +388,7 @@ def load_64x1(warp, mask, site, addresses, offset, space, size, flags, d0):
 
 @operation("load_64x2", "qliiiqq")
 def load_64x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
     if _load_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1):
         return 0
     a0, a1 = address_of(d0), address_of(d1)
@@ -384,7 +397,7 @@ def load_64x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
 
 @operation("load_64x4", "qliiiqqqq")
 def load_64x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
     if _load_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3):
         return 0
     a0, a1, a2, a3 = address_of(d0), address_of(d1), address_of(d2), address_of(d3)
@@ -393,7 +406,7 @@ def load_64x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d
 
 @operation("store_32x1", "qliiip")
 def store_32x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
     done = 0
     if size == 4:
         done = _store_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
@@ -409,7 +422,7 @@ def store_32x1(warp, mask, site, addresses, offset, space, size, flags, s0):
 
 @operation("store_32x2", "qliiipp")
 def store_32x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
     done = 0
     if size == 4:
         done = _store_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
@@ -425,7 +438,7 @@ def store_32x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
 
 @operation("store_32x4", "qliiipppp")
 def store_32x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
     done = 0
     if size == 4:
         done = _store_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
@@ -441,7 +454,7 @@ def store_32x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, 
 
 @operation("store_32x8", "qliiipppppppp")
 def store_32x8(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3, s4, s5, s6, s7):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 8 * size)
     if _store_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3, s4, s5, s6, s7):
         return 0
     return _CAREFUL(
@@ -452,7 +465,7 @@ def store_32x8(warp, mask, site, addresses, offset, space, size, flags, s0, s1, 
 
 @operation("store_64x1", "qliiiq")
 def store_64x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
     if _store_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0):
         return 0
     a0 = address_of(s0)
@@ -461,7 +474,7 @@ def store_64x1(warp, mask, site, addresses, offset, space, size, flags, s0):
 
 @operation("store_64x2", "qliiiqq")
 def store_64x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
     if _store_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1):
         return 0
     a0, a1 = address_of(s0), address_of(s1)
@@ -470,7 +483,7 @@ def store_64x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
 
 @operation("store_64x4", "qliiiqqqq")
 def store_64x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags)
+    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
     if _store_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3):
         return 0
     a0, a1, a2, a3 = address_of(s0), address_of(s1), address_of(s2), address_of(s3)

@@ -30,13 +30,12 @@ from runtime.device.emulator.locate import (
     STORE,
     check_bytes,
     locate,
-    stack_longs,
 )
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.memory import IS_INITIALISED
 from runtime.device.emulator.modifiers import Modifiers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import u8_at
+from runtime.device.emulator.pointers import stack_longs, u8_at
 from runtime.device.emulator.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Symbol, Vector
 from runtime.device.emulator.vectors import I32, I64, INTEGERS, Value, splat
 

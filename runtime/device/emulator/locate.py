@@ -9,13 +9,6 @@ as the program sees them (shared and local ones are offsets).
 
 from __future__ import annotations
 
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
@@ -73,20 +66,6 @@ _NO_PEER_ACCESS = int(FaultKind.NO_PEER_ACCESS)
 _IN_FLIGHT = int(FaultKind.IN_FLIGHT)
 _SOURCE_IN_FLIGHT = int(FaultKind.SOURCE_IN_FLIGHT)
 _BEFORE_DEPENDENCY = int(FaultKind.BEFORE_DEPENDENCY)
-
-
-@intrinsic(prefer_literal=True)
-def stack_longs(typing_context, count):
-    """Room for a literal number of int64 in the function's frame, as ``CPointer(int64)``; not cleared."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise TypeError("stack_longs wants a literal")
-    number = count.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), number))
-        return builder.bitcast(room, ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(count), generate
 
 
 @njit

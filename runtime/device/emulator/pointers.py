@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
 intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
@@ -174,3 +175,17 @@ def call_operation(typing_context, function, warp, mask, site):
         return builder.call(called, [warp_array, builder.trunc(arguments[2], _I32), builder.trunc(arguments[3], _I32)])
 
     return types.int32(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def stack_longs(typing_context, count):
+    """Room for a literal number of int64 in the function's frame, as ``CPointer(int64)``; not cleared."""
+    if not isinstance(count, types.IntegerLiteral):
+        raise TypeError("stack_longs wants a literal")
+    number = count.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), number))
+        return builder.bitcast(room, ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(count), generate

@@ -15,6 +15,7 @@ from runtime.device.emulator.clocks import (
     CALL_LANE,
     CALL_ORDER,
     CALL_RUN,
+    CALL_WARP,
     ENTRY_FIELDS,
     RACES_AGENTS,
     RACES_BASE,
@@ -42,6 +43,7 @@ def _entries() -> dict[int, Any]:
         CALL_BLOCK: (vector_clocks.block_entry, 3),
         CALL_LANE: (race_rules.lane_entry, 8),
         CALL_RUN: (race_rules.run_entry, 7),
+        CALL_WARP: (race_rules.warp_entry, 8),
     }
     return {
         number: compile_c_function(entry.py_func, types.int64(*(types.int64,) * count))

@@ -48,6 +48,15 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.pointers import i64_at, u32_at, u64_at
+from runtime.device.emulator.race_vectors import (
+    CHUNK,
+    count_16_longs,
+    fill_16_longs,
+    fill_16_words,
+    highest_16_longs,
+    highest_16_words,
+    raise_16_words,
+)
 from runtime.device.emulator.races import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, IN_GLOBAL, IN_SHARED, LOAD, STORE
 from runtime.device.emulator.vector_clocks import known
 
@@ -67,26 +76,57 @@ def _epoch(record, agent, lane, strong):
 
 @njit
 def _highest(address, count):
-    entries = u64_at(address)
-    highest = entries[0]
-    for index in range(count):
-        highest = max(highest, entries[index])
+    """Of `count` epochs."""
+    highest = types.uint64(0)
+    while count >= CHUNK:
+        highest = max(highest, highest_16_longs(address))
+        address += CHUNK * 8
+        count -= CHUNK
+    while count > 0:
+        highest = max(highest, u64_at(address)[0])
+        address += 8
+        count -= 1
+    return highest
+
+
+@njit
+def _highest_clock(address, count):
+    """Of `count` clocks."""
+    highest = types.int64(0)
+    while count >= CHUNK:
+        highest = max(highest, highest_16_words(address))
+        address += CHUNK * 4
+        count -= CHUNK
+    while count > 0:
+        highest = max(highest, types.int64(u32_at(address)[0]))
+        address += 4
+        count -= 1
     return highest
 
 
 @njit
 def _set_run(address, count, epoch, shift):
     """Each lane's own epoch; a lane has 1 << shift granules."""
-    entries = i64_at(address)
-    for index in range(count):
-        entries[index] = epoch + (index >> shift)
+    done = 0
+    while count - done >= CHUNK:
+        # A lane of more granules than CHUNK does not exist, so a chunk begins with a new lane or inside of none.
+        count_16_longs(address + done * 8, epoch + (done >> shift), shift)
+        done += CHUNK
+    while done < count:
+        i64_at(address)[done] = epoch + (done >> shift)
+        done += 1
 
 
 @njit
 def _fill(address, count, value):
-    entries = i64_at(address)
-    for index in range(count):
-        entries[index] = value
+    while count >= CHUNK:
+        fill_16_longs(address, value)
+        address += CHUNK * 8
+        count -= CHUNK
+    while count > 0:
+        i64_at(address)[0] = value
+        address += 8
+        count -= 1
 
 
 # --- shared memory; `area` is the races array of the block that owns it, offsets are shared addresses ---
@@ -108,12 +148,20 @@ def _shared_read_run(record, area, offset, size):
 @njit
 def _note_shared_read(record, area, first, count):
     now = record[CLOCK_NOW]
-    row = u32_at(area[SHARED_READS] + (record[CLOCK_INDEX] * area[SHARED_GRANULES] + first) * 4)
-    for index in range(count):
-        row[index] = now
-    latest = u32_at(area[SHARED_LATEST_READ] + first * 4)
-    for index in range(count):
-        latest[index] = max(latest[index], now)
+    row = area[SHARED_READS] + (record[CLOCK_INDEX] * area[SHARED_GRANULES] + first) * 4
+    latest = area[SHARED_LATEST_READ] + first * 4
+    while count >= CHUNK:
+        fill_16_words(row, now)
+        raise_16_words(latest, now)
+        row += CHUNK * 4
+        latest += CHUNK * 4
+        count -= CHUNK
+    while count > 0:
+        u32_at(row)[0] = now
+        u32_at(latest)[0] = max(types.int64(u32_at(latest)[0]), now)
+        row += 4
+        latest += 4
+        count -= 1
 
 
 @njit
@@ -126,11 +174,7 @@ def _shared_write_run(record, area, offset, size, lane, lane_bytes):
     floor = record[CLOCK_FLOOR]
     if _highest(area[SHARED_WRITES] + first * 8, count) >> 32 > floor:
         return False
-    latest = u32_at(area[SHARED_LATEST_READ] + first * 4)
-    highest = latest[0]
-    for index in range(count):
-        highest = max(highest, latest[index])
-    if highest > floor:
+    if _highest_clock(area[SHARED_LATEST_READ] + first * 4, count) > floor:
         return False
     lane_shift = 0
     while (1 << (lane_shift + shift)) < lane_bytes:
@@ -335,3 +379,39 @@ def run_entry(warp_address, first, block_address, size, is_store, lane, lane_byt
     if is_store:
         return types.int64(_shared_write_run(record, area, offset, size, lane, lane_bytes))
     return types.int64(_shared_read_run(record, area, offset, size))
+
+
+@njit
+def warp_entry(warp_address, mask, addresses_address, offset, start, limit, block_address, shape):
+    """A whole warp's plain access. Returns 1 where nothing can be wrong, having noted it, or 0.
+
+    The lanes' addresses, plus `offset`, lie in a window that begins at `start` and has `limit` bytes: shared memory of
+    a block, or the arena. `shape` is the bytes a lane, plus 256 for a store. Lanes of a store have to ascend.
+    """
+    addresses = i64_at(addresses_address)
+    is_store, size = shape >> 8, shape & 255
+    base = i64_at(block_address)[BLOCK_SHARED] if block_address != 0 else start
+    shift = offset - start
+    lane, above = types.int64(0), types.int64(-1)
+    while lane < 32:
+        if not (mask >> lane) & 1:
+            lane += 1
+            continue
+        first, begin = lane, addresses[lane] + shift
+        end = begin + size
+        if begin < 0 or begin > limit - size or (is_store and begin < above):
+            return types.int64(0)
+        while lane < 31 and (mask >> (lane + 1)) & 1:
+            following = addresses[lane + 1] + shift
+            if following == end:
+                end += size
+            elif is_store or following != end - size:
+                break
+            lane += 1
+        above = end
+        if end > limit:
+            return types.int64(0)
+        if not run_entry(warp_address, base + begin, block_address, end - begin, is_store, first, size):
+            return types.int64(0)
+        lane += 1
+    return types.int64(1)

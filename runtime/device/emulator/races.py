@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from numba_kernels.cache import njit
-from runtime.device.emulator.clocks import CALL_LANE, CALL_RUN, CLOCK_RACES, RACES_CALLS, call_address
+from runtime.device.emulator.clocks import CALL_LANE, CALL_RUN, CALL_WARP, CLOCK_RACES, RACES_CALLS, call_address
 from runtime.device.emulator.context import WARP_CLOCK
 from runtime.device.emulator.pointers import address_of, i64_at
 from runtime.device.emulator.ptx import TYPE_BYTES, Instruction
@@ -33,6 +33,16 @@ def run_is_fine(warp, first, block_address, size, is_store, lane, lane_bytes):
     races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
     entry = races[RACES_CALLS + CALL_RUN]
     return call_address(entry, address_of(warp), first, block_address, size, is_store, lane, lane_bytes) != 0
+
+
+@njit
+def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, size, is_store):
+    """The same of a whole warp's plain access, `size` bytes a lane: see `race_rules.warp_entry`."""
+    races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
+    entry, shape = races[RACES_CALLS + CALL_WARP], size | (256 if is_store else 0)
+    return call_address(
+        entry, address_of(warp), mask, address_of(addresses), offset, start, limit, block_address, shape
+    ) != 0
 
 
 def granule_shift(instructions: Iterable[Instruction]) -> int:

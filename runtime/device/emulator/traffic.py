@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import BLOCK_SHARED, LAUNCH_TRAFFIC, WARP_LAUNCH
-from runtime.device.emulator.pointers import i64_at
+from runtime.device.emulator.pointers import i64_at, stack_longs
 
 GLOBAL_REQUESTS, GLOBAL_SECTORS, GLOBAL_BYTES = 0, 1, 2
 SHARED_REQUESTS, SHARED_WAVEFRONTS, SHARED_IDEAL, SHARED_BYTES = 3, 4, 5, 6
@@ -77,10 +77,16 @@ def count_access(warp, site, mask, places, blocks, size):
         return
     fields = i64_at(launch[LAUNCH_TRAFFIC] + site * (TRAFFIC_FIELDS * 8))
     sectors, lanes = 0, 0
+    seen = stack_longs(32)
     for lane in range(32):
-        if mask >> lane & 1 and blocks[lane] == 0:
+        if (mask >> lane) & 1 and blocks[lane] == 0:
             lanes += 1
-            sectors += _is_new_sector(mask, places, blocks, lane)
+            sector, index = places[lane] >> 5, sectors - 1
+            while index >= 0 and seen[index] != sector:
+                index -= 1
+            if index < 0:
+                seen[sectors] = sector
+                sectors += 1
     if lanes:
         fields[GLOBAL_REQUESTS] += 1
         fields[GLOBAL_SECTORS] += sectors
@@ -89,28 +95,21 @@ def count_access(warp, site, mask, places, blocks, size):
 
 
 @njit
-def _is_new_sector(mask, places, blocks, lane):
-    sector = places[lane] >> 5
-    for other in range(lane - 1, -1, -1):
-        if mask >> other & 1 and blocks[other] == 0 and places[other] >> 5 == sector:
-            return 0
-    return 1
-
-
-@njit
 def _count_shared(fields, mask, places, blocks, size):
     group = 32 if size <= 4 else 128 // size  # lanes served together
     words = max(1, size // 4)
+    depths, wanted = stack_longs(32), stack_longs(1024)  # of each bank: how many words, and which
     total = 0
     for first in range(0, 32, group):
         deepest, lanes = 0, 0
         for bank in range(32):
-            depth = 0
-            for lane in range(first, first + group):
-                if mask >> lane & 1 and blocks[lane] > 0:
-                    lanes += bank == 0
-                    depth += _asks_bank(mask, places, blocks, first, lane, words, bank)
-            deepest = max(deepest, depth)
+            depths[bank] = 0
+        for lane in range(first, first + group):
+            if (mask >> lane) & 1 and blocks[lane] > 0:
+                lanes += 1
+                start = (places[lane] - i64_at(blocks[lane])[BLOCK_SHARED]) >> 2
+                for word in range(start, start + words):
+                    deepest = max(deepest, _want(depths, wanted, word, blocks[lane]))
         if lanes:
             fields[SHARED_WAVEFRONTS] += deepest
             fields[SHARED_IDEAL] += 1
@@ -121,16 +120,13 @@ def _count_shared(fields, mask, places, blocks, size):
 
 
 @njit
-def _asks_bank(mask, places, blocks, first, lane, words, bank):
-    """1 where a lane wants a word of the bank that no lane before it in its group wants."""
-    base = i64_at(blocks[lane])[BLOCK_SHARED]
-    start = (places[lane] - base) >> 2
-    word = start + ((bank - start) & 31)
-    if word >= start + words:
-        return 0
-    for other in range(first, lane):
-        if mask >> other & 1 and blocks[other] == blocks[lane]:
-            other_start = (places[other] - base) >> 2
-            if other_start <= word < other_start + words:
-                return 0
-    return 1
+def _want(depths, wanted, word, block_address):
+    """Notes that a word of a block's shared memory is wanted; how many words its bank is wanted for."""
+    bank, name = word & 31, word + (block_address << 13)
+    depth = depths[bank]
+    for index in range(depth):
+        if wanted[bank * 32 + index] == name:
+            return depth
+    wanted[bank * 32 + depth] = name
+    depths[bank] = depth + 1
+    return depth + 1
