@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.device.emulator.architectures import GpuModel, model_of
+from runtime.device.emulator.driver_copy import CopyFunctions
 from runtime.device.emulator.driver_device import DeviceFunctions
 from runtime.device.emulator.driver_graph import GraphFunctions
 from runtime.device.emulator.driver_memory import MemoryFunctions
@@ -30,7 +31,7 @@ DEFAULT_NUM_DEVICES = 2
 
 
 class EmulatedDriver(
-    DeviceFunctions, MemoryFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions
+    DeviceFunctions, MemoryFunctions, CopyFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions
 ):
     """One driver with its devices, as a process would find it.
 

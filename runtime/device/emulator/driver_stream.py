@@ -8,8 +8,8 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
+from runtime.device.emulator.driver_copy import host_address
 from runtime.device.emulator.driver_device import HIGHEST_PRIORITY, LOWEST_PRIORITY
-from runtime.device.emulator.driver_memory import host_address
 from runtime.device.emulator.driver_state import Context, DriverState, R, Refused, Stream, entry, handle_of
 from runtime.device.emulator.graph_nodes import Capture, Node
 from runtime.device.emulator.scheduler import Work
