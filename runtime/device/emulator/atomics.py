@@ -5,8 +5,6 @@ once to nearest even; add.f32 on device memory flushes subnormal inputs and resu
 not, as PTX says; 16-bit floats are never flushed (.noftz). Vectors are that many scalar operations.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 import math

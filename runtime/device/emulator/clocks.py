@@ -10,8 +10,6 @@ published at its address, with or without a fence after it: a missing release fe
 is not.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from llvmlite import ir

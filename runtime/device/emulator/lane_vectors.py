@@ -6,8 +6,6 @@ any lane fails a test nothing is done and the result is 0: the careful way (`acc
 what to say.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from typing import Any
@@ -187,7 +185,8 @@ def _scattered(access: _Access, relative: Any, is_store: bool, result: Any) -> N
         wanted = access.repeated(access.want, ir.VectorType(LONG, 4))
         access.store(wanted, idle_address, 1)
         places = access.places(relative, access.shadow, idle_address)
-        wrong, fresh = None, None
+        wrong: Any = None
+        fresh: Any = None
         for lane in range(LANES):
             for state in access.parts_at(places[lane]):
                 differs = builder.xor(builder.and_(state, access.repeated(access.need, state.type)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.device.emulator import context
+from runtime.device.emulator import context, quick_access
 from runtime.device.emulator.access import (
     IS_HALF,
     IS_NC,
@@ -38,6 +38,8 @@ from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import stack_longs, u8_at
 from runtime.device.emulator.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Symbol, Vector
 from runtime.device.emulator.vectors import I32, I64, INTEGERS, Value, splat
+
+assert "load_32x1" in quick_access.OPERATIONS  # registered
 
 SPACES = {
     "global": GLOBAL, "shared": SHARED, "shared::cta": SHARED, "shared::cluster": SHARED_CLUSTER, "local": LOCAL,
@@ -88,7 +90,7 @@ def elements_of(mods: Modifiers, operand: Operand) -> tuple[int, list[Operand]]:
     """The size of an element in bytes and the registers of one lane, one for each element."""
     count = {"": 1, "v2": 2, "v4": 4, "v8": 8}[mods.one_of(("v2", "v4", "v8"), "")]
     kind = mods.type(TYPE_BYTES)
-    items = list(operand.items) if isinstance(operand, Vector) else [operand]
+    items: list[Operand] = list(operand.items) if isinstance(operand, Vector) else [operand]
     if len(items) != count:
         raise mods.refuse(f"{len(items)} registers for {count} elements")
     size = TYPE_BYTES[kind]

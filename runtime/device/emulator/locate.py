@@ -5,8 +5,6 @@ record `a` is the action, `b` the access's size in bytes, `c` the state space, `
 as the program sees them (shared and local ones are offsets).
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from numba_kernels.cache import njit
@@ -42,7 +40,9 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.memory import IS_ALLOCATED, IS_BEING_READ, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_INITIALISED
 from runtime.device.emulator.pointers import i64_at, u8_at
-from runtime.device.emulator.races import ATOMIC, LOAD, STORE
+from runtime.device.emulator.races import ATOMIC as ATOMIC
+from runtime.device.emulator.races import LOAD as LOAD
+from runtime.device.emulator.races import STORE as STORE
 from runtime.device.emulator.stream_touch import touch_range
 
 ACTIONS = {LOAD: "load", STORE: "store", ATOMIC: "atomic"}

@@ -14,8 +14,6 @@ caller asks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_ent
 launch that checks races, and called by their addresses (`races.py`).
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from numba import types

@@ -3,8 +3,6 @@
 LLVM's own vectorised loops only begin to pay beyond what a warp touches at a time.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """The race checker's doors for accesses. The rules are in `race_rules.py`, its memory in `race_memory.py`."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -8,13 +8,17 @@ Element types are those of tensor_map.py. 16-bit floats are added, compared and 
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.pointers import f32_at, f64_at, i32_at, i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.tensor_map import BF16, F16, F32, F64, S32, S64, U32, U64
+
+intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
 
 ADD, MIN, MAX, INC, DEC, AND, OR, XOR = range(8)
 REDUCTIONS = {"add": ADD, "min": MIN, "max": MAX, "inc": INC, "dec": DEC, "and": AND, "or": OR, "xor": XOR}

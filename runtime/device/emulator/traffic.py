@@ -7,8 +7,6 @@ memory", and Nsight Compute's metrics of the same names).
 Each OS thread of a launch has TRAFFIC_FIELDS int64 for each instruction, at launch[LAUNCH_TRAFFIC].
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from collections.abc import Sequence

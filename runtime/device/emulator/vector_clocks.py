@@ -13,8 +13,6 @@ that nothing has to be cleared.
 The functions `*_entry` are compiled once, for the first launch that checks races, and called by their addresses.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
 from numba import types
