@@ -14,7 +14,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import i32_at, trailing_zeros
-from runtime.device.emulator.ptx import Instruction, Integer, Operand, Symbol
+from runtime.device.emulator.ptx import Address, Instruction, Integer, Operand, Symbol, Vector
 from runtime.device.emulator.vectors import WORD
 
 Warp = Any
@@ -168,18 +168,37 @@ def fence(warp: Warp, mask: int, site: int, scope: int) -> int:
     return DONE
 
 
-_FAILED_ASSERTIONS = {"__assertfail", "__assert_fail"}
+_ASSERT_FAIL = "__assertfail"
+
+
+@lowers("st.param")
+def lower_store_argument(low: Lowering, ins: Instruction) -> None:
+    """An argument of the call that follows, kept for lower_call."""
+    address, value = ins.operands
+    arguments = {variable.name for variable in low.kernel.variables if variable.space == "param"}
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in arguments:
+        raise low.refuse("a store to something that is no call's argument")
+    if address.offset or isinstance(value, Vector) or ins.guard is not None:
+        raise low.refuse("an argument that is no single value")
+    low.call_arguments[address.base.name] = low.value(value, ins.parts[-1])
 
 
 @lowers("call")
 def lower_call(low: Lowering, ins: Instruction) -> None:
-    """Only an assertion's failure; compilers inline the rest."""
-    names = {operand.name for operand in ins.operands if isinstance(operand, Symbol)}
-    if not names & _FAILED_ASSERTIONS:
-        raise low.refuse(f"a call of {', '.join(sorted(names)) or 'an address'}")
-    low.call("assertion_failed")
+    """Only an assertion's failure, __assertfail(message, file, line, function, char size); the rest is inlined."""
+    _only(low, ins, "uni")
+    match ins.operands:
+        case (Symbol(name), Vector(items)) if name == _ASSERT_FAIL and len(items) == 5:
+            message, file, line = (low.call_arguments[item.name] for item in items[:3] if isinstance(item, Symbol))
+            low.call("assertion_failed", low.spill(message), low.spill(file), low.spill(line))
+        case _:
+            names = [operand.name for operand in ins.operands if isinstance(operand, Symbol)]
+            raise low.refuse(f"a call of {', '.join(names) or 'an address'}")
 
 
-@operation("assertion_failed", "")
-def assertion_failed(warp: Warp, mask: int, site: int) -> int:
-    return report(warp, FaultKind.ASSERT, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)
+@operation("assertion_failed", "qqp")
+def assertion_failed(warp: Warp, mask: int, site: int, messages: Any, files: Any, lines: Any) -> int:
+    if mask == 0:
+        return DONE
+    lane = trailing_zeros(int(mask))
+    return report(warp, FaultKind.ASSERT, site, lane, 0, messages[lane], files[lane], lines[lane], 0)

@@ -293,6 +293,9 @@ class _Run:
             fault = kind_of(fault, worker.record, self.machine)
             shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
             detail = explain(fault, worker.record, self.machine, self.kernel.shared, shape)
+        if fault == FaultKind.ASSERT:
+            message, file = (self._text_at(int(place)) for place in worker.record[6:8])
+            detail = f"assertion {message!r} failed ({file}:{int(worker.record[8])})"
         if fault == FaultKind.DEADLOCK:
             detail += "".join(f"\n  {line}" for line in self._waiting(worker))
         instructions = self.kernel.kernel.instructions
@@ -310,6 +313,13 @@ class _Run:
             thread=(thread % width, thread // width % height, thread // (width * height)),
             address=address,
         )
+
+    def _text_at(self, address: int) -> str:
+        """A string of the kernel's, up to its closing zero."""
+        allocation = self.machine.allocation_of(address)
+        if allocation is None:
+            return f"text at {address:#x}"
+        return self.machine.read(address, allocation.end - address).split(b"\0")[0].decode(errors="replace")
 
     def _waiting(self, worker: _Worker) -> list[str]:
         """Who waits where, for the clusters that are resident: a line for each block and place."""

@@ -123,6 +123,7 @@ class Lowering:
         self.parameters = _parameter_offsets(kernel)
         self.locals, self.local_bytes = _local_offsets(kernel)
         self.symbols = used_variables(module, kernel)
+        self.call_arguments: dict[str, Value] = {}  # name of a call's argument: what was stored to it last
         self.operations: list[str] = []  # used, in order of first use
         self.chunks: list[tuple[int, int]] = []  # first and last + 1 instruction of each counted stretch
         self.register_bytes = specials.FIXED_SLOT_BYTES

@@ -113,7 +113,7 @@ class Variable:
 class Kernel:
     name: str
     parameters: list[Variable] = field(default_factory=list)
-    variables: list[Variable] = field(default_factory=list)  # .shared and .local of the body
+    variables: list[Variable] = field(default_factory=list)  # .shared, .local and call arguments of the body
     registers: dict[str, Register] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label → index of the instruction that follows
@@ -436,7 +436,7 @@ class _Body:
                 if not tokens.accept(","):
                     break
             tokens.expect(";")
-        elif word in (".shared", ".local"):
+        elif word in (".shared", ".local", ".param"):  # .param: an argument of a call
             for variable in _variables(tokens, word[1:]):
                 unique = self._declare(variable.name)
                 kernel.variables.append(

@@ -28,7 +28,10 @@ Builder = Any
 Value = Any
 
 
-class _Splat(ir.Constant):
+_Constant: Any = ir.Constant
+
+
+class _Splat(_Constant):  # type: ignore[misc]
     """A constant with the same value in each lane, in LLVM's short notation: the text is a third as long with it."""
 
     def __init__(self, type_: Any, value: float) -> None:

@@ -184,6 +184,44 @@ def test_trap_names_line_block_and_thread() -> None:
     assert kernel.module.lines[fault.line - 1] == fault.text
 
 
+def test_a_failed_assertion_says_which() -> None:
+    """What nvcc makes of assert(): a call of __assertfail with its arguments in parameter space."""
+    variables = """
+    .extern .func __assertfail (.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
+    .global .align 1 .b8 function[2] = {107};
+    .global .align 1 .b8 text[7] = {105, 32, 33, 61, 32, 110};
+    .global .align 1 .b8 file[5] = {97, 46, 99, 117};
+    """
+    body = """
+    setp.ne.u32 %p1, %r1, 41;
+    @%p1 bra SOUND;
+    mov.u64 %d2, text;
+    mov.u64 %d3, file;
+    mov.u64 %d4, function;
+    {
+    .param .b64 param0;
+    st.param.b64 [param0+0], %d2;
+    .param .b64 param1;
+    st.param.b64 [param1+0], %d3;
+    .param .b32 param2;
+    st.param.b32 [param2+0], 12;
+    .param .b64 param3;
+    st.param.b64 [param3+0], %d4;
+    .param .b64 param4;
+    st.param.b64 [param4+0], 1;
+    call.uni __assertfail, (param0, param1, param2, param3, param4);
+    }
+    SOUND:
+    mov.u32 %r0, 1;
+    """
+    kernel = entry(body, variables)
+    assert run(kernel, threads=32).all()
+    with pytest.raises(EmulatorFault, match=r"assertion 'i != n' failed \(a.cu:12\)") as caught:
+        run(kernel, threads=64)
+    assert caught.value.kind == FaultKind.ASSERT
+    assert caught.value.thread == (41, 0, 0)
+
+
 # --- random programs -------------------------------------------------------------------------------------------------
 
 NUM_VARIABLES = 5
