@@ -460,7 +460,8 @@ class Tensor:
 
     def tolist(self) -> Any:
         """The elements as Python numbers, in lists nested as the axes are; a number for a 0-d tensor."""
-        return (cast_array(self.array, float32) if self.dtype.is_floating else self.array).tolist()
+        array = self.to("cpu").array
+        return (cast_array(array, float32) if self.dtype.is_floating else array).tolist()
 
     def __bool__(self) -> bool:
         return bool(self.item())

@@ -2,7 +2,7 @@
 
     out[o] = combine over r of x[o, r]          argmax: the first r of the largest, int64
 
-Floating point is summed in float32, integers and bools in int64 (their mean is the float32 sum over the count). NaN
+Floating point is summed in float32, and so is what becomes a mean; integers and bools are summed in int64. NaN
 wins every maximum and minimum, and argmax finds the first one. A block reduces one element of the result: each thread
 every 256th of its elements, then a tree over the threads. So the order depends on the count alone. Elements are found
 by tables like that of `elementwise`, one of the kept axes and one of the others.
@@ -21,7 +21,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import divide, maximum_nan, minimum_nan
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, store_b64
-from numba_kernels.cuda.intrinsics.storage import LOADERS, STORERS, computes_in, f32_from_s64
+from numba_kernels.cuda.intrinsics.storage import LOADERS, STORERS, computes_in
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -78,11 +78,10 @@ _START = {
 def _reduce(operation: str, compute: str) -> Specialisation:
     """Arguments: see `plan`."""
     is_mean = operation == "mean"
-    load, store = LOADERS[compute], STORERS["f32" if is_mean else compute]
+    load, store = LOADERS[compute], STORERS[compute]
     key = ("sum" if is_mean else operation, compute)
     combine, wide = _COMBINE[key], float32 if compute == "f32" else int64
     start = wide(_START[key])
-    is_integer = compute == "s64"
 
     @cuda.jit
     def reduce(x, target, kept, reduced, num_kept, num_reduced, code, code_target, item_bytes, count):
@@ -110,10 +109,7 @@ def _reduce(operation: str, compute: str) -> Specialisation:
                 at = target + uint64(index) * item_bytes
                 total = values[uint32(0)]
                 if is_mean:
-                    if is_integer:
-                        store(code_target, at, divide(f32_from_s64(uint64(total)), count))
-                    else:
-                        store(code_target, at, divide(float32(total), count))
+                    store(code_target, at, divide(total, count))
                 else:
                     store(code_target, at, total)
             sync_block()
@@ -205,7 +201,7 @@ def plan(operation: str, dtype: str, num_kept: int, num_reduced: int) -> Launch:
     least = 0 if operation in ("sum", "mean") else 1
     if not 1 <= num_kept < 2**32 or not least <= num_reduced < 2**32:
         raise ValueError(f"reduce: {num_kept} results of {num_reduced} elements; limit {2**32 - 1} of either")
-    compute = computes_in(dtype)
+    compute = "f32" if operation == "mean" else computes_in(dtype)
     kernel = _argmax(compute) if operation == "argmax" else _reduce(operation, compute)
     return Launch(kernel, (min(MAX_BLOCKS, num_kept), 1, 1), (THREADS, 1, 1))
 
@@ -214,5 +210,6 @@ def specialisations() -> Iterator[Specialisation]:
     """Every kernel of this family."""
     for compute in ("f32", "s64"):
         yield _argmax(compute)
-        for operation in OPERATIONS[:-1]:
+        for operation in ("sum", "max", "min"):
             yield _reduce(operation, compute)
+    yield _reduce("mean", "f32")

@@ -53,6 +53,10 @@ class ModelDriver:
             self.num_tokens[sequence] += len(ids)
         seq_lens = [self.num_tokens[sequence] for sequence in chunks]
         num_tokens = sum(lengths)
+
+        def tensor(values: Array, dtype: Any) -> Tensor:
+            return Tensor.from_numpy(np.ascontiguousarray(values, dtype)).to(self.model.device)
+
         batch = Batch(
             token_ids=tensor(np.concatenate([np.array(ids) for ids in chunks.values()]), np.int32),
             positions=tensor(np.concatenate(list(positions.values())), np.int32),
@@ -66,15 +70,11 @@ class ModelDriver:
         )
         hidden = self.model.forward(batch, self.kv_cache)
         assert hidden.shape == (num_tokens, self.model.config.hidden_size)
-        logits = self.model.compute_logits(hidden).numpy()
+        logits = self.model.compute_logits(hidden).to("cpu").numpy()
         assert logits.shape == (num_tokens, self.model.config.vocab_size)
         assert logits.dtype == np.float32
         rows = np.split(logits, np.cumsum(lengths)[:-1])
         return dict(zip(chunks, rows, strict=True))
-
-
-def tensor(values: Array, dtype: Any) -> Tensor:
-    return Tensor.from_numpy(np.ascontiguousarray(values, dtype))
 
 
 def logits_of(

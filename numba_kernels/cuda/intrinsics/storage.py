@@ -32,7 +32,7 @@ STORED_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u
 _load_u8 = instruction("{ .reg .b16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", "r", "l")
 _store_u8 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", "", "l r")
 _multiply = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)  # keeps subnormals
-f32_from_s64 = instruction("cvt.rn.f32.s64 $0, $1;", "f", "l", is_pure=True)
+_f32_from_s64 = instruction("cvt.rn.f32.s64 $0, $1;", "f", "l", is_pure=True)
 _s64_from_f32 = instruction("cvt.rzi.s64.f32 $0, $1;", "l", "f", is_pure=True)  # clamps; NaN gives the lowest
 
 
@@ -125,7 +125,7 @@ def _load_float(code, address):
     elif code == types.uint32(E5M2):
         value = _f32_from_e5m2(_load_u8(address))
     else:
-        value = f32_from_s64(types.uint64(_load_integer(code, address)))
+        value = _f32_from_s64(types.uint64(_load_integer(code, address)))
     return value
 
 
@@ -188,7 +188,7 @@ def _store_from_integer(code, address, value):
     elif code == types.uint32(BOOL):
         _store_u8(address, types.uint32(value != types.int64(0)))
     else:
-        _store_from_float(code, address, f32_from_s64(types.uint64(value)))
+        _store_from_float(code, address, _f32_from_s64(types.uint64(value)))
 
 
 LOADERS = {"f32": _load_float, "s64": _load_integer}

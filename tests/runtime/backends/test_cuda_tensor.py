@@ -147,7 +147,7 @@ def test_writing() -> None:
             expected = x
     same(x, expected)
     with pytest.raises(InvalidArgumentError, match="read-only"):
-        x[0].expand(3, 6)[0] = 1
+        x[0].expand(3, 6)[:] = 1
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16, int32, int64, bool_], ids=str)
@@ -158,9 +158,11 @@ def test_reductions(dtype: DType) -> None:
     else:
         plain = data
     x, hard = Tensor.from_numpy(plain), Tensor.from_numpy(data)
+    # A sum of integers wraps; their mean, which does not, is of small ones.
+    small = x if dtype.is_floating or dtype is bool_ else Tensor.from_numpy(data % 1000)
     for axis in (None, 0, 1, 2, (0, 2), (1, 2)):
         for name in ("sum", "mean", "max", "min"):
-            tensor = hard if name in ("max", "min") else x
+            tensor = {"max": hard, "min": hard, "mean": small, "sum": x}[name]
             same(getattr(tensor.to(DEVICE), name)(axis), getattr(tensor, name)(axis), units=2)
         if not isinstance(axis, tuple):
             same(hard.to(DEVICE).argmax(axis), hard.argmax(axis))

@@ -1,0 +1,75 @@
+"""The models of `test_goldens` on emulated GPUs: the same code, the real kernels.
+
+float32 within 1e-4 of transformers' logits with the same greedy continuation; bfloat16, where activations are rounded
+too, within 2e-2, and where its continuation diverges each token is among the other's five best.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.base import Model
+from models.registry import load_model
+from runtime.dtype import bfloat16, float32
+from tests.models.driver import ModelDriver, greedy, logits_of, relative_error
+from tests.models.folders import CASES, Golden, load_golden, write_model
+
+DEVICES = ("emulated:sm_80", "emulated:sm_90a")
+
+
+def load_on(folder: Path, golden: Golden, device: str, stored_as: str, dtype: str = "auto") -> Model:
+    """The model on a device; its folder is written once for all."""
+    if not (folder / "config.json").exists():
+        write_model(folder, golden, stored_as)
+    return load_model(folder, device=device, dtype=dtype)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", CASES)
+def test_float32(tmp_path: Path, case: str) -> None:
+    golden = load_golden(case)
+    expected = golden.logits["float32"]
+    for device in DEVICES:
+        model = load_on(tmp_path, golden, device, "F32")
+        assert model.dtype is float32
+        logits = logits_of(model, golden.prompt_ids)
+        assert relative_error(logits, expected) <= 1e-4
+        np.testing.assert_array_equal(logits.argmax(1), expected.argmax(1))
+        chosen, _ = greedy(model, golden.prompt_ids, len(golden.greedy_ids["float32"]), seed=1)
+        assert chosen == golden.greedy_ids["float32"]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16(tmp_path: Path, case: str) -> None:
+    golden = load_golden(case)
+    expected, continuation = golden.logits["bfloat16"], golden.greedy_ids["bfloat16"]
+    for device in DEVICES:
+        model = load_on(tmp_path, golden, device, "BF16")
+        assert model.dtype is bfloat16
+        assert relative_error(logits_of(model, golden.prompt_ids), expected) <= 2e-2
+        chosen, logits = greedy(model, golden.prompt_ids, len(continuation))
+        at = next((i for i, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b), None)
+        if at is not None:
+            assert continuation[at] in np.argsort(logits[at])[-5:]
+            on_cpu = load_model(tmp_path, dtype="float32")
+            reference = logits_of(on_cpu, golden.prompt_ids + continuation[:at])[-1]
+            assert chosen[at] in np.argsort(reference)[-5:]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", CASES[::5])
+def test_chunks_and_batches(tmp_path: Path, case: str) -> None:
+    golden = load_golden(case)
+    model = load_on(tmp_path, golden, DEVICES[0], "F32")
+    ids, expected = golden.prompt_ids, golden.logits["float32"]
+    assert relative_error(logits_of(model, ids, [1, 3, len(ids) - 4], block_size=8), expected) <= 1e-4
+    driver = ModelDriver(model, 3, block_size=8, seed=3)
+    driver.step({1: ids[::-1][:5]})
+    first = driver.step({0: ids[:7], 1: ids[::-1][5:6], 2: ids})
+    second = driver.step({1: ids[::-1][6:], 0: ids[7:]})
+    assert relative_error(first[2], expected) <= 1e-4
+    assert relative_error(np.concatenate([first[0], second[0]]), expected) <= 1e-4
