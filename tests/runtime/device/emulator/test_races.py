@@ -459,3 +459,101 @@ def test_clocks_do_not_remember_blocks_that_are_gone() -> None:
             device.run(text, target, grid=(300, 1, 1), block=(64, 1, 1), checks=checks)
         result = device.get(target, (300, 64), np.uint32)
         np.testing.assert_array_equal(result, np.broadcast_to(np.arange(64) ^ 32, (300, 64)))
+
+
+DOUBLE_BUFFER = f"""{AT}
+mov.u32 %r10, 0; mov.u32 %r12, 0;
+loop:
+and.b32 %r11, %r10, {{buffers}}; shl.b32 %r11, %r11, 9;
+add.u32 %r13, %r10, %thread; add.u32 %r14, %r62, %r11; st.shared.u32 [%r14], %r13;
+bar.sync 0;
+xor.b32 %r15, %r61, 384; add.u32 %r15, %r15, %r60; add.u32 %r15, %r15, %r11;
+ld.shared.u32 %r16, [%r15]; add.u32 %r12, %r12, %r16;
+add.u32 %r10, %r10, 1; setp.lt.u32 %p0, %r10, 9; @%p0 bra loop;
+mul.wide.u32 %d0, %thread, 4; add.u64 %d0, %a0, %d0; st.global.u32 [%d0], %r12;
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_buffers_need_one_barrier_a_round(seed: int) -> None:
+    with Device() as device:
+        target = device.put(np.zeros(128, np.uint32))
+        device.run(kernel_text(1, DOUBLE_BUFFER.format(buffers=1), inside=BOX), target, block=(128, 1, 1), seed=seed)
+        expected = [sum(range(9)) + 9 * (thread ^ 96) for thread in range(128)]
+        assert device.get(target, 128, np.uint32).tolist() == expected
+        text = kernel_text(1, DOUBLE_BUFFER.format(buffers=0), inside=BOX)
+        with pytest.raises(EmulatorFault, match="a race: this"):
+            device.run(text, target, block=(128, 1, 1), seed=seed)
+
+
+# --- clusters and mbarriers ---
+
+CLUSTER = f"""{AT}
+mov.u32 %r0, %cluster_ctarank; shl.b32 %r1, %r0, 8; add.u32 %r1, %r1, %thread; st.shared.u32 [%r62], %r1;
+{{first}}
+xor.b32 %r2, %r0, 1; mapa.shared::cluster.u32 %r3, %r62, %r2;
+ld.shared::cluster.u32 %r4, [%r3];
+{{second}}
+mad.lo.u32 %r5, %block, 64, %thread; mul.wide.u32 %d0, %r5, 4; add.u64 %d0, %a0, %d0; st.global.u32 [%d0], %r4;
+"""
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_of_a_cluster_meet(seed: int) -> None:
+    options = {"grid": (8, 1, 1), "block": (64, 1, 1), "cluster": (2, 1, 1), "seed": seed}
+    with Device() as device:
+        target = device.put(np.zeros(512, np.uint32))
+        device.run(kernel_text(1, CLUSTER.format(first=MEET, second=MEET), inside=BOX), target, **options)  # type: ignore[arg-type]
+        expected = [((block & 1) ^ 1) * 256 + thread for block in range(8) for thread in range(64)]
+        assert device.get(target, 512, np.uint32).tolist() == expected
+        text = kernel_text(1, CLUSTER.format(first="bar.sync 0;", second=MEET), inside=BOX)
+        with pytest.raises(EmulatorFault) as caught:
+            device.run(text, target, **options)  # type: ignore[arg-type]
+        assert caught.value.kind in (
+            FaultKind.RACE_READ_AFTER_WRITE, FaultKind.RACE_WRITE_AFTER_READ, FaultKind.UNINITIALIZED,
+        )  # fmt: skip
+
+
+MBARRIER = """
+setp.ne.u32 %p0, %thread, 0; mov.u32 %r59, barrier;
+@%p0 bra ready;
+mbarrier.init.shared::cta.b64 [%r59], 64; mbarrier.init.shared::cta.b64 [%r59+8], 64;
+ready:
+bar.sync 0;
+setp.ge.u32 %p1, %thread, 64; and.b32 %r20, %thread, 63; mov.u32 %r10, 0; mov.u32 %r12, 0;
+mov.u32 %r60, box; shl.b32 %r61, %r20, 2; add.u32 %r62, %r60, %r61;
+@%p1 bra consumer;
+producer:
+setp.eq.u32 %p2, %r10, 0; @%p2 bra filled;
+sub.u32 %r11, %r10, 1; and.b32 %r11, %r11, 1;
+empty: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r59+8], %r11; @!%p3 bra empty;
+filled:
+mad.lo.u32 %r13, %r10, 1000, %r20; st.shared.u32 [%r62], %r13;
+mbarrier.arrive.shared::cta.b64 %d1, [%r59];
+add.u32 %r10, %r10, 1; setp.lt.u32 %p4, %r10, 6; @%p4 bra producer;
+bra done;
+consumer:
+and.b32 %r11, %r10, 1;
+full: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r59], %r11; @!%p3 bra full;
+{early}
+xor.b32 %r14, %r61, 128; add.u32 %r14, %r14, %r60; ld.shared.u32 %r15, [%r14]; add.u32 %r12, %r12, %r15;
+{late}
+add.u32 %r10, %r10, 1; setp.lt.u32 %p4, %r10, 6; @%p4 bra consumer;
+mul.wide.u32 %d0, %r20, 4; add.u64 %d0, %a0, %d0; st.global.u32 [%d0], %r12;
+"""
+EMPTIED = "mbarrier.arrive.shared::cta.b64 %d2, [%r59+8];"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mbarriers_order_what_arrivals_follow(seed: int) -> None:
+    inside = BOX + ".shared .align 8 .b8 barrier[16];"
+    with Device() as device:
+        target = device.put(np.zeros(64, np.uint32))
+        text = kernel_text(1, MBARRIER.format(early="", late=EMPTIED), inside=inside)
+        device.run(text, target, block=(128, 1, 1), seed=seed)
+        expected = [sum(1000 * step for step in range(6)) + 6 * (index ^ 32) for index in range(64)]
+        assert device.get(target, 64, np.uint32).tolist() == expected
+        text = kernel_text(1, MBARRIER.format(early=EMPTIED, late=""), inside=inside)
+        with pytest.raises(EmulatorFault, match="a race: this"):
+            device.run(text, target, block=(128, 1, 1), seed=seed)
