@@ -22,15 +22,23 @@ def build(
     image: Annotated[
         Literal["cubin", "ptx"], typer.Option(help="cubin for a GPU; ptx for an emulated device.")
     ] = "cubin",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Only the kernels that this model needs.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="With --model: type of its weights.")
+    ] = "auto",
     match: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
 ) -> None:
-    """Compile all kernels ahead of time, so that no start does."""
+    """Compile kernels ahead of time, so that no start does: all that there are, or those of a model."""
     from numba_kernels.cuda.registry import specialisations
+    from runtime.commands.model_kernels import kernels_of_model
     from runtime.device.kernel_cache import KernelCache, is_meant_for
     from runtime.errors import InvalidArgumentError
 
     cache = KernelCache()
-    wanted = [each for each in specialisations() if match in each.name and is_meant_for(each, arch)]
+    known = specialisations() if model is None else kernels_of_model(model, arch, dtype)
+    wanted = [each for each in known if match in each.name and is_meant_for(each, arch)]
     if not wanted:
         raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
     start = time.perf_counter()

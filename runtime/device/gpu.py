@@ -76,6 +76,11 @@ class Gpu:
         gpu = _opened.get(device.type if isinstance(device, Device) else device)
         return gpu if gpu is not None else _open(Device.parse(device))
 
+    def install(self) -> None:
+        """Makes this object the one that `of` gives for its device, from now on."""
+        with _opening:
+            _opened[self.device.type] = self
+
     @property
     def stream(self) -> Stream:
         """Where work goes when no stream is named."""
