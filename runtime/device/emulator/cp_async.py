@@ -18,19 +18,22 @@ from runtime.device.emulator.context import (
     BLOCK_WARPS,
     DONE,
     FAILED,
+    LAUNCH_TRAFFIC,
     WARP_BLOCK,
     WARP_COPIES,
     WARP_FIELDS,
+    WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import add_pending, arrive, locate
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import copy_bytes, fill_bytes, i64_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, stack_longs
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Integer, Register
 from runtime.device.emulator.races import STORE
 from runtime.device.emulator.ranges import read_any, shared_range
+from runtime.device.emulator.traffic import count_access
 from runtime.device.emulator.vectors import I32, splat, truths_of
 from runtime.device.emulator.window import (
     IS_IN_FLIGHT,
@@ -157,9 +160,23 @@ def land_arrivals(warp, mbarrier):
     return 0
 
 
+@njit
+def _count(warp, site, entry, mask, blocks, size):
+    """Counts a copy's two sides: what it writes to shared memory, and what it reads, unless it only fills with zeros."""
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
+        return
+    count_access(warp, site, mask, i64_at(address_of(entry) + 8 * _TARGETS), blocks, size)
+    reading = 0
+    for lane in range(32):
+        blocks[lane] = 0
+        if (mask >> lane) & 1 and entry[_INFO + lane] & 0xFF:
+            reading |= 1 << lane
+    count_access(warp, site, reading, i64_at(address_of(entry) + 8 * _SOURCES), blocks, size)
+
+
 @operation("cp_async", "qlqlpi")
 def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size):
-    entry = _new_entry(warp, site, size)
+    entry, blocks = _new_entry(warp, site, size), stack_longs(32)
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
@@ -184,6 +201,8 @@ def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, s
         entry[_TARGETS + lane], entry[_SOURCES + lane] = target, source
         entry[_INFO + lane] = source_bytes | copies_of(warp)[_GROUPS + lane] << 8
         entry[_LANES] |= 1 << lane
+        blocks[lane] = block
+    _count(warp, site, entry, mask, blocks, size)
     return DONE
 
 

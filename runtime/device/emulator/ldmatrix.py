@@ -11,16 +11,17 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from runtime.device.emulator.context import DONE, FAILED, FULL_MASK, WARP_BLOCK
+from runtime.device.emulator.context import DONE, FAILED, FULL_MASK, LAUNCH_TRAFFIC, WARP_BLOCK, WARP_LAUNCH
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, copy_bytes, u16_at, u32_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at, stack_longs, u16_at, u32_at
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Vector
 from runtime.device.emulator.races import LOAD, STORE
 from runtime.device.emulator.ranges import shared_range
 from runtime.device.emulator.tensor_core import scratch_words
+from runtime.device.emulator.traffic import count_access
 from runtime.device.emulator.window import aligned, landed, shared_block, shared_host
 
 _DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
@@ -46,6 +47,19 @@ def _transpose(words, out):
             target[row * 8 + column] = source[column * 8 + row]
 
 
+@njit
+def _count(warp, site, addresses, offset, count):
+    """Counts `count` matrices of eight rows, all of addresses that have been found good."""
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
+        return
+    places, blocks = stack_longs(32), stack_longs(32)
+    for lane in range(8 * count):
+        address = types.int64(addresses[lane]) + offset
+        blocks[lane] = shared_block(warp, site, lane, address)
+        places[lane] = shared_host(blocks[lane], address)
+    count_access(warp, site, (1 << (8 * count)) - 1, places, blocks, 16)
+
+
 @operation("ldmatrix", "ppppqlii")
 def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_transposed):
     if mask != FULL_MASK:
@@ -56,6 +70,7 @@ def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_tran
         if host == 0:
             return FAILED
         copy_bytes(address_of(words) + lane * 16, host, 16)
+    _count(warp, site, addresses, offset, count)
     for matrix in range(count):
         target = d0 if matrix == 0 else d1 if matrix == 1 else d2 if matrix == 2 else d3
         source = u32_at(address_of(words) + matrix * 128)
@@ -86,6 +101,7 @@ def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_tran
             copy_bytes(host, address_of(words) + row * 16, 16)
             landed(warp, warp[WARP_BLOCK], host, 16)
             wrote(warp[WARP_BLOCK], warp, address & 0xFFFFFF, 16)
+    _count(warp, site, addresses, offset, count)
     return DONE
 
 

@@ -27,7 +27,12 @@ def traffic(line: str, *, threads: int = 32, text: str | None = None) -> Traffic
         address = device.put(np.zeros(16384, np.uint8))
         counters = device.run(full, address, block=(threads, 1, 1), checks=COUNTING)
     instructions = load(full).kernel("k").kernel.instructions
-    last = max(site for site, ins in enumerate(instructions) if ins.parts[0] in ("ld", "st", "atom", "red"))
+    kinds = ("ld", "st", "atom", "red", "ldmatrix", "stmatrix")
+    last = max(
+        site
+        for site, ins in enumerate(instructions)
+        if ins.parts[0] in kinds or ins.opcode.startswith(("cp.async.ca", "cp.async.cg"))
+    )
     return counters.traffic[last]
 
 
@@ -107,6 +112,32 @@ def test_bank_conflicts(suffix: str, registers: str, stride: int, wavefronts: in
         shared_requests=1, shared_wavefronts=wavefronts, shared_ideal=ideal, shared_bytes=32 * size
     )
     assert found.bank_conflicts == wavefronts - ideal
+
+
+@pytest.mark.parametrize(("stride", "sectors", "wavefronts"), [(16, 16, 4), (32, 32, 8), (128, 32, 32)])
+def test_asynchronous_copies_count_on_both_sides(stride: int, sectors: int, wavefronts: int) -> None:
+    found = traffic(
+        at("global", stride) + at("shared", stride)
+        + "cp.async.cg.shared.global [%r10], [%d10], 16; cp.async.wait_all;"
+    )  # fmt: skip
+    assert found == Traffic(1, sectors, 512, 1, wavefronts, 4, 512)
+
+
+def test_an_asynchronous_fill_with_zeros_reads_nothing() -> None:
+    line = "mov.u32 %r7, 0; cp.async.cg.shared.global [%r10], [%d10], 16, %r7; cp.async.wait_all;"
+    assert traffic(at("global", 16) + at("shared", 16) + line) == Traffic(0, 0, 0, 1, 4, 4, 512)
+
+
+@pytest.mark.parametrize(("stride", "wavefronts"), [(16, 4), (32, 8), (128, 32), (144, 4)])
+@pytest.mark.parametrize("kind", ["ldmatrix", "stmatrix"])
+def test_matrices_conflict_row_by_row(kind: str, stride: int, wavefronts: int) -> None:
+    registers = "{%r0, %r1, %r2, %r3}"
+    line = {
+        "ldmatrix": f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {registers}, [%r10];",
+        "stmatrix": f"mov.u32 %r0, 0; mov.u32 %r1, 0; mov.u32 %r2, 0; mov.u32 %r3, 0;"
+        f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r10], {registers};",
+    }
+    assert traffic(at("shared", stride) + line[kind]) == Traffic(0, 0, 0, 1, wavefronts, 4, 512)
 
 
 def test_generic_addresses_and_atomics_are_counted() -> None:
