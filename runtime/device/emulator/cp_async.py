@@ -162,7 +162,7 @@ def land_arrivals(warp, mbarrier):
 
 @njit
 def _count(warp, site, entry, mask, blocks, size):
-    """Counts a copy's two sides: what it writes to shared memory, and what it reads, unless it only fills with zeros."""
+    """Counts both sides of a copy: what it writes to shared memory and, unless it fills with zeros, what it reads."""
     if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
         return
     count_access(warp, site, mask, i64_at(address_of(entry) + 8 * _TARGETS), blocks, size)
