@@ -1,0 +1,332 @@
+"""The launches that the kernel report counts: each family at a shape small enough to emulate, large enough to tell.
+
+A case whose access cannot be coalesced, or whose conflicts are part of what its tier shows, says so and why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_kernels.cuda import (
+    activation,
+    attention,
+    elementwise,
+    embedding,
+    gemm,
+    kv_cache,
+    logprobs,
+    norm,
+    qkv,
+    reduce,
+    rope,
+    sampling,
+    softmax,
+)
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.storage import CODES
+from runtime.sampling_arrays import SamplingArrays
+from tools.kernel_counts import Bench, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the report.
+
+    Attributes:
+        name, family, shape: what it is called, where it belongs, its sizes in words.
+        work: the least that it has to do.
+        run: uploads and launches.
+        scattered_because: why its accesses cannot fill whole sectors; "" where they should.
+    """
+
+    name: str
+    family: str
+    shape: str
+    work: Work
+    run: Callable[[Bench], None]
+    scattered_because: str = ""
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    yield from _gemms()
+    yield from _attentions()
+    yield from _rows()
+    yield from _tokens()
+    yield from _glue()
+
+
+# Matrix products
+
+_ONE_COLUMN_A_LANE = (
+    "the tier's point: neighbouring lanes read different rows of the weight, and every element comes from memory"
+)
+
+
+def _gemms() -> Iterator[Case]:
+    for tier, dtype in (
+        ("naive", "f32"), ("tiled", "f32"), ("register", "f32"),
+        ("naive", "bf16"), ("tiled", "bf16"), ("register", "bf16"), ("tensor_core", "bf16"),
+    ):  # fmt: skip
+        reason = _ONE_COLUMN_A_LANE if tier == "naive" else ""
+        yield _gemm(tier, 256, 256, 256, dtype, reason)
+    yield _gemm("tensor_core", 16, 512, 512, "bf16")
+    for rows in (1, 4):
+        yield _gemm("gemv", rows, 1024, 1024, "bf16")
+    yield _gemm("gemv", 1, 1024, 1024, "f32")
+
+
+def _gemm(tier: str, m: int, n: int, k: int, dtype: str, reason: str = "") -> Case:
+    def run(bench: Bench) -> None:
+        launch = gemm.plan(tier, m, n, k, dtype)
+        x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0)
+
+    size = ITEM_BYTES[dtype]
+    work = Work((m + n) * k * size, m * n * size, 2 * m * n * k, dtype != "f32")
+    return Case(f"gemm {tier} {dtype} m={m}", "gemm", f"{m} x {n} x {k}", work, run, reason)
+
+
+# Attention
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 4, 2, 64, 16
+
+
+def _attentions() -> Iterator[Case]:
+    for tier, dtype in (("naive", "f32"), ("flash", "f32"), ("naive", "bf16"), ("flash", "bf16")):
+        yield _attention(tier, dtype, [(0, 256)])
+    for dtype in ("f32", "bf16"):
+        yield _attention("decode", dtype, [(511, 1)] * 4)
+    yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
+
+
+def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108) -> Case:
+    """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them."""
+    context, queries = chunks[0]
+    length, seqs = context + queries, len(chunks)
+    tokens, size = seqs * queries, ITEM_BYTES[dtype]
+    blocks_each = -(-length // _BLOCK)
+
+    def run(bench: Bench) -> None:
+        plan = attention.plan(
+            num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=_HEADS,
+            num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, table_width=blocks_each, dtype=dtype, block_size=_BLOCK,
+            num_sms=num_sms, tier=tier,
+        )  # fmt: skip
+        q = bench.normal((tokens, _HEADS, _HEAD_DIM), dtype)
+        k, v = (bench.normal((seqs * blocks_each, _KV_HEADS, _BLOCK, _HEAD_DIM), dtype) for _ in range(2))
+        starts = bench.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries))
+        lengths = bench.put(np.full(seqs, length, np.int32))
+        tables = bench.put(bench.rng.permutation(seqs * blocks_each).astype(np.int32))
+        out = bench.empty(tokens * _HEADS * _HEAD_DIM * size)
+        workspace = bench.empty(plan.workspace_bytes) if plan.workspace_bytes else 0
+        scale = _HEAD_DIM**-0.5
+        bench.launch(plan.attend, *plan.attend_arguments(q, k, v, out, workspace, starts, lengths, tables, scale))
+        if plan.combine is not None:
+            bench.launch(plan.combine, *plan.combine_arguments(workspace, out))
+
+    seen = seqs * sum(context + 1 + query for query in range(queries))  # keys that queries see
+    rows = tokens * _HEADS * _HEAD_DIM * size
+    pages = 2 * seqs * length * _KV_HEADS * _HEAD_DIM * size
+    work = Work(rows + pages, rows, 4 * seen * _HEADS * _HEAD_DIM, dtype != "f32")
+    unsplit = " unsplit" if num_sms == 1 else ""
+    shape = f"{seqs} x {queries} queries, {length} keys, {_HEADS}/{_KV_HEADS} heads of {_HEAD_DIM}"
+    return Case(f"attention {tier} {dtype}{unsplit}", "attention", shape, work, run)
+
+
+# What works along rows
+
+_ROWS, _SIZE = 32, 1024
+
+
+def _rows() -> Iterator[Case]:
+    for name in ("rms_norm", "layer_norm"):
+        yield _norm(name, False)
+    yield _norm("rms_norm", True)
+    yield _softmax(False)
+    yield _softmax(True)
+    count = _ROWS * _SIZE
+
+    def swiglu(bench: Bench) -> None:
+        launch, accesses = activation.plan_swiglu(_ROWS, _SIZE, "bf16")
+        bench.launch(launch, bench.normal((_ROWS, 2 * _SIZE), "bf16"), bench.empty(2 * count), _ROWS, accesses)
+
+    yield Case("swiglu bf16", "activation", f"{_ROWS} x {_SIZE}", Work(4 * count, 2 * count, 5 * count), swiglu)
+    for name in ("silu", "gelu_tanh", "gelu_erf"):
+        yield Case(
+            f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),
+            functools.partial(_activation, name, count),
+        )  # fmt: skip
+
+
+def _activation(name: str, count: int, bench: Bench) -> None:
+    launch, accesses = activation.plan_activation(name, count, "bf16")
+    bench.launch(launch, bench.normal(count, "bf16"), bench.empty(2 * count), accesses)
+
+
+def _norm(name: str, has_residual: bool) -> Case:
+    def run(bench: Bench) -> None:
+        plan = norm.plan_rms_norm if name == "rms_norm" else norm.plan_layer_norm
+        x = bench.normal((_ROWS, _SIZE), "bf16")
+        residual = bench.normal((_ROWS, _SIZE), "bf16") if has_residual else 0
+        affine = [bench.normal(_SIZE, "f32") for _ in range(1 if name == "rms_norm" else 2)]
+        launch = plan(_ROWS, _SIZE, "bf16", has_residual=has_residual)
+        bench.launch(launch, x, residual, *affine, bench.empty(2 * count), _SIZE, 1 / _SIZE, 1e-6)
+
+    count = _ROWS * _SIZE
+    rows = 2 if has_residual else 1
+    weights = 4 * _SIZE * (1 if name == "rms_norm" else 2)
+    work = Work(2 * rows * count + weights, 2 * rows * count, 4 * count)
+    return Case(f"{name}{' + residual' if has_residual else ''} bf16", "norm", f"{_ROWS} x {_SIZE}", work, run)
+
+
+def _softmax(is_log: bool) -> Case:
+    def run(bench: Bench) -> None:
+        launch = softmax.plan_softmax(_ROWS, _SIZE, "f32", is_log=is_log)
+        bench.launch(launch, bench.normal((_ROWS, _SIZE), "f32"), bench.empty(4 * count), _SIZE)
+
+    count = _ROWS * _SIZE
+    work = Work(4 * count, 4 * count, 5 * count)
+    return Case(f"{'log_' if is_log else ''}softmax f32", "softmax", f"{_ROWS} x {_SIZE}", work, run)
+
+
+# What works on tokens
+
+_TOKENS, _VOCAB = 64, 4096
+
+
+def _tokens() -> Iterator[Case]:
+    row = _TOKENS * _SIZE * 2
+    yield Case(
+        "embedding bf16", "embedding", f"{_TOKENS} of {_VOCAB} rows of {_SIZE}", Work(row + 4 * _TOKENS, row, 0), _embed
+    )
+    heads = _TOKENS * _HEADS * _HEAD_DIM * 2
+    angles = _TOKENS * _HEAD_DIM * 4
+    yield Case(
+        "rope bf16", "rope", f"{_TOKENS} x {_HEADS} heads of {_HEAD_DIM}",
+        Work(heads + angles + 4 * _TOKENS, heads, 3 * heads), _rope,
+    )  # fmt: skip
+    whole = _TOKENS * (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM * 2
+    yield Case(
+        "qkv_prepare bf16", "qkv", f"{_TOKENS} x {_HEADS}/{_KV_HEADS} heads of {_HEAD_DIM}, norms, rope",
+        Work(whole + angles + 12 * _TOKENS + 8 * _HEAD_DIM, whole, 5 * whole), _qkv_prepare,
+    )  # fmt: skip
+    pages = 2 * _TOKENS * _KV_HEADS * _HEAD_DIM * 2
+    yield Case(
+        "write_kv bf16", "kv_cache", f"{_TOKENS} x {_KV_HEADS} heads of {_HEAD_DIM}",
+        Work(pages + 8 * _TOKENS, pages, 0),
+        _write_kv,
+    )  # fmt: skip
+    logits = 4 * 4 * _VOCAB
+    yield Case(
+        "sampling top_k top_p", "sampling", f"4 x {_VOCAB}", Work(logits, 32, 8 * logits // 4), _sample,
+        "a histogram and a draw: lanes follow their own tokens, and what is left of a row is short",
+    )  # fmt: skip
+    yield Case("logprobs top 5", "logprobs", f"4 x {_VOCAB}", Work(logits, 192, 8 * logits // 4), _logprobs)
+
+
+def _embed(bench: Bench) -> None:
+    launch, accesses = embedding.plan_embedding(_TOKENS, _SIZE, "bf16")
+    ids = bench.put(bench.rng.integers(0, _VOCAB, _TOKENS).astype(np.int32))
+    table, flag = bench.normal((_VOCAB, _SIZE), "bf16"), bench.put(np.zeros(1, np.int32))
+    bench.launch(launch, ids, table, bench.empty(_TOKENS * _SIZE * 2), flag, _TOKENS, _VOCAB, accesses)
+
+
+def _positions(bench: Bench) -> tuple[int, int, int]:
+    """positions, cos and sin."""
+    return (
+        bench.put(np.arange(_TOKENS, dtype=np.int32)), bench.normal((_TOKENS, _HEAD_DIM // 2), "f32"),
+        bench.normal((_TOKENS, _HEAD_DIM // 2), "f32"),
+    )  # fmt: skip
+
+
+def _rope(bench: Bench) -> None:
+    launch = rope.plan_rope(_TOKENS, _HEADS, _HEAD_DIM, _HEAD_DIM, "bf16", interleaved=False)
+    x, stride = bench.normal((_TOKENS, _HEADS, _HEAD_DIM), "bf16"), _HEADS * _HEAD_DIM
+    bench.launch(launch, x, *_positions(bench), x, _TOKENS, _HEADS, stride, stride)
+
+
+def _pages(bench: Bench) -> tuple[int, int, int]:
+    """slot_mapping of consecutive slots, K and V pages."""
+    size = _TOKENS * _KV_HEADS * _HEAD_DIM * 2
+    return bench.put(np.arange(_TOKENS, dtype=np.int64)), bench.empty(size), bench.empty(size)
+
+
+def _qkv_prepare(bench: Bench) -> None:
+    launch = qkv.plan_qkv_prepare(
+        _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK, "bf16", rotary=_HEAD_DIM, has_norm=True
+    )  # fmt: skip
+    x = bench.normal((_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), "bf16")
+    norms = [bench.normal(_HEAD_DIM, "f32") for _ in range(2)]
+    q = bench.empty(_TOKENS * _HEADS * _HEAD_DIM * 2)
+    bench.launch(launch, x, *_positions(bench), *norms, *_pages(bench), q, _TOKENS, _HEADS, _KV_HEADS, 1e-6)
+
+
+def _write_kv(bench: Bench) -> None:
+    launch = kv_cache.plan_write_kv(_TOKENS, _KV_HEADS, _HEAD_DIM, _BLOCK, "bf16")
+    k, v = (bench.normal((_TOKENS, _KV_HEADS, _HEAD_DIM), "bf16") for _ in range(2))
+    stride = _KV_HEADS * _HEAD_DIM
+    bench.launch(launch, k, v, *_pages(bench), _TOKENS, _KV_HEADS, stride, stride)
+
+
+def _sample(bench: Bench) -> None:
+    params = SamplingArrays.neutral(4)
+    params.temperature[:], params.top_k[:], params.top_p[:] = 0.8, 50, 0.9
+    logits = bench.normal((4, _VOCAB), "f32")
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+        "choice_index", "position", "prompt_ids", "prompt_start", "output_ids", "output_start", "bias_ids",
+        "bias_values", "bias_start",
+    )  # fmt: skip
+    arrays = [bench.put(getattr(params, name)) for name in names]
+    work, counts = (bench.empty(4 * 4 * _VOCAB) for _ in range(2))
+    tokens, statuses = bench.empty(16), bench.empty(16)
+    bench.launch(sampling.plan(4, _VOCAB), logits, *arrays, 0, work, counts, tokens, statuses, _VOCAB, -(-_VOCAB // 32))
+
+
+def _logprobs(bench: Bench) -> None:
+    logits, ids = bench.normal((4, _VOCAB), "f32"), bench.put(np.arange(4, dtype=np.int32))
+    outputs = [bench.empty(size) for size in (16, 16, 80, 80)]
+    bench.launch(logprobs.plan(4, _VOCAB, 5), logits, ids, *outputs, _VOCAB, 5)
+
+
+# Glue
+
+_COUNT = 1 << 15
+
+
+def _glue() -> Iterator[Case]:
+    yield Case("add f32", "elementwise", f"{_COUNT}", Work(8 * _COUNT, 4 * _COUNT, _COUNT), _add)
+    yield Case("cast f32 to bf16", "elementwise", f"{_COUNT}", Work(4 * _COUNT, 2 * _COUNT, 0), _cast)
+    for operation in ("sum", "argmax"):
+        written = 32 * (4 if operation == "sum" else 8)
+        yield Case(
+            f"{operation} f32", "reduce", f"32 rows of {_COUNT // 32}", Work(4 * _COUNT, written, _COUNT),
+            functools.partial(_reduce, operation),
+        )  # fmt: skip
+
+
+def _add(bench: Bench) -> None:
+    a, b, code = bench.normal(_COUNT, "f32"), bench.normal(_COUNT, "f32"), CODES["f32"]
+    out = bench.empty(4 * _COUNT)
+    bench.launch(elementwise.plan("add", "f32", _COUNT), a, b, 0, out, 0, _COUNT, code, code, code, 4, 4, 0, 4)
+
+
+def _cast(bench: Bench) -> None:
+    a, out = bench.normal(_COUNT, "f32"), bench.empty(2 * _COUNT)
+    launch = elementwise.plan("copy", "f32", _COUNT)
+    bench.launch(launch, a, 0, 0, out, 0, _COUNT, CODES["f32"], 0, CODES["bf16"], 4, 0, 0, 2)
+
+
+def _reduce(operation: str, bench: Bench) -> None:
+    columns = _COUNT // 32
+    kept, reduced = (bench.put(reduce.pack_axes((size,), (step,))) for size, step in ((32, 4 * columns), (columns, 4)))
+    result = reduce.result_dtype(operation, "f32")
+    bench.launch(
+        reduce.plan(operation, "f32", 32, columns), bench.normal((32, columns), "f32"), bench.empty(32 * 8), kept,
+        reduced, 32, columns, CODES["f32"], CODES[result], 4 if operation == "sum" else 8, float(columns),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""What the compilers say of every kernel on every architecture: registers, spills, shared memory, occupancy.
+
+Needs no GPU: NVVM makes the PTX and nvJitLink, which is ptxas, the machine code. Work is spread over processes by
+specialisation, since the compiler's front end runs once for all architectures of one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
+from numba_kernels.cuda.compile import compile_ptx
+from numba_kernels.cuda.gemm import tensor_core
+from numba_kernels.cuda.registry import specialisations
+from numba_kernels.cuda.specialisation import Specialisation
+from runtime.device.assemble import assemble
+from runtime.device.emulator.architectures import model_of
+from runtime.device.emulator.occupancy import blocks_per_sm
+from runtime.device.kernel_cache import is_meant_for
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+
+_PTXAS = re.compile(r"C75\d\d[^\n]*")  # remarks that it does worse than was asked of it: serialised wgmma and the like
+_DOUBLE = re.compile(r"\.f64\b")
+_LOCAL = re.compile(r"\.local\b")
+_DYNAMIC = re.compile(r"\.extern\s+\.shared")
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFacts:
+    """One kernel on one architecture.
+
+    Attributes:
+        kernel: the specialisation's name.
+        arch: "sm_90a".
+        num_threads: of a block, at most.
+        num_registers, stack_bytes, spill_bytes: of a thread; spill_bytes counts stores and loads.
+        shared_bytes: of a block, static and dynamic.
+        blocks_per_sm: resident at once, on the product that `architectures.model_of` names.
+        occupancy: threads resident at once over those that could be.
+        messages: ptxas's remarks C75xx.
+        has_double, has_local: whether the PTX computes in float64, or keeps anything in local memory.
+    """
+
+    kernel: str
+    arch: str
+    num_threads: int
+    num_registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    blocks_per_sm: int
+    occupancy: float
+    messages: tuple[str, ...]
+    has_double: bool
+    has_local: bool
+
+    def offences(self) -> list[str]:
+        """What no kernel may have, in words."""
+        found = []
+        if self.spill_bytes:
+            found.append(f"spills: {self.spill_bytes} bytes of spill stores and loads")
+        if self.has_local or self.stack_bytes:
+            found.append(f"local: {self.stack_bytes} bytes of local memory")
+        if self.messages:
+            found.append(f"ptxas: {self.messages[0]}")
+        if self.has_double:
+            found.append("f64: its PTX computes in float64")
+        if self.blocks_per_sm < 1:
+            found.append("occupancy: not one block fits a multiprocessor")
+        return [f"{self.kernel} on {self.arch}: {offence}" for offence in found]
+
+
+def dynamic_shared_bytes(specialisation: Specialisation) -> int:
+    """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
+    name, constants = specialisation.name, specialisation.constants
+    if name.startswith("gemm_tensor_core"):
+        return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
+    if name.startswith(("attention_flash", "attention_decode")):
+        dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
+        if dtype == "f32":
+            return flash_float32.shared_bytes(head_dim, is_split)
+        family = decode_tensor_core if is_split else flash_tensor_core
+        return family.shared_bytes(dtype, head_dim)
+    return 0
+
+
+def examine(specialisation: Specialisation, archs: Iterable[str]) -> list[StaticFacts]:
+    """A kernel on those architectures that have its instructions.
+
+    Raises RuntimeError where its PTX has dynamic shared memory that `dynamic_shared_bytes` does not know of.
+    """
+    dynamic = dynamic_shared_bytes(specialisation)
+    found = []
+    for arch in archs:
+        if not is_meant_for(specialisation, arch):
+            continue
+        text = compile_ptx(specialisation, arch)
+        if bool(_DYNAMIC.search(text)) != bool(dynamic):
+            raise RuntimeError(f"{specialisation.name}: {dynamic} bytes of dynamic shared memory, its PTX disagrees")
+        code = assemble(text, arch)
+        model, threads = model_of(arch), specialisation.max_threads
+        shared = code.static_shared_bytes + dynamic
+        blocks = blocks_per_sm(model, threads, code.num_registers, shared)
+        found.append(
+            StaticFacts(
+                specialisation.name, arch, threads, code.num_registers, code.stack_bytes,
+                code.spill_store_bytes + code.spill_load_bytes, shared, blocks,
+                blocks * threads / model.threads_per_sm, tuple(_PTXAS.findall(code.log)),
+                _DOUBLE.search(text) is not None, _LOCAL.search(text) is not None,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _examine_named(names: Sequence[str], archs: Sequence[str]) -> list[StaticFacts]:
+    warnings.simplefilter("ignore")
+    wanted = set(names)
+    return [facts for each in specialisations() if each.name in wanted for facts in examine(each, archs)]
+
+
+def examine_all(
+    archs: Sequence[str] = ARCHS, *, kernels: str = "", num_processes: int = 2, share: tuple[int, int] = (0, 1)
+) -> list[StaticFacts]:
+    """Every registered kernel whose name contains `kernels`, on each architecture, in the registry's order.
+
+    `share` = (i, n) takes each n-th kernel from the i-th on, so that n callers together see all of them.
+    """
+    first, step = share
+    names = [each.name for each in specialisations() if kernels in each.name][first::step]
+    bundles = [names[start::8] for start in range(8) if names[start::8]]
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(_examine_named, bundles, [tuple(archs)] * len(bundles)))
+    order = {name: place for place, name in enumerate(names)}
+    facts = [each for part in parts for each in part]
+    return sorted(facts, key=lambda each: (order[each.kernel], archs.index(each.arch)))
