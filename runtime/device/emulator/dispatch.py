@@ -13,8 +13,9 @@ from typing import Any
 from runtime.device.emulator import context
 from runtime.device.emulator.blocks import Block
 from runtime.device.emulator.fault import FaultKind
-from runtime.device.emulator.lowering import SLOT_KINDS, Lowering, lowering_of
+from runtime.device.emulator.lowering import Lowering, lowering_of
 from runtime.device.emulator.ptx import Operand
+from runtime.device.emulator.registers import SLOT_KINDS
 from runtime.device.emulator.vectors import I32, LONG, WORD, intrinsic, mask_of, splat, truths_of
 
 Value = Any

@@ -11,13 +11,20 @@ from pathlib import Path
 
 from runtime.device.emulator import instructions, native, object_cache
 from runtime.device.emulator.dispatch import translate
-from runtime.device.emulator.lowering import Lowering, used_variables
+from runtime.device.emulator.lowering import Lowering
 from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.object_cache import Entry
 from runtime.device.emulator.proxy import needs_proxy
 from runtime.device.emulator.ptx import Instruction, Kernel, parse
 from runtime.device.emulator.races import granule_shift
-from runtime.device.emulator.variables import SharedLayout, place_variables, shared_layout
+from runtime.device.emulator.variables import (
+    SharedLayout,
+    local_offsets,
+    parameter_offsets,
+    place_variables,
+    shared_layout,
+    used_variables,
+)
 from runtime.errors import InvalidArgumentError
 
 assert instructions.MODULES  # every translation is registered
@@ -70,15 +77,9 @@ class LoadedKernel:
     def __init__(self, program: Program, kernel: Kernel) -> None:
         self.program, self.kernel, self.module = program, kernel, program.module
         self.shared: SharedLayout = shared_layout(program.module, kernel)
-        offset = local = 0
-        for variable in kernel.parameters:
-            offset = -(-offset // variable.align) * variable.align + (variable.size_bytes or 0)
-        for variable in kernel.variables:
-            if variable.space == "local":
-                local = -(-local // variable.align) * variable.align + (variable.size_bytes or 0)
-        self.parameter_bytes = offset
+        self.parameter_bytes = parameter_offsets(kernel)[1]
+        self.local_bytes = local_offsets(kernel)[1]
         self.variables = used_variables(program.module, kernel)
-        self.local_bytes = -(-local // 64) * 64
         self.communicates = any(_communicates(instruction) for instruction in kernel.instructions)
         self.leaves_work = any(_leaves_work(instruction) for instruction in kernel.instructions)
         self.needs_proxy = needs_proxy(kernel)

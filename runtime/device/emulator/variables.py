@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.device.emulator.memory import IS_ALLOCATED, Machine
-from runtime.device.emulator.ptx import Kernel, Module, PtxError, Variable
+from runtime.device.emulator.ptx import Address, Kernel, Module, Operand, PtxError, Symbol, Variable, Vector
 
 SHARED_START = 1024
 """The first shared address that a kernel owns: below lie what the hardware reserves, and null."""
@@ -128,3 +128,42 @@ def place_variables(machine: Machine, module: Module) -> dict[str, int]:
             machine.write(address, variable.initial)
         addresses[variable.name] = address
     return addresses
+
+
+def used_variables(module: Module, kernel: Kernel) -> list[str]:
+    """The .global and .const variables that a kernel names, in the order of its symbol table (LAUNCH_SYMBOLS)."""
+    named: set[str] = set()
+    pending: list[Operand | None] = [operand for ins in kernel.instructions for operand in ins.operands]
+    while pending:
+        operand = pending.pop()
+        if isinstance(operand, Symbol):
+            named.add(operand.name)
+        elif isinstance(operand, Address):
+            pending += [operand.base, operand.coordinates]
+        elif isinstance(operand, Vector):
+            pending += operand.items
+    return [v.name for v in module.variables.values() if v.space in ("global", "const") and v.name in named]
+
+
+def parameter_offsets(kernel: Kernel) -> tuple[dict[str, tuple[int, int]], int]:
+    """Parameter name → (offset, size) in the parameter bytes, each at its own alignment; and how many bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for variable in kernel.parameters:
+        offset = -(-offset // variable.align) * variable.align
+        size = variable.size_bytes or 0
+        found[variable.name] = (offset, size)
+        offset += size
+    return found, offset
+
+
+def local_offsets(kernel: Kernel) -> tuple[dict[str, int], int]:
+    """Local variable → offset in a thread's local memory, and its size."""
+    found: dict[str, int] = {}
+    offset = 0
+    for variable in kernel.variables:
+        if variable.space == "local":
+            offset = -(-offset // variable.align) * variable.align
+            found[variable.name] = offset
+            offset += variable.size_bytes or 0
+    return found, -(-offset // 64) * 64
