@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Counts:
         useful_sectors: the sectors that their bytes fill at best; a sector that lanes share counts once.
         wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone.
         tensor_flops: done by tensor cores, padding included.
+        wasted_by, conflicts_by: instruction ("kernel:index opcode"): sectors that need not have been, and conflicts.
     """
 
     case: str
@@ -85,6 +87,8 @@ class Counts:
     conflicts: int = 0
     loop_conflicts: int = 0
     tensor_flops: int = 0
+    wasted_by: dict[str, int] = field(default_factory=dict)
+    conflicts_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def moved_bytes(self) -> int:
@@ -168,6 +172,12 @@ def _add(total: Counts, counters: Counters, kernel: Kernel) -> None:
         total.wavefronts += traffic.shared_wavefronts
         total.conflicts += traffic.bank_conflicts
         total.loop_conflicts += traffic.bank_conflicts if in_loop[site] else 0
+        place = f"{kernel.name}:{site} {kernel.instructions[site].opcode}"
+        wasted = traffic.global_sectors - math.ceil(traffic.global_bytes / SECTOR_BYTES)
+        if wasted > 0:
+            total.wasted_by[place] = wasted
+        if traffic.bank_conflicts:
+            total.conflicts_by[place] = traffic.bank_conflicts
 
 
 def _kind(opcode: str) -> str:

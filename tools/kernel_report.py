@@ -1,0 +1,132 @@
+"""What every GPU kernel costs, without a GPU: from the compilers on each architecture, and counted by the emulator.
+
+    python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--check]
+                                  [--json FILE] [--markdown FILE] [--plots FILE]
+
+Prints tables. With `--check` it names whatever no kernel may have, and exits with 1 if there is anything: spills, local
+memory, ptxas's remarks C75xx, float64, device memory read or written with less than 90 % of each sector used where
+neighbouring lanes should take neighbouring bytes, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tools import kernel_plots as page  # noqa: E402
+from tools.kernel_cases import Case, cases  # noqa: E402
+from tools.kernel_counts import LEAST_SECTOR_EFFICIENCY, PRODUCTS, Bench, Counts  # noqa: E402
+from tools.kernel_static import ARCHS, StaticFacts, examine_all  # noqa: E402
+
+MAX_EXCEPTIONS = 5
+COUNTED_ARCH = "sm_90a"
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """An offence that is let pass: any whose text begins with `offence`, because of `reason`."""
+
+    offence: str
+    reason: str
+
+
+EXCEPTIONS: tuple[Allowed, ...] = ()
+
+
+def offences_of(case: Case, counts: Counts) -> list[str]:
+    """What a case should not have done, in words."""
+    found = []
+    efficiency = counts.sector_efficiency
+    if not case.scattered_because and not efficiency >= LEAST_SECTOR_EFFICIENCY:
+        found.append(f"{case.name}: sectors: {100 * efficiency:.1f} % of their bytes are used")
+    if counts.loop_conflicts:
+        found.append(
+            f"{case.name}: banks: {counts.loop_conflicts} conflicts in a loop ({counts.wavefronts} wavefronts)"
+        )
+    return found
+
+
+def offenders(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> list[str]:
+    """All that `EXCEPTIONS` does not let pass. Raises ValueError for more exceptions than there may be."""
+    if len(EXCEPTIONS) > MAX_EXCEPTIONS:
+        raise ValueError(f"{len(EXCEPTIONS)} exceptions, at most {MAX_EXCEPTIONS}")
+    found = [offence for each in facts for offence in each.offences()]
+    found += [offence for case, counts in measured for offence in offences_of(case, counts)]
+    return [offence for offence in found if not any(offence.startswith(each.offence) for each in EXCEPTIONS)]
+
+
+def count_all(text: str = "", arch: str = COUNTED_ARCH) -> list[tuple[Case, Counts]]:
+    """Runs each case whose name contains `text` on an emulated device."""
+    bench = Bench(arch)
+    return [(case, bench.count(case.name, case.run)) for case in cases() if text in case.name]
+
+
+def as_json(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:
+    """The whole report."""
+    counted = []
+    for case, counts in measured:
+        derived = {
+            "family": case.family, "shape": case.shape, "least_bytes": case.work.least_bytes,
+            "moved_bytes": counts.moved_bytes, "flops": case.work.flops,
+            "sectors_per_request": round(counts.sectors_per_request, 3),
+            "sector_efficiency": round(counts.sector_efficiency, 4), "scattered_because": case.scattered_because,
+            "roofline_us": {model.name: round(case.work.roofline_us(model), 4) for model in PRODUCTS},
+        }  # fmt: skip
+        counted.append(asdict(counts) | derived)
+    report = {"counted_on": COUNTED_ARCH, "static": [asdict(each) for each in facts], "counted": counted}
+    return json.dumps(report, indent=1) + "\n"
+
+
+def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:
+    """The whole report as a page."""
+    parts = ["# Kernel report", "", "Written by `tools/kernel_report.py`. No number here was measured on a GPU.", ""]
+    if measured:
+        rows = [page.count_row(case, counts) for case, counts in measured]
+        parts += [f"## Counted on an emulated {COUNTED_ARCH}", "", page.table(page.COUNT_COLUMNS, rows), ""]
+        parts += ["Where sectors cannot be filled:", ""]
+        parts += [f"- {case.name}: {case.scattered_because}" for case, _ in measured if case.scattered_because]
+        parts += ["", "## Instruction mix", "", page.mix_table(measured), ""]
+        parts += ["## Roofline: no kernel can be faster", "", page.roofline_table(measured), ""]
+    if facts:
+        parts += ["## Registers a thread and occupancy, by architecture", "", page.static_table(facts), ""]
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 where `--check` finds an offender."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
+    parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", choices=("static", "counted"), help="one half of the report")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a kernel has what it may not have")
+    for name in ("json", "markdown", "plots"):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
+    asked = parser.parse_args(arguments)
+    facts = examine_all(asked.arch, kernels=asked.kernels) if asked.only != "counted" else []
+    measured = count_all(asked.cases) if asked.only != "static" else []
+    if not facts and not measured:
+        parser.error("no kernel and no case has such a name")
+    print(as_markdown(facts, measured))
+    for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
+        if file is not None:
+            file.write_text(write(facts, measured))
+    if asked.plots is not None:
+        asked.plots.write_text(page.svg(measured))
+    if not asked.check:
+        return 0
+    found = offenders(facts, measured)
+    print("\n".join(found) or "No kernel has what it may not have.", file=sys.stderr if found else sys.stdout)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
