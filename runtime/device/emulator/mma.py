@@ -10,7 +10,7 @@ import re
 from runtime.device.emulator.context import DONE, FULL_MASK
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
-from runtime.device.emulator.operations import OPERATIONS, operation
+from runtime.device.emulator.operations import OPERATIONS, made_from_name, operation
 from runtime.device.emulator.ptx import Instruction, Vector
 from runtime.device.emulator.tensor_core import (
     ACC_F16,
@@ -29,6 +29,7 @@ from runtime.device.emulator.tensor_core import (
 _DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
 
 
+@made_from_name("mma")
 @functools.cache
 def mma_operation(code_a: int, code_b: int, accumulator: int, k: int) -> str:
     """The name of the operation for a shape, registered at the first call.

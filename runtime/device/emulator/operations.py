@@ -44,6 +44,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+_MAKERS: dict[str, Callable[..., str]] = {}
 _COMPILED: dict[str, Any] = {}  # keeps the compiled code alive
 
 
@@ -62,10 +63,29 @@ def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[
     return register
 
 
+def made_from_name(prefix: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Says that operations called ``prefix_1_2_...`` are registered by a function of those numbers, so that a kernel
+    whose object code is read from disk, and which was not translated in this process, finds them too."""
+
+    def register(make: Callable[..., str]) -> Callable[..., str]:
+        _MAKERS[prefix] = make
+        return make
+
+    return register
+
+
+def _find(name: str) -> Operation:
+    if name not in OPERATIONS:
+        for prefix, make in _MAKERS.items():
+            if name.startswith(prefix + "_"):
+                make(*map(int, name.removeprefix(prefix + "_").split("_")))
+    return OPERATIONS[name]
+
+
 def compile_operation(name: str) -> int:
     """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
     if name not in _COMPILED:
-        found = OPERATIONS[name]
+        found = _find(name)
         arguments = (_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in found.kinds))
         compiled = compile_c_function(found.function, types.int32(*arguments))
         llvm.add_symbol(found.symbol, compiled.address)

@@ -42,7 +42,7 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
-from runtime.device.emulator.operations import operation
+from runtime.device.emulator.operations import made_from_name, operation
 from runtime.device.emulator.pointers import (
     address_of,
     copy_bytes,
@@ -331,6 +331,7 @@ def _gather_a(descriptor, is_mn_major, shared, first_row, words):
                 halves[place + 8 * g] = source[g]
 
 
+@made_from_name("wgmma_run")
 @functools.cache
 def run_operation(code_a: int, code_b: int, accumulator: int) -> str:
     """The operation that carries a recorded instruction out, for types of A, B and D."""

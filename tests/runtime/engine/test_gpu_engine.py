@@ -119,7 +119,7 @@ def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
         "if sys.argv[1] == 'second':\n"
         "    from runtime.device import kernel_cache\n"
         "    def refuse(*arguments):\n"
-        "        raise SystemExit(f'compiles {arguments}')\n"
+        "        raise RuntimeError(f'compiles {arguments}')\n"
         "    import numba_kernels.cuda.compile as compiler\n"
         "    compiler.compile_ptx = refuse\n"
         "with LLM(device='emulated:sm_80', max_model_len=128, kv_cache_bytes=1 << 22) as llm:\n"
