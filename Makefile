@@ -15,7 +15,7 @@ serve: $(VENV)/.installed
 
 # Linters, types, then every test that this machine can run.
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/python -m ruff check .

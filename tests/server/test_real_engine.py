@@ -283,7 +283,7 @@ async def test_a_full_queue(tiny_folder: Path) -> None:
         served = [answer for answer in answers if answer.status_code == 200]
         assert len(refused) + len(served) == 12
         assert refused
-        assert len(served) >= 2
+        assert served  # two, or one where all have come before the engine took up the first
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
         assert all(answer.json()["usage"]["completion_tokens"] == 500 for answer in served)
         assert real.num_used_blocks == 0
