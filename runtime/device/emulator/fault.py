@@ -1,7 +1,7 @@
 """What goes wrong in an emulated kernel: the kinds, the record that compiled code fills, the exception made of it.
 
-The record is int64[16]: kind, site (index of the instruction), lane, warp, linear block, address, then auxiliary numbers
-whose meaning is the kind's own. A kind's message may use {address:#x}, {a}, {b}, {c}, {d}.
+The record is int64[16]: kind, site (index of the instruction), lane, warp, linear block, address, then auxiliary
+numbers whose meaning is the kind's own. A kind's message may use {address:#x}, {a}, {b}, {c}, {d}.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.pointers import i64_at
+from runtime.errors import DeviceError
 
 RECORD_FIELDS = 16
 
@@ -82,26 +83,26 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.ASSERT: "an assertion of the kernel failed",
     FaultKind.DIVERGENT_BARRIER: "a barrier that the warp's lanes do not reach together (lanes {a:#010x} of {b:#010x})",
     FaultKind.DIVERGENT_ALIGNED: "an .aligned instruction under divergence (lanes {a:#010x} of {b:#010x})",
-    FaultKind.BARRIER_COUNT: "barrier {a} with a thread count of {b}: a positive multiple of 32, the same for all, at most {c}",
+    FaultKind.BARRIER_COUNT: "barrier {a} with a thread count of {b}: a multiple of 32 from 32 to {c}, the same for all",
     FaultKind.BARRIER_NUMBER: "barrier {a}: there are 0 to 15",
     FaultKind.DEADLOCK: "deadlock",
     FaultKind.BRANCH_INDEX: "brx.idx with index {a} of {b} targets",
     FaultKind.IN_FLIGHT: "{address:#x} is the target of an asynchronous copy in flight (issued by instruction {a})",
     FaultKind.SOURCE_IN_FLIGHT: "{address:#x} is overwritten while an asynchronous operation still reads it",
     FaultKind.BEFORE_DEPENDENCY: "a dependent launch touches global memory at {address:#x} before griddepcontrol.wait",
-    FaultKind.MISSING_PROXY_FENCE: "the async proxy reads shared memory at {address:#x} that warp {a} wrote through the "
-    "generic proxy, without fence.proxy.async between",
+    FaultKind.MISSING_PROXY_FENCE: "the async proxy reads shared memory at {address:#x} that warp {a} wrote through "
+    "the generic proxy, without fence.proxy.async between",
     FaultKind.ACCUMULATOR_IN_FLIGHT: "a register of wgmma that is in flight is touched before its wgmma.wait_group",
     FaultKind.MISSING_WGMMA_FENCE: "wgmma uses a register that was written after the last wgmma.fence",
     FaultKind.WGMMA_DESCRIPTOR: "wgmma descriptor {a:#018x}: base offset, address or alignment is not that of a matrix",
     FaultKind.MBARRIER_INVALID: "{address:#x} holds no initialised mbarrier",
-    FaultKind.MBARRIER_ARRIVALS: "mbarrier at {address:#x}: {a} arrivals where {b} are pending (1 to 1048575 may be asked)",
+    FaultKind.MBARRIER_ARRIVALS: "mbarrier at {address:#x}: {a} arrivals, {b} pending (1 to 1048575 may be asked)",
     FaultKind.MBARRIER_TRANSACTIONS: "mbarrier at {address:#x}: a transaction count of {a} is out of ±1048575",
     FaultKind.ASYNC_ALIGNMENT: "{address:#x} is not aligned to {a} bytes",
     FaultKind.ASYNC_SIZE: "an asynchronous copy of {a} bytes, {b} of them from the source: not allowed",
     FaultKind.TENSOR_MAP: "the tensor map at {address:#x} does not fit the instruction (field {a}, value {b})",
-    FaultKind.MISSING_TENSOR_MAP_FENCE: "the tensor map at {address:#x} lies in global memory and this block has executed "
-    "no fence.proxy.tensormap::generic.acquire",
+    FaultKind.MISSING_TENSOR_MAP_FENCE: "the tensor map at {address:#x} lies in global memory and this block has "
+    "executed no fence.proxy.tensormap::generic.acquire",
     FaultKind.CLUSTER_RANK: "block {a} of a cluster of {b} does not exist",
     FaultKind.CLUSTER_BARRIER: "barrier.cluster: lanes {a:#010x} arrive twice, or wait without having arrived",
     FaultKind.EXIT_IN_FLIGHT: "the warp exits while its asynchronous copy (instruction {a}) still uses shared memory",
@@ -149,7 +150,7 @@ def report(warp, kind, site, lane, address, a, b, c, d):
     return 1
 
 
-class EmulatorFault(Exception):
+class EmulatorFault(DeviceError):
     """A kernel did what hardware forbids or what only works by luck.
 
     Attributes:

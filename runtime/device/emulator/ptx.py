@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from runtime.errors import InvalidArgumentError
 
-class PtxError(ValueError):
+
+class PtxError(InvalidArgumentError):
     """A PTX text that cannot be read, with its line."""
 
 

@@ -18,6 +18,7 @@ from runtime.device.emulator.blocks import CARRY, Block, split
 from runtime.device.emulator.ptx import Instruction, Kernel, Operand, Register
 from runtime.device.emulator.vectors import BYTE, I32, I64, LONG, WORD, truths_of
 from runtime.device.emulator.wgmma_registers import WgmmaRegisters
+from runtime.errors import UnsupportedError
 
 Value = Any  # an llvmlite IR value
 
@@ -36,7 +37,7 @@ SLOT_KINDS = (BYTE, WORD, LONG, I32, I64)
 SLOT_BYTES = {1: 64, 32: 128, 64: 256, 128: 512}
 
 
-class UnsupportedInstruction(Exception):
+class UnsupportedInstruction(UnsupportedError):
     """An instruction that this emulator does not know; it is never skipped.
 
     Attributes:
