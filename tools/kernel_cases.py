@@ -104,6 +104,9 @@ def _attentions() -> Iterator[Case]:
     yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
 
 
+_KEY_A_LANE = "the tier's point: a lane has a key of its own, a whole row away from its neighbour's"
+
+
 def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108) -> Case:
     """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them."""
     context, queries = chunks[0]
@@ -135,7 +138,8 @@ def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms:
     work = Work(rows + pages, rows, 4 * seen * _HEADS * _HEAD_DIM, dtype != "f32")
     unsplit = " unsplit" if num_sms == 1 else ""
     shape = f"{seqs} x {queries} queries, {length} keys, {_HEADS}/{_KV_HEADS} heads of {_HEAD_DIM}"
-    return Case(f"attention {tier} {dtype}{unsplit}", "attention", shape, work, run)
+    name = f"attention {tier} {dtype}{unsplit}"
+    return Case(name, "attention", shape, work, run, _KEY_A_LANE if tier == "naive" else "")
 
 
 # What works along rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -35,6 +36,21 @@ def count_row(case: Case, counts: Counts) -> list[str]:
         f"{counts.sectors_per_request:.2f}", f"{100 * counts.sector_efficiency:.1f} %", f"{counts.conflicts:,}",
         f"{counts.loop_conflicts:,}", f"{counts.tensor_flops / 1e6:.1f}",
     ]  # fmt: skip
+
+
+def fill(text: str, measured: Measured) -> str:
+    """A page with the tables between ``<!-- table: FAMILY -->`` and ``<!-- end -->`` made anew.
+
+    Raises ValueError for a family that was not counted.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        rows = [count_row(case, counts) for case, counts in measured if case.family == match[2]]
+        if not rows:
+            raise ValueError(f"no case of family {match[2]!r} was counted")
+        return f"{match[1]}{table(COUNT_COLUMNS, rows)}\n{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", made, text, flags=re.DOTALL)
 
 
 def roofline_table(measured: Measured) -> str:

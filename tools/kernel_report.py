@@ -1,11 +1,12 @@
 """What every GPU kernel costs, without a GPU: from the compilers on each architecture, and counted by the emulator.
 
-    python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--check]
-                                  [--json FILE] [--markdown FILE] [--plots FILE]
+    python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
+                                  [--json FILE] [--markdown FILE] [--plots FILE] [--ladders FILE]
 
-Prints tables. With `--check` it names whatever no kernel may have, and exits with 1 if there is anything: spills, local
-memory, ptxas's remarks C75xx, float64, device memory read or written with less than 90 % of each sector used where
-neighbouring lanes should take neighbouring bytes, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
+Prints tables; `--ladders` renews those within a page. With `--check` it names whatever no kernel may have, and exits
+with 1 if there is anything: spills, local memory, ptxas's remarks C75xx, float64, device memory read or written with
+less than 90 % of each sector used where neighbouring lanes should take neighbouring bytes, and bank conflicts in a
+loop. `EXCEPTIONS` holds what is allowed.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--only", choices=("static", "counted"), help="one half of the report")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a kernel has what it may not have")
-    for name in ("json", "markdown", "plots"):
+    for name in ("json", "markdown", "plots", "ladders"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     facts = examine_all(asked.arch, kernels=asked.kernels) if asked.only != "counted" else []
@@ -121,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write_text(write(facts, measured))
     if asked.plots is not None:
         asked.plots.write_text(page.svg(measured))
+    if asked.ladders is not None:
+        asked.ladders.write_text(page.fill(asked.ladders.read_text(), measured))
     if not asked.check:
         return 0
     found = offenders(facts, measured)

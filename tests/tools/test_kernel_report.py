@@ -1,0 +1,173 @@
+"""The kernel report: no kernel has what it may not have, on any architecture or in any counted case."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from runtime.device.emulator.architectures import A100, H200
+from runtime.device.emulator.ptx import parse
+from tools import kernel_plots, kernel_report
+from tools.kernel_cases import cases
+from tools.kernel_counts import Bench, Counts, Work, loops
+from tools.kernel_report import Allowed, main, offences_of, offenders
+from tools.kernel_static import ARCHS, StaticFacts, examine_all
+
+SHARES = 6
+KNOWN: dict[str, str] = {}
+"""Cases that offend, and with what: their owners have them on the list. One that offends no more fails here."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_kernel_on_every_architecture(share: int) -> None:
+    facts = examine_all(share=(share, SHARES))
+    assert {each.arch for each in facts} == set(ARCHS)
+    assert offenders(facts, []) == []
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    found = Bench(kernel_report.COUNTED_ARCH)
+    yield found
+    found.gpu.synchronize()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=pytest.mark.xfail(reason=KNOWN[case.name], strict=True, raises=AssertionError)
+            if case.name in KNOWN else (),
+        )
+        for case in cases()
+    ],
+)  # fmt: skip
+def test_every_case(bench: Bench, case) -> None:
+    counts = bench.count(case.name, case.run)
+    if counts.warp_instructions == 0 or sum(counts.mix.values()) != counts.warp_instructions:
+        raise ValueError(f"{case.name}: {counts.warp_instructions} instructions, of kinds {counts.mix}")
+    assert offences_of(case, counts) == []
+
+
+@pytest.mark.emulator
+def test_counts_of_a_copy_are_known(bench: Bench) -> None:
+    (case,) = (case for case in cases() if case.name == "add f32")
+    counts = bench.count(case.name, case.run)
+    assert counts.moved_bytes == case.work.least_bytes == 12 << 15
+    assert counts.sector_efficiency == 1
+    assert counts.sectors_per_request == 4
+    assert counts.requests == 3 * (1 << 15) // 32
+    assert counts.wavefronts == counts.conflicts == counts.tensor_flops == 0
+
+
+@pytest.mark.emulator
+def test_tensor_cores_do_the_product_and_nothing_more(bench: Bench) -> None:
+    (case,) = (case for case in cases() if case.name == "gemm tensor_core bf16 m=256")
+    assert bench.count(case.name, case.run).tensor_flops == case.work.flops == 2 * 256**3
+
+
+FACTS = StaticFacts("kernel", "sm_80", 256, 32, 0, 0, 0, 8, 1.0, (), False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spill_bytes": 8}, "spills: 8 bytes"), ({"stack_bytes": 16}, "local: 16"), ({"has_local": True}, "local: 0"),
+        ({"messages": ("C7510: Potential Performance Loss",)}, "ptxas: C7510"), ({"has_double": True}, "f64"),
+        ({"blocks_per_sm": 0}, "occupancy"),
+    ],
+)  # fmt: skip
+def test_static_offences_are_named(changes: dict[str, object], words: str) -> None:
+    (found,) = dataclasses.replace(FACTS, **changes).offences()
+    assert found.startswith(f"kernel on sm_80: {words}")
+    assert offenders([dataclasses.replace(FACTS, **changes)], []) == [found]
+    assert FACTS.offences() == []
+
+
+def test_counted_offences_are_named() -> None:
+    case = next(case for case in cases() if not case.scattered_because)
+    good = Counts(case.name, ("k",), warp_instructions=1, requests=1, sectors=10, useful_sectors=9.0, conflicts=3)
+    assert offences_of(case, good) == []
+    for useful in (8.9, float("nan")):
+        (found,) = offences_of(case, dataclasses.replace(good, useful_sectors=useful))
+        assert "sectors" in found
+        assert offences_of(dataclasses.replace(case, scattered_because="x"), good) == []
+    (found,) = offences_of(case, dataclasses.replace(good, loop_conflicts=2, wavefronts=9))
+    assert "2 conflicts in a loop" in found
+
+
+def test_exceptions_are_few_and_let_only_their_own_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(kernel_report.EXCEPTIONS) <= kernel_report.MAX_EXCEPTIONS
+    assert all(each.reason and not each.offence.startswith(("gemm", "attention")) for each in kernel_report.EXCEPTIONS)
+    spilling = dataclasses.replace(FACTS, spill_bytes=4, has_double=True)
+    monkeypatch.setattr(kernel_report, "EXCEPTIONS", (Allowed("kernel on sm_80: spills", "why"),))
+    assert [offence.split(": ")[1] for offence in offenders([spilling], [])] == ["f64"]
+    monkeypatch.setattr(kernel_report, "EXCEPTIONS", (Allowed("kernel", "why"),) * 6)
+    with pytest.raises(ValueError, match="6 exceptions, at most 5"):
+        offenders([], [])
+
+
+def test_a_loop_is_what_lies_between_a_branch_and_its_target() -> None:
+    text = """.version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() {
+    .reg .pred %p<2>; .reg .b32 %r<3>;
+    mov.u32 %r1, 0;
+    again: add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p1, %r1, 4;
+    @%p1 bra again;
+    mov.u32 %r2, 1;
+    ret; }"""
+    kernel = parse(text).kernels["k"]
+    assert loops(kernel.instructions, kernel.labels) == [False, True, True, True, False, False]
+
+
+def test_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
+    assert Work(10**9, 10**9, 1).roofline_us(A100) == pytest.approx(1e6 * 2e9 / 2.039e12)
+    assert Work(1, 1, 10**12).roofline_us(A100) == pytest.approx(1e6 / 19.5)
+    assert Work(1, 1, 10**12, is_tensor_core=True).roofline_us(H200) == pytest.approx(1e6 / 989.4)
+
+
+@pytest.mark.emulator
+def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / f"report.{kind}" for kind in ("json", "md", "svg")]
+    flags = [word for name, file in zip(("--json", "--markdown", "--plots"), files) for word in (name, str(file))]
+    assert main(["--only", "counted", "--cases", "add f32", "--check", *flags]) == 0
+    report = json.loads(files[0].read_text())
+    assert [each["case"] for each in report["counted"]] == ["add f32"]
+    assert report["counted"][0]["roofline_us"]["A100"] > 0
+    assert files[1].read_text().strip() in capsys.readouterr().out
+    assert any("add f32" in (each.text or "") for each in ElementTree.parse(files[2]).iter())
+
+
+def test_the_tables_of_a_page_are_made_anew() -> None:
+    case = next(case for case in cases() if case.name == "add f32")
+    measured = [(case, Counts(case.name, ("k",), warp_instructions=1234))]
+    text = "before\n<!-- table: elementwise -->\nold\n<!-- end -->\nafter\n"
+    once = kernel_plots.fill(text, measured)
+    assert "1,234" in once
+    assert "old" not in once
+    assert once.startswith("before\n")
+    assert once.endswith("<!-- end -->\nafter\n")
+    assert kernel_plots.fill(once, measured) == once
+    with pytest.raises(ValueError, match="family 'gemm'"):
+        kernel_plots.fill(text.replace("elementwise", "gemm"), measured)
+
+
+def test_the_documents_show_every_case_of_the_ladders() -> None:
+    page = (kernel_report.ROOT / "docs" / "kernels.md").read_text()
+    assert all(f"| {case.name} |" in page for case in cases() if case.family in ("gemm", "attention"))
+
+
+@pytest.mark.emulator
+def test_check_fails_on_an_offender(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(kernel_report, "LEAST_SECTOR_EFFICIENCY", 1.01)
+    assert main(["--only", "counted", "--cases", "add f32", "--check"]) == 1
+    assert "add f32: sectors: 100.0 %" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--only", "counted", "--cases", "no such case"])
