@@ -83,7 +83,7 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.ASSERT: "an assertion of the kernel failed",
     FaultKind.DIVERGENT_BARRIER: "a barrier that the warp's lanes do not reach together (lanes {a:#010x} of {b:#010x})",
     FaultKind.DIVERGENT_ALIGNED: "an .aligned instruction under divergence (lanes {a:#010x} of {b:#010x})",
-    FaultKind.BARRIER_COUNT: "barrier {a} with a thread count of {b}: a multiple of 32 from 32 to {c}, the same for all",
+    FaultKind.BARRIER_COUNT: "barrier {a} with a thread count of {b}: multiples of 32 up to {c}, the same for all",
     FaultKind.BARRIER_NUMBER: "barrier {a}: there are 0 to 15",
     FaultKind.DEADLOCK: "deadlock",
     FaultKind.BRANCH_INDEX: "brx.idx with index {a} of {b} targets",

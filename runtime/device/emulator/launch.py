@@ -15,18 +15,14 @@ import numpy as np
 
 from runtime.device.emulator import context, counters
 from runtime.device.emulator.context import (
-    BLOCK_WARPS,
     CHECK_ASYNC,
     CHECK_MEMORY,
     CHECK_RACES,
     CHECK_UNINITIALIZED,
     COUNT_MEMORY,
-    EXITED,
-    WARP_FIELDS,
-    WARP_SITE,
-    WARP_STATE,
 )
 from runtime.device.emulator.counters import Counters
+from runtime.device.emulator.deadlock import who_waits
 from runtime.device.emulator.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
 from runtime.device.emulator.memory import Machine
 from runtime.device.emulator.memory_fault import LaunchShape, explain, is_memory_fault, kind_of
@@ -34,7 +30,7 @@ from runtime.device.emulator.operations import compile_operation
 from runtime.device.emulator.program import LoadedKernel, Program, load
 from runtime.device.emulator.proxy import proxy_bytes
 from runtime.device.emulator.race_memory import RaceMemory
-from runtime.device.emulator.residency import S_BLOCKS, S_IS_RUNNING, SLOT_FIELDS, Slot, SlotShape, lay_out
+from runtime.device.emulator.residency import Slot, SlotShape, lay_out
 from runtime.device.emulator.traffic import TRAFFIC_FIELDS, traffic_of
 from runtime.device.emulator.warp_scheduler import (
     FAULTED,
@@ -297,7 +293,7 @@ class _Run:
             message, file = (self._text_at(int(place)) for place in worker.record[6:8])
             detail = f"assertion {message!r} failed ({file}:{int(worker.record[8])})"
         if fault == FaultKind.DEADLOCK:
-            detail += "".join(f"\n  {line}" for line in self._waiting(worker))
+            detail += "".join(f"\n  {line}" for line in who_waits(worker.slots, self.kernel))
         instructions = self.kernel.kernel.instructions
         line = instructions[site].line if 0 <= site < len(instructions) else 0
         thread = 32 * warp + lane
@@ -320,46 +316,6 @@ class _Run:
         if allocation is None:
             return f"text at {address:#x}"
         return self.machine.read(address, allocation.end - address).split(b"\0")[0].decode(errors="replace")
-
-    def _waiting(self, worker: _Worker) -> list[str]:
-        """Who waits where, for the clusters that are resident: a line for each block and place."""
-        lines = []
-        instructions = self.kernel.kernel.instructions
-        for slot in worker.slots:
-            header = slot.words(slot.address, SLOT_FIELDS)
-            if not header[S_IS_RUNNING]:
-                continue
-            for rank in range(self.cluster_size):
-                table = slot.words(int(header[S_BLOCKS]), self.cluster_size)
-                block = slot.words(int(table[rank]), context.BLOCK_FIELDS)
-                places: dict[int, list[int]] = {}
-                for index in range(self.num_warps):
-                    warp = slot.words(int(block[BLOCK_WARPS]) + index * WARP_FIELDS * 8, WARP_FIELDS)
-                    state = int(warp[WARP_STATE])
-                    place = -1 if state == EXITED else int(warp[WARP_SITE])
-                    places.setdefault(place, []).append(index)
-                name = tuple(int(value) for value in block[context.BLOCK_X : context.BLOCK_Z + 1])
-                for place, warps in sorted(places.items()):
-                    who = f"block {name}: warps {_ranges(warps)}"
-                    if place < 0:
-                        lines.append(f"{who} have exited")
-                    else:
-                        line = instructions[place].line
-                        lines.append(f"{who} wait at line {line}: {self.kernel.module.lines[line - 1].strip()}")
-        return lines
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2, 5"."""
-    words: list[str] = []
-    start = previous = numbers[0]
-    for number in [*numbers[1:], -2]:
-        if number == previous + 1:
-            previous = number
-            continue
-        words.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = number
-    return ", ".join(words)
 
 
 def _order(count: int, seed: int) -> tuple[int, int]:

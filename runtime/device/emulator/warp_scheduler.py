@@ -26,6 +26,7 @@ from runtime.device.emulator.context import (
     WARP_LANES,
     WARP_LAUNCH,
     WARP_LIVE,
+    WARP_PCS,
     WARP_SITE,
     WARP_STATE,
     YIELDED,
@@ -36,6 +37,7 @@ from runtime.device.emulator.pointers import (
     atomic_add_u64,
     call_operation,
     call_run,
+    i32_at,
     i64_at,
     trailing_zeros,
 )
@@ -175,8 +177,8 @@ def _report_deadlock(slot, shape):
         for index in range(block[BLOCK_NUM_WARPS]):
             warp = i64_at(block[BLOCK_WARPS] + index * WARP_FIELDS * 8)
             if warp[WARP_STATE] != EXITED:
-                site = warp[WARP_SITE] if warp[WARP_STATE] == BLOCKED else -1
                 lane = trailing_zeros(warp[WARP_LIVE])
+                site = warp[WARP_SITE] if warp[WARP_STATE] == BLOCKED else i32_at(warp[WARP_PCS])[lane]
                 report(warp, FaultKind.DEADLOCK, site, lane, 0, slot[S_CLUSTER], 0, 0, 0)
                 return
 

@@ -143,5 +143,7 @@ def test_waiting_in_circles_is_a_deadlock() -> None:
 def test_polling_for_what_never_comes() -> None:
     body = "WAIT:\nld.global.relaxed.gpu.u32 %r4, [%d1];\nsetp.eq.u32 %p0, %r4, 0;\n@%p0 bra WAIT;"
     with pytest.raises(EmulatorFault) as caught:
-        run(body, checks=Checks.NONE)
+        run(body, 64, checks=Checks.NONE)
     assert caught.value.kind == FaultKind.DEADLOCK
+    assert "block (0, 0, 0): warps 0-1 poll at line" in str(caught.value)
+    assert "ld.global.relaxed.gpu.u32" in str(caught.value)
