@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime import dlpack, layout
+from runtime import dlpack, dlpack_device, layout
 from runtime.cast import cast_array
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType, dtype_of_array, float32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.layout import Shape
 from runtime.storage import NDArray, Storage
+
+if TYPE_CHECKING:
+    from runtime.device.gpu import Gpu
 
 Scalar = bool | int | float
 Operand = Any
@@ -202,9 +205,62 @@ class Tensor:
         """A tensor over the memory of any object that speaks DLPack (numpy, torch, jax ...), without a copy.
 
         Raises:
-            InvalidArgumentError: for what does not speak it, is not on the cpu, or has a type we lack.
+            InvalidArgumentError: for what does not speak it, is on neither the cpu nor a CUDA device, or has a type
+                that we lack.
         """
-        return cls.from_numpy(dlpack.import_array(source))
+        kind, index = source.__dlpack_device__() if hasattr(source, "__dlpack_device__") else dlpack.CPU_DEVICE
+        if kind != dlpack_device.CUDA:
+            return cls.from_numpy(dlpack.import_array(source))
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        device = Device(f"cuda:{index}")
+        stream = int(Gpu.of(device).stream.handle)
+        try:
+            try:
+                capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
+            except TypeError:  # a producer from before DLPack 1
+                capsule = source.__dlpack__(stream=stream)
+            held = dlpack_device.Imported(capsule)
+        except (BufferError, RuntimeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"from_dlpack: cannot take a {type(source).__name__}: {error}", param="source"
+            ) from error
+        if held.is_read_only:
+            raise InvalidArgumentError("from_dlpack: the memory is read-only", param="source")
+        return cls._over_device(device, held.address, held.dtype, held.shape, held.strides, held)
+
+    @classmethod
+    def from_cuda(cls, source: Any) -> Tensor:
+        """A tensor over the memory of any object with ``__cuda_array_interface__`` (CuPy, Numba ...), without a copy.
+
+        Waits for the object's stream, where it names one.
+
+        Raises:
+            InvalidArgumentError: for what has no such interface, a type that we lack, or read-only memory.
+        """
+        if not hasattr(source, "__cuda_array_interface__"):
+            raise InvalidArgumentError(
+                f"from_cuda: a {type(source).__name__} has no __cuda_array_interface__", param="source"
+            )
+        address, dtype, shape, strides = dlpack_device.parse_array_interface(source)
+        device = Device("cuda:0")
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        if source.__cuda_array_interface__.get("stream") is not None:
+            Gpu.of(device).synchronize()
+        return cls._over_device(device, address, dtype, shape, strides, source)
+
+    @classmethod
+    def _over_device(
+        cls, device: Device, address: int, dtype: DType, shape: Shape, strides: Shape | None, owner: object
+    ) -> Tensor:
+        """A tensor over somebody else's memory on a GPU, which `owner` keeps valid."""
+        steps = layout.contiguous_strides(shape) if strides is None else strides
+        lowest = sum((size - 1) * step for size, step in zip(shape, steps) if size and step < 0)
+        extent = 1 + sum((size - 1) * abs(step) for size, step in zip(shape, steps) if size)
+        size_bytes = extent * dtype.itemsize if all(shape) else 0
+        storage = Storage(device, size_bytes, None, owner, address + lowest * dtype.itemsize)
+        return cls(storage, dtype, shape, steps, -lowest)
 
     # ---------------------------------------------------------------- what it is
 
@@ -440,12 +496,39 @@ class Tensor:
             BufferError: for another device, negative strides, or read-only memory and a consumer from before
                 DLPack 1.
         """
-        return dlpack.export_array(
-            self.array, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
-        )
+        if self.device.kind == "cpu":
+            return dlpack.export_array(
+                self.array, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
+            )
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"DLPack: a tensor on {self.device} is shared where it lies, not copied")
+        if stream != -1:  # the consumer's stream knows nothing of ours
+            self._gpu().stream.synchronize()
+        return dlpack_device.export(
+            self, self.address, self.device, self.dtype, self.shape, self.strides,
+            is_versioned=max_version is not None and max_version[0] >= 1, is_read_only=self.is_read_only,
+        )  # fmt: skip
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return dlpack.CPU_DEVICE
+        if self.device.kind == "cpu":
+            return dlpack.CPU_DEVICE
+        if self.device.kind != "cuda":
+            raise BufferError(f"DLPack: memory of {self.device} is no GPU's; export .to('cpu')")
+        return dlpack_device.CUDA, self.device.index
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The CUDA array interface, version 3, of a tensor on a CUDA device."""
+        stream = self._gpu().stream.handle if self.device.kind == "cuda" else 0
+        return dlpack_device.array_interface(
+            self.address if self.device.kind == "cuda" else 0, self.device, self.dtype, self.shape, self.strides,
+            is_contiguous=self.is_contiguous, stream=int(stream),
+        )  # fmt: skip
+
+    def _gpu(self) -> Gpu:
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        return Gpu.of(self.device)
 
     def item(self) -> Scalar:
         """The only element as a Python number.

@@ -32,7 +32,7 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "layout", "storage", "cast", "dlpack", "tensor", "tensor_ops", "ops", "batch", "kv_cache",
+                "layout", "storage", "cast", "dlpack", "dlpack_device", "tensor", "tensor_ops", "ops", "batch", "kv_cache",
                 "communicator", "sampling_arrays", "linear_weight", "rope_table", "backends",
             )
         ),
