@@ -32,8 +32,8 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "layout", "storage", "cast", "dlpack", "dlpack_device", "tensor", "tensor_ops", "ops", "batch", "kv_cache",
-                "communicator", "sampling_arrays", "linear_weight", "rope_table", "backends",
+                "layout", "storage", "cast", "dlpack", "dlpack_device", "tensor", "tensor_ops", "ops", "batch",
+                "kv_cache", "communicator", "sampling_arrays", "linear_weight", "rope_table", "backends",
             )
         ),
         4,

@@ -84,7 +84,7 @@ def test_creation_refuses_nonsense() -> None:
             bad()
     with pytest.raises(InvalidArgumentError, match="dtype"):
         Tensor.zeros(3, "float64")
-    with pytest.raises(DeviceError, match="no CUDA driver|cuda:99"):
+    with pytest.raises(DeviceError, match=r"no CUDA driver|cuda:99"):
         Tensor.zeros(3, device="cuda:99")
     for array in ([1, 2], 3, None):
         with pytest.raises(InvalidArgumentError, match="from_numpy"):
