@@ -149,11 +149,14 @@ def test_what_follows_a_replay_comes_after_all_its_branches() -> None:
         assert (case.values(case.x), case.values(case.y)) == (9.0, 30.0)
 
 
-def test_branches_of_a_graph_that_touch_the_same_memory_are_found() -> None:
+@pytest.mark.parametrize("has_root", [False, True])
+def test_branches_of_a_graph_that_touch_the_same_memory_are_found(has_root: bool) -> None:
     for seed in range(4):
         case = Case(seed=seed)
         other, fork, join = case.stream(), case.event(), case.event()
         case.begin()
+        if has_root:
+            case.times(case.y, 1.0)
         case("cuEventRecord", fork, case.s)
         case("cuStreamWaitEvent", other, fork, 0)
         case.times(case.x, 3.0)
