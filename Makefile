@@ -3,14 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A GPU, real or emulated, needs numba-cuda and cuda-python: the extra "cuda".
+INSTALLED := $(VENV)/.installed$(if $(filter-out auto cpu,$(DEVICE)),-cuda)
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: chat serve test lint clean
 
-chat: $(VENV)/.installed
+chat: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli chat $(OPTIONS)
 
-serve: $(VENV)/.installed
+serve: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli serve $(OPTIONS)
 
 # Linters, types, then every test that this machine can run.
@@ -27,6 +29,10 @@ $(VENV)/.installed: pyproject.toml tools/make_environment.sh
 
 $(VENV)/.installed-dev: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[dev]"
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-cuda
+
+$(VENV)/.installed-cuda: pyproject.toml tools/make_environment.sh
+	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[cuda]"
 	@touch $@ $(VENV)/.installed
 
 clean:
