@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -15,11 +17,12 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def x(gpu: Gpu) -> DeviceBlock:
+def x(gpu: Gpu) -> Iterator[DeviceBlock]:
     """Graphs' input."""
     block = gpu.allocate(graph.SIZE)
     gpu.write(block.address, graph.RAMP)
-    return block
+    yield block
+    block.release()
 
 
 def test_properties(gpu: Gpu) -> None:
