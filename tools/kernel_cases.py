@@ -226,10 +226,7 @@ def _tokens() -> Iterator[Case]:
         _write_kv,
     )  # fmt: skip
     logits = 4 * 4 * _VOCAB
-    yield Case(
-        "sampling top_k top_p", "sampling", f"4 x {_VOCAB}", Work(logits, 32, 8 * logits // 4), _sample,
-        "a histogram and a draw: lanes follow their own tokens, and what is left of a row is short",
-    )  # fmt: skip
+    yield Case("sampling top_k top_p", "sampling", f"4 x {_VOCAB}", Work(logits, 32, 8 * logits // 4), _sample)
     yield Case("logprobs top 5", "logprobs", f"4 x {_VOCAB}", Work(logits, 192, 8 * logits // 4), _logprobs)
 
 

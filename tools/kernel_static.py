@@ -125,14 +125,11 @@ def _examine_named(names: Sequence[str], archs: Sequence[str]) -> list[StaticFac
 
 
 def examine_all(
-    archs: Sequence[str] = ARCHS, *, kernels: str = "", num_processes: int = 2, share: tuple[int, int] = (0, 1)
+    archs: Sequence[str] = ARCHS, names: Sequence[str] | None = None, *, num_processes: int = 2
 ) -> list[StaticFacts]:
-    """Every registered kernel whose name contains `kernels`, on each architecture, in the registry's order.
-
-    `share` = (i, n) takes each n-th kernel from the i-th on, so that n callers together see all of them.
-    """
-    first, step = share
-    names = [each.name for each in specialisations() if kernels in each.name][first::step]
+    """Registered kernels, all or those of `names`, on each architecture, in the registry's order."""
+    if names is None:
+        names = [each.name for each in specialisations()]
     bundles = [names[start::8] for start in range(8) if names[start::8]]
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         parts = list(pool.map(_examine_named, bundles, [tuple(archs)] * len(bundles)))
