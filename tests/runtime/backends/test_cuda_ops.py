@@ -1,0 +1,161 @@
+"""The model's operations on an emulated GPU: what the cpu gives; every wrong argument named, and nothing launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import ops
+from runtime.batch import Batch
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.errors import InvalidArgumentError
+from runtime.kv_cache import KVCache, KVCacheSpec
+from runtime.tensor import Tensor
+from tests.oracles.dense import relative_error
+
+DEVICE = "emulated:sm_80"
+
+
+def zeros(*shape: int, dtype: str = "float32") -> Tensor:
+    return Tensor.zeros(shape, dtype, DEVICE)
+
+
+def weight() -> ops.LinearWeight:
+    return ops.prepare_linear(Tensor.zeros((6, 8)), device=Device(DEVICE))
+
+
+def cache(heads: int = 1, head_dim: int = 8) -> tuple[Tensor, Tensor]:
+    return KVCache(KVCacheSpec(1, heads, head_dim, 8, zeros(1).dtype, Device(DEVICE)), 2).layer(0)
+
+
+def qkv(**changes: Any) -> Tensor:
+    k_cache, v_cache = cache()
+    arguments: dict[str, Any] = {
+        "qkv": zeros(3, 32), "positions": zeros(3, dtype="int32"), "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+        "rope": None, "q_norm": None, "k_norm": None, "norm_eps": 1e-6, "k_cache": k_cache, "v_cache": v_cache,
+        "slot_mapping": zeros(3, dtype="int64"),
+    } | changes  # fmt: skip
+    return ops.qkv_prepare(arguments.pop("qkv"), arguments.pop("positions"), **arguments)
+
+
+def attend(queries: Tensor, window: int | None = None, **changes: Any) -> Tensor:
+    fields: dict[str, Any] = {
+        "token_ids": zeros(4, dtype="int32"), "positions": zeros(4, dtype="int32"),
+        "query_start": Tensor.from_numpy(np.array([0, 4], np.int32)).to(DEVICE),
+        "seq_lens": Tensor.from_numpy(np.array([4], np.int32)).to(DEVICE), "slot_mappings": (zeros(4, dtype="int64"),),
+        "block_tables": (zeros(1, 2, dtype="int32"),), "logits_indices": zeros(1, dtype="int32"), "max_query_len": 4,
+        "max_seq_len": 4,
+    } | changes  # fmt: skip
+    return ops.attention(queries, *cache(), Batch(**fields), 0, scale=1.0, window=window)
+
+
+REFUSALS: list[tuple[str, str, Callable[[], Any], str]] = [
+    ("linear", "x", lambda: ops.linear(zeros(2, 5), weight()), r"shape \(2, 5\), must be \[any, 8\]"),
+    ("linear", "x", lambda: ops.linear(zeros(2, 8, dtype="int32"), weight()), "is int32, must be float32 or"),
+    ("linear", "x", lambda: ops.linear(zeros(8, 2).transpose(0, 1), weight()), "must be C-contiguous"),
+    ("linear", "weight", lambda: ops.linear(zeros(2, 8), ops.prepare_linear(Tensor.zeros((6, 8)))), "not on cpu"),
+    ("linear", "weight", lambda: ops.linear(zeros(2, 8, dtype="bfloat16"), weight()), "is float32, must be bfloat16"),
+    ("linear", "residual", lambda: ops.linear(zeros(2, 8), weight(), residual=zeros(3, 6)), r"\(3, 6\)"),
+    ("linear", "residual", lambda: ops.linear(zeros(2, 8), weight(), residual=Tensor.zeros((2, 6))), "is on cpu"),
+    ("linear", "out", lambda: ops.linear(zeros(2, 8), weight(), out=zeros(2, 5)), r"\(2, 5\)"),
+    ("embedding", "token_ids", lambda: ops.embedding(zeros(2), zeros(5, 3)), "is float32, must be int32"),
+    ("embedding", "table", lambda: ops.embedding(zeros(2, dtype="int32"), zeros(5)), r"\(5,\)"),
+    ("embedding", "table", lambda: ops.embedding(zeros(2, dtype="int32"), Tensor.zeros((5, 3))), "is on cpu"),
+    ("add_embedding", "positions", lambda: ops.add_embedding(zeros(1, 2), zeros(2, dtype="int32"), zeros(5, 2)),
+     r"\(2,\)"),
+    ("gather_rows", "indices", lambda: ops.gather_rows(zeros(2, 2), zeros(2, dtype="int64")), "int64"),
+    ("rms_norm", "weight", lambda: ops.rms_norm(zeros(2, 3), zeros(4), 1e-6), r"\(4,\)"),
+    ("rms_norm", "weight", lambda: ops.rms_norm(zeros(2, 4), zeros(4, dtype="float16"), 1e-6), "float16"),
+    ("layer_norm", "bias", lambda: ops.layer_norm(zeros(2, 3), zeros(3), zeros(2), 1e-6), r"\(2,\)"),
+    ("gelu", "x", lambda: ops.gelu(zeros(3, dtype="int32"), "erf"), "int32"),
+    ("silu", "out", lambda: ops.silu(zeros(3), out=zeros(4)), r"\(4,\)"),
+    ("silu", "x", lambda: ops.silu(zeros(3, 4)[:, ::2]), "must be C-contiguous"),
+    ("swiglu", "gate_up", lambda: ops.swiglu(zeros(2, 5)), "5 columns"),
+    ("qkv_prepare", "qkv", lambda: qkv(qkv=zeros(3, 15)), "15"),
+    ("qkv_prepare", "positions", lambda: qkv(positions=zeros(3, dtype="int64")), "int64"),
+    ("qkv_prepare", "slot_mapping", lambda: qkv(slot_mapping=zeros(2, dtype="int64")), r"\(2,\)"),
+    ("qkv_prepare", "q_norm", lambda: qkv(q_norm=zeros(5), k_norm=zeros(8)), r"\(5,\)"),
+    ("qkv_prepare", "k_norm", lambda: qkv(q_norm=zeros(8)), "where q_norm is"),
+    ("qkv_prepare", "k_cache", lambda: qkv(k_cache=cache(2)[0], v_cache=cache(2)[1]), "2 heads"),
+    ("qkv_prepare", "v_cache", lambda: qkv(v_cache=cache(2)[1]), "has shape"),
+    ("qkv_prepare", "rope.cos", lambda: qkv(rope=ops.RopeTable(zeros(9, 5), zeros(9, 5), False)), "10 dimensions"),
+    ("qkv_prepare", "rope.sin", lambda: qkv(rope=ops.RopeTable(zeros(9, 2), zeros(9, 1), False)), r"\(9, 1\)"),
+    ("attention", "q", lambda: attend(zeros(8, 8)), r"\(8, 8\)"),
+    ("attention", "k_cache", lambda: attend(zeros(4, 2, 20)), r"must be \[any, any, any, 24\]"),
+    ("attention", "window", lambda: attend(zeros(4, 2, 8), window=0), "at least 1"),
+    ("attention", "batch.seq_lens", lambda: attend(zeros(4, 2, 8), seq_lens=zeros(1, dtype="int64")), "int64"),
+    ("attention", "batch.max_seq_len", lambda: attend(zeros(4, 2, 8), max_seq_len=17), "is 17, must be at most 16"),
+    ("sample", "logits", lambda: ops.sample(zeros(2, 5, dtype="bfloat16"), None), "bfloat16"),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "argument", "call", "words"), REFUSALS, ids=[f"{r[0]}-{r[1]}" for r in REFUSALS])
+def test_refuses_by_operation_and_argument(
+    op: str, argument: str, call: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`call` makes its arguments, for which memory is filled, and then must fail before it launches anything."""
+    launched: list[str] = []
+    launch = Gpu.launch
+
+    def watched(self: Gpu, what: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(what.specialisation.name)
+        launch(self, what, *arguments, **options)
+
+    monkeypatch.setattr(Gpu, "launch", watched)
+    with pytest.raises(InvalidArgumentError, match=f"^{op}: {argument} .*{words}") as caught:
+        call()
+    assert caught.value.param == argument
+    assert not launched
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert ops.linear(zeros(0, 8), weight()).shape == (0, 6)
+    assert ops.logits_linear(zeros(0, 8), weight()).shape == (0, 6)
+    assert ops.embedding(zeros(0, dtype="int32"), zeros(5, 3)).shape == (0, 3)
+    assert ops.gather_rows(zeros(3, 4), zeros(0, dtype="int32")).shape == (0, 4)
+    for rows, width in ((0, 4), (3, 0)):
+        assert ops.rms_norm(zeros(rows, width), zeros(width), 1e-6).shape == (rows, width)
+        assert ops.layer_norm(zeros(rows, width), zeros(width), None, 1e-6).shape == (rows, width)
+        assert ops.gelu(zeros(rows, width), "tanh").shape == (rows, width)
+        assert ops.swiglu(zeros(rows, 2 * width)).shape == (rows, width)
+    assert qkv(qkv=zeros(0, 32), positions=zeros(0, dtype="int32"), slot_mapping=zeros(0, dtype="int64")).shape[0] == 0
+    assert attend(zeros(0, 2, 8)).shape == (0, 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_the_cpu_gives(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+
+    def both(*shape: int) -> tuple[Tensor, Tensor]:
+        """(float32 on the cpu, the same numbers on the GPU)."""
+        on_gpu = Tensor.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype).to(DEVICE)
+        return on_gpu.to("cpu").to("float32"), on_gpu
+
+    bound = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    x, x_gpu = both(5, 24)
+    residual, residual_gpu = both(5, 17)
+    matrix, matrix_gpu = both(17, 24)
+    bias = Tensor.from_numpy(rng.standard_normal(17).astype(np.float32))
+    ours = ops.prepare_linear(matrix_gpu.to("cpu"), bias, device=Device(DEVICE))
+    theirs = ops.prepare_linear(matrix, bias)
+    scale, shift = (Tensor.from_numpy(rng.standard_normal(24).astype(np.float32)) for _ in range(2))
+    pairs = [
+        (ops.linear(x_gpu, ours, residual=residual_gpu), ops.linear(x, theirs, residual=residual)),
+        (ops.logits_linear(x_gpu, ours), ops.linear(x, theirs)),
+        (ops.rms_norm(x_gpu, scale.to(DEVICE), 1e-6), ops.rms_norm(x, scale, 1e-6)),
+        (
+            ops.layer_norm(x_gpu, scale.to(DEVICE), shift.to(DEVICE), 1e-5),
+            ops.layer_norm(x, scale, shift, 1e-5),
+        ),
+        (ops.swiglu(x_gpu), ops.swiglu(x)),
+        (ops.silu(x_gpu), ops.silu(x)),
+        (ops.gelu(x_gpu, "erf"), ops.gelu(x, "erf")),
+    ]
+    for actual, expected in pairs:
+        assert str(actual.device) == DEVICE
+        assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= bound
+    assert pairs[1][0].dtype.name == "float32"
