@@ -27,7 +27,7 @@ def summary(report: dict[str, Any]) -> str:
     if rows := _result(found, "kernels").get("rows"):
         told = "Medians with a cold cache; each result was verified first. A share of 1 is as fast."
         lines += ["", "## Kernels", "", told, ""]
-        heads = ("case", "shape", "µs", "torch µs", "share of torch", "GB/s", "share of read", "TFLOP/s", "largest error")
+        heads = ("case", "shape", "µs", "torch µs", "torch µs / µs", "GB/s", "of read", "TFLOP/s", "worst error")
         lines += _table(heads, (_kernel(row, report["is_emulated"], read) for row in rows))
     models = {name.split()[1]: each["result"] for name, each in found.items() if _is_model(name, each)}
     if models:

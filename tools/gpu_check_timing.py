@@ -1,7 +1,7 @@
 """Times on the device by events, the competitors taking turns, each run with a cold cache and a full queue.
 
 Before each run the second-level cache is overwritten. While the device is at that, the host queues the first event,
-the work and the second event, so that neither the host's time for a launch nor the other competitor's data is in the result.
+the work and the second event, so that neither the host's time for a launch nor the other competitor's data counts.
 """
 
 from __future__ import annotations
