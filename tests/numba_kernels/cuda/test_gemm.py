@@ -133,7 +133,7 @@ def test_factors_on_no_16_byte_bounds(gpu, tier, dtype):
     product = case((20, 24, 40), dtype, bias=None, residual=False)
     m, n, k = product.sizes
     x, weight = (
-        put(gpu, np.concatenate([[0], array.ravel()]).astype(array.dtype)) for array in (product.x, product.weight)
+        put(gpu, np.concatenate([np.zeros(1, array.dtype), array.ravel()])) for array in (product.x, product.weight)
     )
     out, item = empty(gpu, (m, n), dtype), product.x.itemsize
     launch = gemm.plan(tier, m, n, k, dtype, is_aligned=False)
