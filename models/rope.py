@@ -31,6 +31,9 @@ def make_rope_table(
     # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.
     cos = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
     sin = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
+    if rope.attention_factor != 1.0:
+        cos *= np.float32(rope.attention_factor)
+        sin *= np.float32(rope.attention_factor)
     return RopeTable(
         cos=Tensor.from_numpy(cos).to(device), sin=Tensor.from_numpy(sin).to(device), interleaved=False
     )
@@ -45,6 +48,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, frequencies, powers, head_dim)
     assert rope.kind == "default"
     return frequencies
 
@@ -62,3 +67,26 @@ def _llama3(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:
     is_low = wavelengths > np.float32(context / rope.low_freq_factor)
     is_high = wavelengths < np.float32(context / rope.high_freq_factor)
     return np.where(is_low, stretched, np.where(is_high, frequencies, blended))
+
+
+def _yarn(rope: RopeConfig, frequencies: Float32Array, powers: Float32Array, head_dim: int) -> Float32Array:
+    """Pairs below the one that turns `beta_fast` times over the trained context stay, those above the one
+    that turns `beta_slow` times are stretched by `factor`, with a ramp between (Peng et al. 2023, arXiv
+    2309.00071)."""
+
+    def pair_that_turns(times: float) -> float:
+        turns = rope.original_max_position_embeddings / (times * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    ramp = np.clip((pairs - np.float32(low)) / np.float32(high - low), np.float32(0), np.float32(1))
+    stretched = np.float32(1.0) / (np.float32(rope.factor) * powers)
+    kept = np.float32(1.0) - ramp
+    blended: Float32Array = stretched * (np.float32(1.0) - kept) + frequencies * kept
+    return blended

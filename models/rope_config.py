@@ -7,6 +7,7 @@ writes one object, `rope_parameters: {"rope_type", "rope_theta", "factor", ...}`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,16 @@ from models.json_fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 
-# The fields that a kind may carry; `original_max_position_embeddings` is only a note unless it is llama3.
+# The fields that a kind may carry; `original_max_position_embeddings` is only a note for default and linear.
 _FIELDS_OF_KIND = {
     "default": {"original_max_position_embeddings"},
     "linear": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-}
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
 _FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
@@ -27,9 +32,12 @@ _FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 class RopeConfig:
     """Rotary position embeddings over the whole head, halves rotated against each other (Su et al. 2021).
 
-    `kind` is "default", "linear" (positions divided by `factor`, Chen et al. 2023) or "llama3" (low
-    frequencies divided by `factor`, high ones kept, those between interpolated; Llama 3.1). Factors that a
-    kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 unless the kind is llama3.
+    `kind` is "default", "linear" (positions divided by `factor`, Chen et al. 2023), "llama3" (low
+    frequencies divided by `factor`, high ones kept, those between interpolated; Llama 3.1) or "yarn" (the
+    same by rotations: pairs that turn more than `beta_fast` times over the original context stay, those that
+    turn less than `beta_slow` times are stretched; cosine and sine are multiplied by `attention_factor`; Peng
+    et al. 2023). Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0
+    unless the kind is llama3 or yarn.
     """
 
     theta: float
@@ -38,6 +46,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
 
 
 def parse_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
@@ -73,16 +85,47 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
     factor = rope.number("factor", least=1.0)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    low, high = rope.number("low_freq_factor", above=0.0), rope.number("high_freq_factor", above=0.0)
-    if high <= low:
-        raise rope.error("high_freq_factor", f"{high:g} must be greater than low_freq_factor, {low:g}")
     original = rope.integer("original_max_position_embeddings", max_position_embeddings)
     outer = fields.integer("original_max_position_embeddings", original)
     if outer != original:
         raise rope.error(
             "original_max_position_embeddings", f"is {original}, but the config says {outer} outside"
         )
+    if kind == "yarn":
+        return _yarn(rope, theta, factor, original)
+    low, high = rope.number("low_freq_factor", above=0.0), rope.number("high_freq_factor", above=0.0)
+    if high <= low:
+        raise rope.error("high_freq_factor", f"{high:g} must be greater than low_freq_factor, {low:g}")
     return RopeConfig(theta, kind, factor, low, high, original)
+
+
+def _yarn(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:
+    fast = rope.number("beta_fast", 32.0, above=0.0)
+    slow = rope.number("beta_slow", 1.0, above=0.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"{fast:g} must not be less than beta_slow, {slow:g}")
+    attention = rope.number("attention_factor", None, above=0.0)
+    if attention is None:
+        scale, scale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+        if scale and scale_all:
+            attention = _attention_scale(factor, scale) / _attention_scale(factor, scale_all)
+        else:
+            attention = _attention_scale(factor, 1.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=attention,
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _attention_scale(factor: float, scale: float) -> float:
+    """How much larger cosine and sine are, that attention over a longer context stays as sharp."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _one_spelling(fields: Fields) -> tuple[str, dict[str, Any]]:

@@ -90,6 +90,18 @@ def linear_rope(factor: float, theta: float = 10000.0) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "linear", "rope_theta": theta, "factor": factor}}
 
 
+def yarn_rope(original: int, factor: float, theta: float, **options: float | bool) -> dict[str, Any]:
+    return {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            **options,
+        }
+    }
+
+
 def llama3_rope(original: int, factor: float, low: float, high: float, theta: float) -> dict[str, Any]:
     return {
         "rope_parameters": {
@@ -286,6 +298,9 @@ def make_rope_references() -> None:
         "llama32": (64, llama3_rope(8192, 32.0, 1.0, 4.0, 5e5)),
         "qwen3": (128, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         "linear": (80, linear_rope(3.0)),
+        "qwen3_yarn": (128, yarn_rope(32768, 4.0, 1e6)),
+        "yarn_options": (64, yarn_rope(4096, 16.0, 1e4, beta_fast=20.0, beta_slow=2.0, truncate=False)),
+        "yarn_mscale": (64, yarn_rope(4096, 40.0, 1e4, mscale=1.0, mscale_all_dim=0.707)),
     }
     references = {}
     for name, (head_dim, fields) in shapes.items():

@@ -236,8 +236,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # rotary positions
     (
-        variant(LLAMA, rope_scaling={"type": "yarn", "factor": 4.0}),
-        "rope_scaling: rope_type 'yarn' is not supported",
+        variant(LLAMA, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 2.0}),
+        "beta_fast 1 must not be less than beta_slow, 2",
     ),
     (
         variant(LLAMA, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
