@@ -5,7 +5,8 @@
 Operands are read as float32 (floating point) or int64 (integers, bool), computed in that, and rounded or wrapped once
 into out's type: `intrinsics.storage` has the conversions, and one kernel an operation serves all dtypes. Where every
 operand is contiguous or a single element, offsets are multiples of the index (flat); else a table in device memory
-gives up to `MAX_AXES` axes, each with a stride in bytes for every operand, 0 where it is broadcast. One thread an element.
+gives up to `MAX_AXES` axes, each with a stride in bytes for every operand, 0 where it is broadcast. A thread has one
+element.
 
 These are for glue: what carries a model's weight has kernels of its own. They are bound by bandwidth where the
 innermost stride is that of neighbours, and else by the sectors that strides waste.
