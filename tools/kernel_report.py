@@ -116,7 +116,9 @@ def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Cou
         parts += ["", "## Instruction mix", "", page.mix_table(measured), ""]
         parts += ["## Roofline: no kernel can be faster", "", page.roofline_table(measured), ""]
     if facts:
-        parts += ["## Registers a thread and occupancy, by architecture", "", page.static_table(facts), ""]
+        seen, known = len({each.kernel for each in facts}), sum(1 for _ in specialisations())
+        parts += ["## Registers a thread and occupancy, by architecture", ""]
+        parts += [f"{seen} of the {known} registered kernels were examined.", "", page.static_table(facts), ""]
     return "\n".join(parts)
 
 
