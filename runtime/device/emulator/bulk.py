@@ -20,13 +20,16 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.cp_async import bulk_groups, commit_bulk
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.lowering import Lowering, lowers
+from runtime.device.emulator.lowering import Lowering, Value, lowers
 from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, i64_at
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Operand, Vector
-from runtime.device.emulator.queue import (
+from runtime.device.emulator.queue import land_groups, new_record
+from runtime.device.emulator.races import LOAD, STORE
+from runtime.device.emulator.ranges import NEEDS, read_any, shared_range, write_any
+from runtime.device.emulator.records import (
     COPY,
     R_BYTES,
     R_GROUP,
@@ -34,6 +37,7 @@ from runtime.device.emulator.queue import (
     R_LANE,
     R_MBARRIER,
     R_OPERATION,
+    R_REDUCER,
     R_SITE,
     R_SOURCE,
     R_SOURCE_BLOCK,
@@ -45,11 +49,7 @@ from runtime.device.emulator.queue import (
     REDUCE,
     VALUE,
     VALUE_REDUCE,
-    land_groups,
-    new_record,
 )
-from runtime.device.emulator.races import LOAD, STORE
-from runtime.device.emulator.ranges import read_any, shared_range, write_any
 from runtime.device.emulator.reduction import reduction_of
 from runtime.device.emulator.window import (
     IS_BEING_READ,
@@ -118,7 +118,7 @@ def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
     return 0
 
 
-@operation("bulk_load", "qlqlpqlp")
+@operation("bulk_load", "qlqlpqlp", needs=NEEDS)
 def bulk_load(
     warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, cluster_mask
 ):
@@ -156,9 +156,10 @@ def bulk_load(
     return DONE
 
 
-@operation("bulk_exchange", "qlqlpqlii")
+@operation("bulk_exchange", "qlqlpqliil", needs=NEEDS)
 def bulk_exchange(
-    warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, reduction, kind
+    warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, reduction, kind,
+    reducer,
 ):
     """Shared memory of this block → shared memory of a block of the cluster, perhaps reducing."""
     for lane in range(32):
@@ -183,13 +184,13 @@ def bulk_exchange(
         record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
         record[R_TARGET], record[R_TARGET_BLOCK] = host, block
         record[R_SOURCE], record[R_SOURCE_BLOCK] = from_host, from_block
-        record[R_OPERATION], record[R_TYPE] = reduction, kind
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
         set_mbarrier(warp, record, mbarrier)
     return DONE
 
 
-@operation("bulk_store", "qlqlpii")
-def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind):
+@operation("bulk_store", "qlqlpiil", needs=NEEDS)
+def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
     """Shared → global, of a bulk group, perhaps reducing."""
     for lane in range(32):
         if not (mask >> lane) & 1:
@@ -211,7 +212,7 @@ def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset,
                 return FAILED
         record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
         record[R_TARGET], record[R_SOURCE], record[R_SOURCE_BLOCK] = target, host, block
-        record[R_OPERATION], record[R_TYPE] = reduction, kind
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
     return DONE
 
 
@@ -223,7 +224,7 @@ def bulk_commit(warp, mask, site):
     return DONE
 
 
-@operation("bulk_wait", "ii")
+@operation("bulk_wait", "ii", needs=NEEDS)
 def bulk_wait(warp, mask, site, pending, only_read):
     for lane in range(32):
         if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):
@@ -231,7 +232,7 @@ def bulk_wait(warp, mask, site, pending, only_read):
     return DONE
 
 
-@operation("bulk_prefetch", "qlp")
+@operation("bulk_prefetch", "qlp", needs=NEEDS)
 def bulk_prefetch(warp, mask, site, sources, offset, sizes):
     """Into L2: only the address and the size are looked at."""
     for lane in range(32):
@@ -244,9 +245,10 @@ def bulk_prefetch(warp, mask, site, sources, offset, sizes):
     return DONE
 
 
-@operation("value_async", "qlqqqqqliii")
+@operation("value_async", "qlqqqqqliiil", needs=NEEDS)
 def value_async(
-    warp, mask, site, targets, offset, v0, v1, v2, v3, mbarriers, mbarrier_offset, element, count, reduction
+    warp, mask, site, targets, offset, v0, v1, v2, v3, mbarriers, mbarrier_offset, element, count, reduction,
+    reducer,
 ):
     """st.async (no reduction) and red.async: `count` values of `element` bytes (or of a reduction's type)."""
     for lane in range(32):
@@ -267,7 +269,7 @@ def value_async(
             return FAILED
         record = start_record(warp, site, lane, VALUE if reduction == NO_REDUCTION else VALUE_REDUCE, size)
         record[R_TARGET], record[R_TARGET_BLOCK] = host, block
-        record[R_OPERATION], record[R_TYPE] = reduction, element
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, element, reducer
         a, b, c, d = types.int64(v0[lane]), types.int64(v1[lane]), types.int64(v2[lane]), types.int64(v3[lane])
         if width == 4:
             record[R_VALUE] = (a & 0xFFFFFFFF) | b << 32
@@ -309,6 +311,11 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
     low.call("bulk_load", *addresses, low.slot(size, 32), *low.address(mbarrier), ranks)
 
 
+def reducer_of(low: Lowering, reduction: int) -> Value:
+    """The address of the operation that reduces, or 0 where nothing is reduced."""
+    return 0 if reduction == NO_REDUCTION else low.operation_address("reduce_run")
+
+
 def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
     if ins.parts[1] != "reduce":
         return NO_REDUCTION, 0
@@ -325,7 +332,7 @@ def lower_exchange(low: Lowering, ins: Instruction) -> None:
         _only(low, ins, 5, MBARRIER)
     target, source, size, mbarrier = ins.operands
     addresses = (*low.address(target), *low.address(source), low.slot(size, 32), *low.address(mbarrier))
-    low.call("bulk_exchange", *addresses, reduction, kind)
+    low.call("bulk_exchange", *addresses, reduction, kind, reducer_of(low, reduction))
 
 
 @lowers("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
@@ -335,7 +342,8 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
         _only(low, ins, 5, "bulk_group", HINT)
     last_operands(low, ins, 3)
     target, source, size = ins.operands[:3]
-    low.call("bulk_store", *low.address(target), *low.address(source), low.slot(size, 32), reduction, kind)
+    addresses = (*low.address(target), *low.address(source))
+    low.call("bulk_store", *addresses, low.slot(size, 32), reduction, kind, reducer_of(low, reduction))
 
 
 @lowers("cp.async.bulk.commit_group")
@@ -373,7 +381,8 @@ def lower_value(low: Lowering, ins: Instruction) -> None:
         raise low.refuse(f"{len(items)} values")
     values = [low.slot(item, 64) for item in items]
     values += [low.slot(Integer(0), 64)] * (4 - count)
-    low.call("value_async", *low.address(target), *values, *low.address(mbarrier), element, count, reduction)
+    operands = (*low.address(target), *values, *low.address(mbarrier))
+    low.call("value_async", *operands, element, count, reduction, reducer_of(low, reduction))
 
 
 def _red(low: Lowering, parts: tuple[str, ...]) -> tuple[int, int]:

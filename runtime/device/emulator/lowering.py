@@ -372,6 +372,10 @@ class Lowering(Registers):
         self._after_call.clear()
         return result
 
+    def operation_address(self, name: str) -> Value:
+        """The address of an operation, as an i64, for another one to call."""
+        return self.builder.ptrtoint(self.operation(name), LONG)
+
     def call_if(self, condition: Value, name: str) -> None:
         """Calls an operation without arguments where an integer is not 0."""
         builder, function = self.builder, self.operation(name)

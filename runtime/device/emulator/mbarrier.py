@@ -30,6 +30,7 @@ from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.proxy import synchronised
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Sink
 from runtime.device.emulator.queue import land_for
+from runtime.device.emulator.ranges import NEEDS
 from runtime.device.emulator.window import landed
 
 _ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
@@ -94,7 +95,7 @@ def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
     return DONE
 
 
-@operation("mbarrier_wait", "pqlqi")
+@operation("mbarrier_wait", "pqlqi", needs=NEEDS)
 def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     """`wanted` is the parity of the phase to wait for, or the state that an arrive gave."""
     done = types.uint32(0)

@@ -29,7 +29,7 @@ _KINDS = {
     "i": types.int32,
     "l": types.int64,
 }
-_PREFIX = "xserv_operation_"
+PREFIX = "xserv_operation_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class Operation:
     name: str
     kinds: str
     function: Callable[..., Any]
+    needs: tuple[str, ...]  # operations that it calls by their symbols
 
     @property
     def symbol(self) -> str:
-        return _PREFIX + self.name
+        return PREFIX + self.name
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -48,8 +49,10 @@ _MAKERS: dict[str, Callable[..., str]] = {}
 _COMPILED: dict[str, Any] = {}  # keeps the compiled code alive
 
 
-def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as an operation; the function itself is returned as it is."""
+def operation(
+    name: str, kinds: str, needs: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as an operation, with those that it calls by symbol; the function is returned as it is."""
     unknown = set(kinds) - set(_KINDS)
     if unknown:
         raise ValueError(f"operation {name}: argument kinds {sorted(unknown)} are not among p, q, i, l")
@@ -57,7 +60,7 @@ def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in OPERATIONS:
             raise ValueError(f"operation {name} is registered twice")
-        OPERATIONS[name] = Operation(name, kinds, function)
+        OPERATIONS[name] = Operation(name, kinds, function, needs)
         return function
 
     return register
@@ -82,12 +85,18 @@ def _find(name: str) -> Operation:
     return OPERATIONS[name]
 
 
+def signature_of(kinds: str) -> Any:
+    """Numba's signature of an operation."""
+    return types.int32(_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in kinds))
+
+
 def compile_operation(name: str) -> int:
     """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
     if name not in _COMPILED:
         found = _find(name)
-        arguments = (_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in found.kinds))
-        compiled = compile_c_function(found.function, types.int32(*arguments))
+        for other in found.needs:
+            compile_operation(other)
+        compiled = compile_c_function(found.function, signature_of(found.kinds))
         llvm.add_symbol(found.symbol, compiled.address)
         _COMPILED[name] = compiled
     return int(_COMPILED[name].address)

@@ -12,6 +12,8 @@ global memory when the copy lands.
 
 from __future__ import annotations
 
+from numba import types
+
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import (
     BLOCK_ASYNC,
@@ -20,27 +22,40 @@ from runtime.device.emulator.context import (
     WARP_BLOCK,
     WARP_LAUNCH,
 )
+from runtime.device.emulator.indirect import by_address
 from runtime.device.emulator.mbarrier_state import add_transactions
 from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
 from runtime.device.emulator.races import ATOMIC
 from runtime.device.emulator.ranges import global_range
-from runtime.device.emulator.reduction import reduce_run
+from runtime.device.emulator.records import (
+    COPY,
+    R_BYTES,
+    R_GROUP,
+    R_KIND,
+    R_LANE,
+    R_MBARRIER,
+    R_MOVER,
+    R_OPERATION,
+    R_REDUCER,
+    R_SITE,
+    R_SNAPSHOT,
+    R_SOURCE,
+    R_SOURCE_BLOCK,
+    R_TARGET,
+    R_TARGET_BLOCK,
+    R_TYPE,
+    R_VALUE,
+    R_WARP,
+    RECORD_WORDS,
+    REDUCE,
+    TENSOR_LOAD,
+    VALUE,
+    VALUE_REDUCE,
+)
+from runtime.device.emulator.reduction import reduce
 from runtime.device.emulator.tensor_map import element_bytes
-from runtime.device.emulator.tensor_tile import TILE_LOAD, TILE_REDUCE, TILE_STORE, move_tile
 from runtime.device.emulator.window import free, landed, malloc, realloc, was_read
 
-COPY, REDUCE, TENSOR_LOAD, TENSOR_STORE, TENSOR_REDUCE, VALUE, VALUE_REDUCE = range(1, 8)
-"""COPY and REDUCE: plain bytes either way; VALUE: st.async, VALUE_REDUCE: red.async, whose data is in the record."""
-
-(
-    R_KIND, R_SITE, R_WARP, R_LANE, R_GROUP, R_TARGET, R_TARGET_BLOCK, R_SOURCE, R_SOURCE_BLOCK, R_BYTES, R_MBARRIER,
-    R_OPERATION, R_TYPE, R_SNAPSHOT, R_OFFSET, R_VALUE,
-) = range(16)  # fmt: skip
-"""R_WARP: the warp's array; R_GROUP: of its lane's bulk groups, -1 with an mbarrier; a block of 0 means global memory;
-R_TARGET, R_SOURCE, R_MBARRIER: host addresses; R_OFFSET: shared offset of a tensor's tile, whose bits swizzle it."""
-R_COORDINATES = 18  # five; R_VALUE has two words
-R_MAP = 24  # the tensor map's 16 words as they were at the instruction
-RECORD_WORDS = 40
 _HEADER_WORDS = 2  # count, capacity
 
 
@@ -98,11 +113,8 @@ def _land(record):
     target, block, size = record[R_TARGET], record[R_TARGET_BLOCK], record[R_BYTES]
     source = record[R_SNAPSHOT] if record[R_SNAPSHOT] != 0 else record[R_SOURCE]
     failed = 0
-    if kind == COPY:
-        copy_bytes(target, source, size)
-        landed(warp, block, target, size)
-    elif kind == VALUE:
-        copy_bytes(target, address_of(record) + R_VALUE * 8, size)
+    if kind == COPY or kind == VALUE:
+        copy_bytes(target, source if kind == COPY else address_of(record) + R_VALUE * 8, size)
         landed(warp, block, target, size)
     elif kind == REDUCE or kind == VALUE_REDUCE:
         if kind == VALUE_REDUCE:
@@ -111,16 +123,11 @@ def _land(record):
             failed = global_range(warp, site, lane, target, size, ATOMIC)
         if not failed:
             count = size // element_bytes(record[R_TYPE])
-            reduce_run(record[R_OPERATION], record[R_TYPE], target, source, count)
-    elif kind == TENSOR_LOAD:
-        failed = move_tile(warp, site, lane, TILE_LOAD, address_of(record) + R_MAP * 8,
-                           address_of(record) + R_COORDINATES * 8, target, record[R_OFFSET], 0)  # fmt: skip
-        landed(warp, block, target, size)
+            reduce(warp, site, record[R_REDUCER], record[R_OPERATION], record[R_TYPE], target, source, count)
     else:
-        direction = TILE_STORE if kind == TENSOR_STORE else TILE_REDUCE
-        failed = move_tile(warp, site, lane, direction, address_of(record) + R_MAP * 8,
-                           address_of(record) + R_COORDINATES * 8, source, record[R_OFFSET],
-                           record[R_OPERATION])  # fmt: skip
+        failed = by_address(record[R_MOVER], warp, types.uint32(0), types.int32(site), address_of(record))
+        if kind == TENSOR_LOAD:
+            landed(warp, block, target, size)
     if record[R_SNAPSHOT] != 0:
         free(record[R_SNAPSHOT])
         record[R_SNAPSHOT] = 0

@@ -1,11 +1,14 @@
 """Checked ranges of memory for instructions that touch more than a load or a store does.
 
-Each function checks bounds, life, contents, data in flight and races, and reports what is wrong.
+Each function checks bounds, life, contents, data in flight and races, and reports what is wrong. The checks themselves
+are two operations, called by symbol: an operation that uses these functions names NEEDS.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
 from __future__ import annotations
+
+from numba import types
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.access import check_range, note_range
@@ -17,8 +20,10 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.indirect import by_symbol
 from runtime.device.emulator.locate import GLOBAL, PARAM, SHADOW, check_bytes, global_place
-from runtime.device.emulator.pointers import i64_at, stack_longs
+from runtime.device.emulator.operations import operation
+from runtime.device.emulator.pointers import address_of, i64_at, stack_longs
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.window import is_shared, shared_block, shared_host
 
@@ -26,57 +31,70 @@ _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
 _WRONG_SPACE = int(FaultKind.WRONG_SPACE)
 
 
-@njit
-def global_range(warp, site, lane, address, size, action):
-    """0, or 1 and a fault: device memory (pinned and peers' too)."""
+NEEDS = ("range_check", "range_find")
+_CHECK = by_symbol("range_check", "illli")
+_FIND = by_symbol("range_find", "illil")
+
+
+@operation("range_check", "illli")
+def range_check(warp, mask, site, lane, block, host, size, action):
+    """A range of shared memory of a block array, or (0) of device memory, pinned and peers' too."""
+    if block != 0:
+        return check_range(warp, site, lane, block, host, size, action)
     place = stack_longs(3)
-    if global_place(warp, site, lane, address, size, action, GLOBAL, place):
+    if global_place(warp, site, lane, host, size, action, GLOBAL, place):
         return 1
-    if check_bytes(warp, site, lane, address, size, action, GLOBAL, place[SHADOW]):
+    if check_bytes(warp, site, lane, host, size, action, GLOBAL, place[SHADOW]):
         return 1
     if action == ATOMIC:  # reductions do not race with each other
         return 0
-    return note_range(warp, site, lane, 0, address, size, action)
+    return note_range(warp, site, lane, types.int64(0), host, size, action)
+
+
+@operation("range_find", "illil", needs=("range_check",))
+def range_find(warp, mask, site, lane, address, size, action, place):
+    """A range at a shared, generic, device or (to read) parameter address; its host address goes to `place`."""
+    block, host = types.int64(0), address
+    if is_shared(address):
+        block = shared_block(warp, site, lane, address)
+        if block == 0:
+            return 1
+        host = shared_host(block, address)
+    elif address >= (PARAM_WINDOW if action == STORE else LOCAL_WINDOW):
+        return report(warp, _WRONG_SPACE, site, lane, address, action, size, GLOBAL, address)
+    elif address >= PARAM_WINDOW:
+        launch, offset = i64_at(warp[WARP_LAUNCH]), address - PARAM_WINDOW
+        if offset + size > launch[LAUNCH_PARAMETER_BYTES]:
+            return report(warp, _OUT_OF_BOUNDS, site, lane, offset, action, size, PARAM, offset)
+        i64_at(place)[0] = launch[LAUNCH_PARAMETERS] + offset
+        return 0
+    i64_at(place)[0] = host
+    return _CHECK(warp, mask, site, lane, block, host, size, action)
+
+
+@njit
+def global_range(warp, site, lane, address, size, action):
+    """0, or 1 and a fault: device memory (pinned and peers' too)."""
+    return _CHECK(warp, types.uint32(0), site, lane, types.int64(0), address, size, action)
 
 
 @njit
 def shared_range(warp, site, lane, block, host, size, action):
     """0, or 1 and a fault: shared memory of a block array, by host address."""
-    return check_range(warp, site, lane, block, host, size, action)
+    return _CHECK(warp, types.uint32(0), site, lane, block, host, size, action)
 
 
 @njit
 def read_any(warp, site, lane, address, size):
     """The host address of bytes to read at a shared, generic, device or parameter address; 0 and a fault."""
-    if is_shared(address):
-        block = shared_block(warp, site, lane, address)
-        if block == 0:
-            return 0
-        host = shared_host(block, address)
-        return 0 if shared_range(warp, site, lane, block, host, size, LOAD) else host
-    if address >= LOCAL_WINDOW:
-        report(warp, _WRONG_SPACE, site, lane, address, LOAD, size, GLOBAL, address)
-        return 0
-    if address >= PARAM_WINDOW:
-        launch = i64_at(warp[WARP_LAUNCH])
-        offset = address - PARAM_WINDOW
-        if offset + size > launch[LAUNCH_PARAMETER_BYTES]:
-            report(warp, _OUT_OF_BOUNDS, site, lane, offset, LOAD, size, PARAM, offset)
-            return 0
-        return launch[LAUNCH_PARAMETERS] + offset
-    return 0 if global_range(warp, site, lane, address, size, LOAD) else address
+    place = stack_longs(1)
+    failed = _FIND(warp, types.uint32(0), site, lane, address, size, LOAD, address_of(place))
+    return types.int64(0) if failed else place[0]
 
 
 @njit
 def write_any(warp, site, lane, address, size):
     """The host address of bytes to write at a shared, generic or device address; 0 and a fault."""
-    if is_shared(address):
-        block = shared_block(warp, site, lane, address)
-        if block == 0:
-            return 0
-        host = shared_host(block, address)
-        return 0 if shared_range(warp, site, lane, block, host, size, STORE) else host
-    if address >= PARAM_WINDOW:
-        report(warp, _WRONG_SPACE, site, lane, address, STORE, size, GLOBAL, address)
-        return 0
-    return 0 if global_range(warp, site, lane, address, size, STORE) else address
+    place = stack_longs(1)
+    failed = _FIND(warp, types.uint32(0), site, lane, address, size, STORE, address_of(place))
+    return types.int64(0) if failed else place[0]

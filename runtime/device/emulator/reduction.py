@@ -15,7 +15,19 @@ from numba import types
 from numba.extending import intrinsic as _intrinsic
 
 from numba_kernels.cache import njit
-from runtime.device.emulator.pointers import f32_at, f64_at, i32_at, i64_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.indirect import by_address
+from runtime.device.emulator.operations import operation
+from runtime.device.emulator.pointers import (
+    address_of,
+    f32_at,
+    f64_at,
+    i32_at,
+    i64_at,
+    stack_longs,
+    u16_at,
+    u32_at,
+    u64_at,
+)
 from runtime.device.emulator.tensor_map import BF16, F16, F32, F64, S32, S64, U32, U64
 
 intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
@@ -112,9 +124,11 @@ def _integer(operation, a, b):
     return a ^ b
 
 
-@njit
-def reduce_run(operation, element_type, target, source, count):
-    """Reduces `count` elements at the address `source` into those at `target`."""
+@operation("reduce_run", "l")
+def reduce_run(warp, mask, site, arguments):
+    """`arguments` is the address of int64[5]: operation, element type, addresses of target and source, elements."""
+    given = i64_at(arguments)
+    operation, element_type, target, source, count = given[0], given[1], given[2], given[3], given[4]
     if element_type == U32:
         for index in range(count):
             a, b = types.int64(u32_at(target)[index]), types.int64(u32_at(source)[index])
@@ -155,6 +169,16 @@ def reduce_run(operation, element_type, target, source, count):
                 u16_at(target)[index] = types.uint16(bf16_of_float(_float(operation, float_of_bf16(p), float_of_bf16(q))))
             else:
                 u16_at(target)[index] = types.uint16(_integer(operation, p, q))
+    return 0
+
+
+@njit
+def reduce(warp, site, reducer, operation, element_type, target, source, count):
+    """Calls `reduce_run` by its address: a kernel without reductions does not compile it."""
+    arguments = stack_longs(5)
+    arguments[0], arguments[1], arguments[2] = operation, element_type, target
+    arguments[3], arguments[4] = source, count
+    return by_address(reducer, warp, types.uint32(0), types.int32(site), address_of(arguments))
 
 
 def reduction_of(parts: tuple[str, ...]) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from runtime.device.emulator import tensor_tile  # noqa: F401 (registers move_tile)
 from runtime.device.emulator.bulk import (
     HINT,
     MBARRIER,
@@ -15,6 +16,7 @@ from runtime.device.emulator.bulk import (
     claim_shared_source,
     claim_shared_target,
     last_operands,
+    reducer_of,
     set_mbarrier,
     start_record,
 )
@@ -35,11 +37,14 @@ from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Operand, Vector
-from runtime.device.emulator.queue import (
+from runtime.device.emulator.ranges import NEEDS, read_any, write_any
+from runtime.device.emulator.records import (
     R_COORDINATES,
     R_MAP,
+    R_MOVER,
     R_OFFSET,
     R_OPERATION,
+    R_REDUCER,
     R_SOURCE,
     R_SOURCE_BLOCK,
     R_TARGET,
@@ -48,7 +53,6 @@ from runtime.device.emulator.queue import (
     TENSOR_REDUCE,
     TENSOR_STORE,
 )
-from runtime.device.emulator.ranges import read_any, write_any
 from runtime.device.emulator.reduction import REDUCTIONS
 from runtime.device.emulator.swizzle import SWIZZLE_BYTES
 from runtime.device.emulator.tensor_map import (
@@ -121,30 +125,30 @@ def _usable_map(warp, site, lane, address, rank):
 
 
 @njit
-def _fill(record, map_host, coordinates, offset):
+def _fill(record, map_host, coordinates, offset, mover):
     for dimension in range(5):
         record[R_COORDINATES + dimension] = coordinates[dimension]
     copy_bytes(address_of(record) + R_MAP * 8, map_host, MAP_BYTES)
-    record[R_OFFSET] = offset
+    record[R_OFFSET], record[R_MOVER] = offset, mover
 
 
 @njit
-def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier):
+def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
     host = shared_host(block, target)
     size = map_bytes(i64_at(map_host))
     if aligned(warp, site, lane, target, 128) or claim_shared_target(warp, site, lane, block, host, size):
         return 1
     record = start_record(warp, site, lane, TENSOR_LOAD, size)
     record[R_TARGET], record[R_TARGET_BLOCK] = host, block
-    _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED])
+    _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED], mover)
     set_mbarrier(warp, record, mbarrier)
     return 0
 
 
-@operation("tensor_load", "qlqlpppppiqlp")
+@operation("tensor_load", "qlqlpppppiqlpl", needs=NEEDS)
 def tensor_load(
     warp, mask, site, targets, target_offset, maps, map_offset, c0, c1, c2, c3, c4, rank, mbarriers, mbarrier_offset,
-    cluster_mask,
+    cluster_mask, mover,
 ):  # fmt: skip
     for lane in range(32):
         if not (mask >> lane) & 1:
@@ -161,7 +165,7 @@ def tensor_load(
         )  # fmt: skip
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
-            if _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier):
+            if _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
                 return FAILED
             continue
         if ranks >> i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]:
@@ -173,13 +177,13 @@ def tensor_load(
                 if other == 0:
                     return FAILED
                 there = i64_at(other)[BLOCK_SHARED] + at
-                if _load_into(warp, site, lane, other, target, map_host, coordinates, there):
+                if _load_into(warp, site, lane, other, target, map_host, coordinates, there, mover):
                     return FAILED
     return DONE
 
 
-@operation("tensor_store", "qlpppppiqli")
-def tensor_store(warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction):
+@operation("tensor_store", "qlpppppiqlill", needs=NEEDS)
+def tensor_store(warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction, mover, reducer):
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
@@ -196,12 +200,13 @@ def tensor_store(warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, s
             types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
         )  # fmt: skip
         record = start_record(warp, site, lane, TENSOR_STORE if reduction == NO_REDUCTION else TENSOR_REDUCE, size)
-        record[R_SOURCE], record[R_SOURCE_BLOCK], record[R_OPERATION] = host, block, reduction
-        _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED])
+        record[R_SOURCE], record[R_SOURCE_BLOCK] = host, block
+        record[R_OPERATION], record[R_REDUCER] = reduction, reducer
+        _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED], mover)
     return DONE
 
 
-@operation("tensor_prefetch", "qli")
+@operation("tensor_prefetch", "qli", needs=NEEDS)
 def tensor_prefetch(warp, mask, site, maps, map_offset, rank):
     """`rank` 0: of the map alone, into the descriptor cache."""
     for lane in range(32):
@@ -215,7 +220,7 @@ def tensor_prefetch(warp, mask, site, maps, map_offset, rank):
     return DONE
 
 
-@operation("tensor_map_replace", "qliiq")
+@operation("tensor_map_replace", "qliiq", needs=NEEDS)
 def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, values):
     """Writes one field. `field`: a word of the map, or for MAP_KINDS a shift of 0, 8, 16, 24 or 32 in `dimension`."""
     for lane in range(32):
@@ -237,7 +242,7 @@ def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, val
     return DONE
 
 
-@operation("tensor_map_publish", "qlql")
+@operation("tensor_map_publish", "qlql", needs=NEEDS)
 def tensor_map_publish(warp, mask, site, targets, target_offset, sources, source_offset):
     """tensormap.cp_fenceproxy: one copy of 128 bytes by the warp."""
     for lane in range(32):
@@ -287,6 +292,7 @@ def lower_tensor(low: Lowering, ins: Instruction) -> None:
     if rank == 0:
         raise low.refuse(f".{parts[0]}")
     rest = set(parts[3:])
+    mover = low.operation_address("move_tile")
     if parts[1] in ("shared::cluster", "shared::cta") and parts[2] == "global" and ins.parts[1] == "async":
         if not {MBARRIER} <= rest <= {MBARRIER, MULTICAST, HINT}:
             raise low.refuse("modifiers (only tiled mode is emulated)")
@@ -294,7 +300,7 @@ def lower_tensor(low: Lowering, ins: Instruction) -> None:
         ranks = low.slot(last_operands(low, ins, 3), 32)
         coordinates = _coordinates(low, tensor, rank)
         addresses = (*low.address(target), *_map_address(low, tensor))
-        low.call("tensor_load", *addresses, *coordinates, rank, *low.address(mbarrier), ranks)
+        low.call("tensor_load", *addresses, *coordinates, rank, *low.address(mbarrier), ranks, mover)
         return
     if parts[1] != "global" or parts[2] != "shared::cta":
         raise low.refuse("state spaces")
@@ -305,7 +311,8 @@ def lower_tensor(low: Lowering, ins: Instruction) -> None:
     tensor, source = ins.operands[:2]
     coordinates = _coordinates(low, tensor, rank)
     reduction = REDUCTIONS[reductions[0]] if reductions else NO_REDUCTION
-    low.call("tensor_store", *_map_address(low, tensor), *coordinates, rank, *low.address(source), reduction)
+    place = (*_map_address(low, tensor), *coordinates, rank, *low.address(source))
+    low.call("tensor_store", *place, reduction, mover, reducer_of(low, reduction))
 
 
 @lowers("cp.async.bulk.prefetch.tensor")

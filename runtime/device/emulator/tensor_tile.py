@@ -9,11 +9,28 @@ out-of-bound access, swizzling modes).
 
 from __future__ import annotations
 
+from numba import types
+
 from numba_kernels.cache import njit
+from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
-from runtime.device.emulator.ranges import global_range
-from runtime.device.emulator.reduction import reduce_run
+from runtime.device.emulator.ranges import NEEDS, global_range
+from runtime.device.emulator.records import (
+    R_COORDINATES,
+    R_KIND,
+    R_LANE,
+    R_MAP,
+    R_OFFSET,
+    R_OPERATION,
+    R_REDUCER,
+    R_SNAPSHOT,
+    R_TARGET,
+    TENSOR_LOAD,
+    TENSOR_REDUCE,
+    TENSOR_STORE,
+)
+from runtime.device.emulator.reduction import reduce
 from runtime.device.emulator.swizzle import swizzled
 from runtime.device.emulator.tensor_core import scratch_words
 from runtime.device.emulator.tensor_map import (
@@ -30,7 +47,7 @@ from runtime.device.emulator.tensor_map import (
 )
 from runtime.device.emulator.window import landed
 
-TILE_LOAD, TILE_STORE, TILE_REDUCE = range(3)
+TILE_LOAD, TILE_STORE, TILE_REDUCE = (kind - TENSOR_LOAD for kind in (TENSOR_LOAD, TENSOR_STORE, TENSOR_REDUCE))
 _ROW_WORDS = 512  # the longest row: 256 elements of 8 bytes
 
 
@@ -60,18 +77,13 @@ def _chunks(row, tile, offset, at, size, mode, is_store):
             copy_bytes(place, row + chunk, 16)
 
 
-@njit
-def move_tile(warp, site, lane, direction, map_address, coordinates_address, tile, offset, operation):
-    """Moves one tile. Returns 1 and a fault, or 0.
-
-    Args:
-        map_address: the 16 words of the tensor map.
-        coordinates_address: int64[5], the first element of the box in each dimension, innermost first.
-        tile: the host address of the tile's first byte, in shared memory or in a snapshot of it.
-        offset: that byte's shared offset, whose bits the swizzle uses.
-        operation: for TILE_REDUCE.
-    """
-    words, coordinates = i64_at(map_address), i64_at(coordinates_address)
+@operation("move_tile", "l", needs=NEEDS)
+def move_tile(warp, mask, site, record_address):
+    """Moves the tile that a record of queue.py describes: out of the snapshot of shared memory, or into shared memory."""
+    record = i64_at(record_address)
+    words, coordinates = i64_at(record_address + R_MAP * 8), i64_at(record_address + R_COORDINATES * 8)
+    direction, lane, offset = record[R_KIND] - TENSOR_LOAD, types.int32(record[R_LANE]), record[R_OFFSET]
+    tile = record[R_TARGET] if direction == TILE_LOAD else record[R_SNAPSHOT]
     rank, kind, mode, fill = map_rank(words), map_type(words), map_swizzle(words), map_fill(words)
     element = element_bytes(kind)
     extent, step = map_extent(words, 0), map_step(words, 0)
@@ -113,7 +125,7 @@ def move_tile(warp, site, lane, direction, map_address, coordinates_address, til
                 if global_range(warp, site, lane, to, count * element, action):
                     return 1
                 if direction == TILE_REDUCE:
-                    reduce_run(operation, kind, to, of, count)
+                    reduce(warp, site, record[R_REDUCER], record[R_OPERATION], kind, to, of, count)
                 else:
                     copy_bytes(to, of, count * element)
                     landed(warp, 0, to, count * element)

@@ -20,9 +20,7 @@ import functools
 import re
 from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from numba_kernels.cache import njit
 from runtime.device.emulator.context import (
@@ -41,6 +39,7 @@ from runtime.device.emulator.context import (
     WARP_WGMMA,
 )
 from runtime.device.emulator.fault import FaultKind, report
+from runtime.device.emulator.indirect import by_address
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import made_from_name, operation
 from runtime.device.emulator.pointers import (
@@ -58,7 +57,7 @@ from runtime.device.emulator.pointers import (
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Register, Vector
 from runtime.device.emulator.races import LOAD
-from runtime.device.emulator.ranges import shared_range
+from runtime.device.emulator.ranges import NEEDS, shared_range
 from runtime.device.emulator.swizzle import swizzled
 from runtime.device.emulator.tensor_core import (
     ACC_F16,
@@ -95,18 +94,6 @@ _A_IN_REGISTERS, _A_MN_MAJOR, _B_MN_MAJOR, _NEGATED = 1, 2, 4, 8
 # The table of an instruction (int32): accumulators, A registers (4 or 0), offset of the state bytes, then the
 # accumulators' and A registers' offsets in the register file, then their state bytes' numbers.
 T_ACCUMULATORS, T_A, T_STATE, T_OFFSETS = 0, 1, 2, 3
-
-
-@intrinsic
-def _call_run(typing_context, function, warp, mask, site, record):
-    """Calls an operation of one int64 by its address."""
-
-    def generate(context, builder, signature, arguments):
-        word, long = ir.IntType(32), ir.IntType(64)
-        type_ = ir.FunctionType(word, [long.as_pointer(), word, word, long])
-        return builder.call(builder.inttoptr(arguments[0], type_.as_pointer()), arguments[1:])
-
-    return types.int32(types.int64, types.CPointer(types.int64), types.uint32, types.int32, types.int64), generate
 
 
 @njit
@@ -213,7 +200,7 @@ def _set_state(warp, table, set_bits):
         states[number] = states[number] | bit if set_bits else states[number] & ~(ACCUMULATES | IS_READ)
 
 
-@operation("wgmma_issue", "llqqpii")
+@operation("wgmma_issue", "llqqpii", needs=NEEDS)
 def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
     """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep`: lanes with scale-d."""
     if mask != FULL_MASK:
@@ -284,7 +271,7 @@ def wgmma_wait(warp, mask, site, pending):
         issued = types.int32(record[G_SITE])
         if checked and _digest_of(warp, record) != record[G_DIGEST]:
             return report(warp, _SOURCE, record[G_SITE], 0, (record[G_B] << 4) & 0x3FFF0, site, 0, 0, 0)
-        if _call_run(record[G_RUN], warp, mask, issued, address_of(record)):
+        if by_address(record[G_RUN], warp, mask, issued, address_of(record)):
             return FAILED
         _set_state(warp, i32_at(record[G_TABLE]), False)
         done += 1
@@ -445,7 +432,7 @@ def lower_mma_async(low: Lowering, ins: Instruction) -> None:
     offsets = [low.pinned_offset(register) for register in registers]
     states = [low.wgmma.index[register.name] for register in registers]
     table = low.constant_table([len(d.items), len(fragments), low.wgmma.offset, *offsets, *states])
-    run = low.builder.ptrtoint(low.operation(run_operation(code_a, code_b, accumulator)), ir.IntType(64))
+    run = low.operation_address(run_operation(code_a, code_b, accumulator))
     keep = low.slot(Integer(1 if scale.value else 0), 32) if isinstance(scale, Integer) else low.predicate_slot(scale)
     descriptor_a = low.slot(Integer(0) if fragments else a, 64)
     low.call("wgmma_issue", run, table, descriptor_a, low.slot(b, 64), keep, flags, columns)
