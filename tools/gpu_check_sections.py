@@ -164,8 +164,8 @@ def _tests(path: Path) -> Callable[[Options, Report], Result]:
             config = Path(folder) / "pytest.ini"
             config.write_text(PYTEST_CONFIG)
             command = [
-                sys.executable, "-m", "pytest", "-c", str(config), "--rootdir", str(ROOT), "-p", "no:cacheprovider",
-                "-q", "-rs", "--tb=short", "-m", "gpu", str(path),
+                sys.executable, "-m", "pytest", "-c", str(config), "--rootdir", str(ROOT),
+                "-p", "no:cacheprovider", "-p", "no:asyncio", "-q", "-rs", "--tb=short", "-m", "gpu", str(path),
             ]  # fmt: skip
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         last = (done.stdout.strip().splitlines() or [""])[-1]

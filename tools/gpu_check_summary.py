@@ -34,6 +34,8 @@ def summary(report: dict[str, Any]) -> str:
         lines += ["", "## End to end, dummy weights", ""]
         heads = ("model", "load s", "TTFT ms", "TPOT ms", "least TPOT ms", "batch", "tokens/s")
         lines += _table(heads, (_model(name, each, report["is_emulated"], read) for name, each in models.items()))
+    alone = [row for row in _result(found, "kernels").get("rows", ()) if "torch_error" in row]
+    lines += ["", *(f"No torch for {row['case']} {row['shape']}: {row['torch_error'][:200]}" for row in alone)]
     for name, each in found.items():
         if each["status"] in ("failed", "timed out"):
             log = each["output"].strip()[-1500:]

@@ -39,8 +39,8 @@ def test_the_weights_are_those_of_the_queries_and_keys(monkeypatch: pytest.Monke
 
     def observe(q, k_cache, v_cache, batch, group, *, scale, window=None):
         if not seen:
-            keys = [k_cache.array[slot // 16, :, slot % 16] for slot in range(len(IDS))]
-            seen.append(oracle_weights(q.array.copy(), np.stack(keys)[..., : q.shape[2]], scale, window))
+            keys = [k_cache.array[slot // 16, :, :, slot % 16] for slot in range(len(IDS))]  # [Hkv, D] each
+            seen.append(oracle_weights(q.array.copy(), np.stack(keys), scale, window))
         return original(q, k_cache, v_cache, batch, group, scale=scale, window=window)
 
     monkeypatch.setattr(ops, "attention", observe)
