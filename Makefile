@@ -1,4 +1,4 @@
-# make chat | serve | test | lint | clean.  PYTHON, MODEL, DEVICE and ARGS pass through:
+# make chat | serve | test | test-all | lint | clean.  PYTHON, MODEL, DEVICE and ARGS pass through:
 #   make chat MODEL=/path/to/folder DEVICE=cpu ARGS="--max-model-len 1024"
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed$(if $(filter-out auto cpu,$(DEVICE)),-cuda)
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
-.PHONY: chat serve test lint clean
+.PHONY: chat serve test test-all lint clean
 
 chat: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli chat $(OPTIONS)
@@ -15,8 +15,11 @@ chat: $(INSTALLED)
 serve: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli serve $(OPTIONS)
 
-# Linters, types, then every test that this machine can run.
+# Linters, types, then every test that this machine can run, but for the exhaustive ones, which take as long again.
 test: lint
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not exhaustive" $(ARGS)
+
+test-all: lint
 	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev

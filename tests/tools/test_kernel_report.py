@@ -39,7 +39,9 @@ def _examined_here() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize(
+    "share", [0, *(pytest.param(share, marks=pytest.mark.exhaustive) for share in range(1, SHARES))]
+)
 def test_no_kernel_spills_on_any_architecture(share: int) -> None:
     names = _examined_here()[share::SHARES]
     facts = examine_all(names=names)
