@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "tools" / "anchors"
 TARGET = ROOT / "tests" / "runtime" / "device" / "emulator" / "anchors"
 
-# name: (kernel, arch, parameter types, compile-time numbers, options). "*bf16" is a pointer, 16-byte aligned; "i32:8" an
-# integer that is a multiple of 8.
+# name: (kernel, arch, parameter types, compile-time numbers, options). "*bf16" is a pointer, 16-byte aligned; "i32:8"
+# an integer that is a multiple of 8.
 TRITON: dict[str, tuple[str, int, list[str], dict[str, int], dict[str, Any]]] = {
     "matmul_bf16_sm80": ("matmul", 80, ["*bf16", "*bf16", "*fp32", "i32", "i32:8", "i32:8"],
                          {"BM": 64, "BN": 64, "BK": 32}, {"num_warps": 4, "num_stages": 3}),
@@ -43,7 +43,8 @@ TRITON: dict[str, tuple[str, int, list[str], dict[str, int], dict[str, Any]]] = 
                         {"BM": 128, "BN": 64, "BK": 64}, {"num_warps": 4, "num_stages": 3}),
     "matmul_tma_f16_small_sm90": ("matmul_tma", 90, ["*fp16", "*fp16", "*fp16", "i32", "i32:8", "i32:8"],
                                   {"BM": 64, "BN": 16, "BK": 32}, {"num_warps": 4, "num_stages": 2}),
-    "matmul_warp_specialised_sm90": ("matmul_warp_specialised", 90, ["*bf16", "*bf16", "*fp32", "i32", "i32:8", "i32:8"],
+    "matmul_warp_specialised_sm90": ("matmul_warp_specialised", 90,
+                                     ["*bf16", "*bf16", "*fp32", "i32", "i32:8", "i32:8"],
                                      {"BM": 128, "BN": 128, "BK": 64}, {"num_warps": 4, "num_stages": 3}),
     "matmul_split_k_sm90": ("matmul_split_k", 90, ["*bf16", "*bf16", "*fp32", "i32", "i32:8", "i32:8"],
                             {"BM": 64, "BN": 32, "BK": 64}, {"num_warps": 4, "num_stages": 1}),

@@ -158,7 +158,18 @@ def bulk_load(
 
 @operation("bulk_exchange", "qlqlpqliil", needs=NEEDS)
 def bulk_exchange(
-    warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, reduction, kind,
+    warp,
+    mask,
+    site,
+    targets,
+    target_offset,
+    sources,
+    source_offset,
+    sizes,
+    mbarriers,
+    mbarrier_offset,
+    reduction,
+    kind,
     reducer,
 ):
     """Shared memory of this block → shared memory of a block of the cluster, perhaps reducing."""
@@ -247,7 +258,20 @@ def bulk_prefetch(warp, mask, site, sources, offset, sizes):
 
 @operation("value_async", "qlqqqqqliiil", needs=NEEDS)
 def value_async(
-    warp, mask, site, targets, offset, v0, v1, v2, v3, mbarriers, mbarrier_offset, element, count, reduction,
+    warp,
+    mask,
+    site,
+    targets,
+    offset,
+    v0,
+    v1,
+    v2,
+    v3,
+    mbarriers,
+    mbarrier_offset,
+    element,
+    count,
+    reduction,
     reducer,
 ):
     """st.async (no reduction) and red.async: `count` values of `element` bytes (or of a reduction's type)."""
@@ -364,12 +388,15 @@ def lower_prefetch(low: Lowering, ins: Instruction) -> None:
 
 @lowers("st.async", "red.async")
 def lower_value(low: Lowering, ins: Instruction) -> None:
-    """st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.v2|.v4}.type [dst], value, [mbar]; red.async …op.type"""
+    """st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.v2|.v4}.type [dst], value, [mbar]; red.async …"""
     parts, reducing = ins.parts, ins.parts[0] == "red"
     kind = parts[-1]
     count = {"v2": 2, "v4": 4}.get(parts[-2], 1)
     known = {"weak", "relaxed", "cluster", "shared::cluster", MBARRIER, "v2", "v4", kind}
-    element, reduction = {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}.get(kind, 0), -1
+    element, reduction = (
+        {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}.get(kind, 0),
+        -1,
+    )
     if reducing:
         reduction, element = _red(low, parts)
         known.add(parts[-2])

@@ -51,7 +51,7 @@ _SIZE = int(FaultKind.ASYNC_SIZE)
 
 # A warp's list: number of entries, capacity, groups committed by each lane (cp.async, then bulk), entries.
 _COUNT, _CAPACITY, _GROUPS, _BULK_GROUPS, _HEADER = 0, 1, 2, 34, 66
-# An entry: site, lanes still in flight, bytes, mbarrier or 0; then of each lane target, source, source bytes | group << 8.
+# An entry: site, lanes still in flight, bytes; then of each lane target, source, source bytes | group << 8.
 _SITE, _LANES, _BYTES, _TARGETS, _SOURCES, _INFO, _ENTRY = 0, 1, 2, 4, 36, 68, 100
 _ARRIVAL = 0  # _BYTES of an entry that is an arrival at the mbarriers in _TARGETS
 
@@ -139,7 +139,7 @@ def _land_lane_before(warp, lane, count):
 
 @njit
 def land_arrivals(warp, mbarrier):
-    """Carries out the arrivals at an mbarrier that cp.async of any warp of the block owes. Returns 1 and a fault, or 0."""
+    """Carries out the arrivals at an mbarrier that cp.async of any warp of the block owes; 1 and a fault, or 0."""
     block = i64_at(warp[WARP_BLOCK])
     for index in range(block[BLOCK_NUM_WARPS]):
         other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
@@ -239,10 +239,9 @@ def cp_async_wait(warp, mask, site, pending):
         if entry[_BYTES] == _ARRIVAL:
             continue
         for lane in range(32):
-            if (lanes >> lane) & 1:
-                if pending < 0 or (entry[_INFO + lane] >> 8) < copies[_GROUPS + lane] - pending:
-                    if _land_lane(warp, entry, lane):
-                        return FAILED
+            is_covered = pending < 0 or (entry[_INFO + lane] >> 8) < copies[_GROUPS + lane] - pending
+            if (lanes >> lane) & 1 and is_covered and _land_lane(warp, entry, lane):
+                return FAILED
     _sweep(warp)
     return DONE
 

@@ -1,5 +1,5 @@
-"""Operations that other compiled code calls: by symbol, so that it is compiled once and not into each of its callers, or
-by an address found in memory, so that it is compiled only for kernels that need it.
+"""Operations that other compiled code calls: by symbol, to be compiled once and not into each of their callers, or by
+an address found in memory, to be compiled only for kernels that need them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -16,8 +16,10 @@ from runtime.device.emulator.operations import PREFIX, signature_of
 
 
 def by_symbol(name: str, kinds: str) -> Any:
-    """A function for compiled code: ``f(warp, mask, site, *arguments) -> int32``. Whoever uses it in an operation names the
-    operation called among the `needs` of its own."""
+    """A function for compiled code: ``f(warp, mask, site, *arguments) -> int32``.
+
+    The operation that uses it names the one called among its `needs`.
+    """
     return types.ExternalFunction(PREFIX + name, signature_of(kinds))
 
 

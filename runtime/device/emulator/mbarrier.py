@@ -106,9 +106,8 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
                 return FAILED
             token = types.int64(wanted[lane])
             parity = token & 1 if flags & _WAIT_PARITY else parity_of(token)
-            if parity_of(i64_at(host)[0]) == parity:
-                if land_arrivals(warp, host) or land_for(warp, host):
-                    return FAILED
+            if parity_of(i64_at(host)[0]) == parity and (land_arrivals(warp, host) or land_for(warp, host)):
+                return FAILED
             if parity_of(i64_at(host)[0]) != parity:
                 done |= types.uint32(1) << types.uint32(lane)
                 acquire(warp, host)

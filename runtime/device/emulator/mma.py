@@ -77,7 +77,9 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
         return None
     code_a, code_b, k = ELEMENT_CODES[a_type], ELEMENT_CODES[b_type], int(shape[1])
     accumulator = _ACCUMULATORS.get(d_type)
-    mixable = PER_WORD[code_a] == PER_WORD[code_b] and PER_WORD[code_a] >= 4 and IS_INTEGER[code_a] == IS_INTEGER[code_b]
+    mixable = (
+        PER_WORD[code_a] == PER_WORD[code_b] and PER_WORD[code_a] >= 4 and IS_INTEGER[code_a] == IS_INTEGER[code_b]
+    )
     if accumulator is None or not (code_a == code_b or mixable) or k not in _DEPTHS[PER_WORD[code_a]]:
         return None
     if IS_INTEGER[code_a] != (accumulator == ACC_S32) or (is_saturated and not IS_INTEGER[code_a]):

@@ -113,10 +113,10 @@ def _land(record):
     target, block, size = record[R_TARGET], record[R_TARGET_BLOCK], record[R_BYTES]
     source = record[R_SNAPSHOT] if record[R_SNAPSHOT] != 0 else record[R_SOURCE]
     failed = 0
-    if kind == COPY or kind == VALUE:
+    if kind in (COPY, VALUE):
         copy_bytes(target, source if kind == COPY else address_of(record) + R_VALUE * 8, size)
         landed(warp, block, target, size)
-    elif kind == REDUCE or kind == VALUE_REDUCE:
+    elif kind in (REDUCE, VALUE_REDUCE):
         if kind == VALUE_REDUCE:
             source = address_of(record) + R_VALUE * 8
         elif block == 0:

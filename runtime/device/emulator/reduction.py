@@ -166,7 +166,9 @@ def reduce_run(warp, mask, site, arguments):
         for index in range(count):
             p, q = types.int64(u16_at(target)[index]), types.int64(u16_at(source)[index])
             if operation <= MAX:
-                u16_at(target)[index] = types.uint16(bf16_of_float(_float(operation, float_of_bf16(p), float_of_bf16(q))))
+                u16_at(target)[index] = types.uint16(
+                    bf16_of_float(_float(operation, float_of_bf16(p), float_of_bf16(q)))
+                )
             else:
                 u16_at(target)[index] = types.uint16(_integer(operation, p, q))
     return 0

@@ -1,7 +1,7 @@
 """Shared memory's swizzles: which 16-byte chunk of a 128-byte line a chunk of a tile lies in.
 
-The 32-, 64- and 128-byte modes exchange chunks within lines by address bits alone: bits 4 (… 5, … 6) are XORed with bits
-7 (… 8, … 9). The numbers of the modes are those of tensor maps; a wgmma descriptor counts them the other way round.
+The 32-, 64- and 128-byte modes exchange chunks within lines by address bits alone: bits 4 (… 5, … 6) are XORed with
+bits 7 (… 8, … 9). The numbers of the modes are those of tensor maps; wgmma's descriptors count them the other way.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

@@ -80,7 +80,9 @@ _MAP_FENCE = int(FaultKind.MISSING_TENSOR_MAP_FENCE)
 _RANK = int(FaultKind.CLUSTER_RANK)
 
 # What is wrong with a map: the field of the fault's message.
-_NOT_A_MAP, _WRONG_RANK, _WRONG_TYPE, _WRONG_ADDRESS, _WRONG_STRIDE, _WRONG_ROW, _WRONG_SWIZZLE, _WRONG_INTERLEAVE = range(8)
+_NOT_A_MAP, _WRONG_RANK, _WRONG_TYPE, _WRONG_ADDRESS, _WRONG_STRIDE, _WRONG_ROW, _WRONG_SWIZZLE, _WRONG_INTERLEAVE = (
+    range(8)
+)
 
 
 @njit
@@ -92,10 +94,10 @@ def _usable_map(warp, site, lane, address, rank):
     if host == 0:
         return 0
     launch = i64_at(warp[WARP_LAUNCH])
-    if launch[LAUNCH_ARENA] <= host < launch[LAUNCH_ARENA] + launch[LAUNCH_ARENA_BYTES]:
-        if i64_at(warp[WARP_BLOCK])[BLOCK_MAP_FENCE] == 0:
-            report(warp, _MAP_FENCE, site, lane, host, 0, 0, 0, 0)
-            return 0
+    in_device_memory = launch[LAUNCH_ARENA] <= host < launch[LAUNCH_ARENA] + launch[LAUNCH_ARENA_BYTES]
+    if in_device_memory and i64_at(warp[WARP_BLOCK])[BLOCK_MAP_FENCE] == 0:
+        report(warp, _MAP_FENCE, site, lane, host, 0, 0, 0, 0)
+        return 0
     words = i64_at(host)
     field, value = -1, types.int64(0)
     row = map_extent(words, 0) * element_bytes(map_type(words))
@@ -183,7 +185,9 @@ def tensor_load(
 
 
 @operation("tensor_store", "qlpppppiqlill", needs=NEEDS)
-def tensor_store(warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction, mover, reducer):
+def tensor_store(
+    warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction, mover, reducer
+):
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
@@ -234,7 +238,7 @@ def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, val
             words, value = i64_at(host), types.int64(values[lane])
             if field == MAP_KINDS:
                 words[field] = words[field] & ~(0xFF << dimension) | (value & 0xFF) << dimension
-            elif field == MAP_BOX or field == MAP_STEPS:
+            elif field in (MAP_BOX, MAP_STEPS):
                 words[field] = words[field] & ~(0xFF << 8 * dimension) | ((value - 1) & 0xFF) << 8 * dimension
             else:
                 words[field + dimension] = value
@@ -286,7 +290,7 @@ def _map_address(low: Lowering, operand: Operand) -> tuple[object, int]:
 
 @lowers("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
 def lower_tensor(low: Lowering, ins: Instruction) -> None:
-    """cp.async.bulk.tensor.Nd.<to>.<from>{.tile}.…; cp.reduce.async.bulk.tensor.Nd.global.shared::cta.op{.tile}.bulk_group"""
+    """cp.async.bulk.tensor.Nd.<to>.<from>{.tile}.…; cp.reduce.async.bulk.tensor.Nd.<to>.<from>.op{.tile}.bulk_group"""
     parts = [part for part in ins.parts[4 if ins.parts[1] == "async" else 5 :] if part != "tile"]
     rank = _RANKS.get(parts[0], 0)
     if rank == 0:
@@ -359,7 +363,9 @@ def lower_replace(low: Lowering, ins: Instruction) -> None:
         value = Integer(REPLACE_ELEMENT_TYPES[number])
     elif name == "swizzle_mode" and not 0 <= low.uniform(value) < len(SWIZZLE_BYTES):
         raise low.refuse("swizzle mode")
-    elif name in ("interleave_layout", "fill_mode") and low.uniform(value) not in ((0, 1) if name == "fill_mode" else (0,)):
+    elif name in ("interleave_layout", "fill_mode") and low.uniform(value) not in (
+        (0, 1) if name == "fill_mode" else (0,)
+    ):
         raise low.refuse(f"{name} {low.uniform(value)}")
     low.call("tensor_map_replace", base, offset, MAP_KINDS, _KINDS[name], low.slot(value, 64))
 

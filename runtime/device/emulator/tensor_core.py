@@ -1,7 +1,7 @@
 """The tensor core's arithmetic for one warp: a 16 x K tile of A times a K x 8 tile of B, added to a 16 x 8 tile.
 
-Fragments (PTX ISA 9.x, "Matrix fragments for mma.m16n8k…"), with g = lane // 4 and t = lane % 4, counted in 32-bit words
-of 1 (tf32), 2 (f16, bf16), 4 (e4m3, e5m2, s8, u8) or 8 (s4, u4) neighbours along K:
+Fragments (PTX ISA 9.x, "Matrix fragments for mma.m16n8k…"), with g = lane // 4 and t = lane % 4, in 32-bit words of
+1 (tf32), 2 (f16, bf16), 4 (e4m3, e5m2, s8, u8) or 8 (s4, u4) neighbours along K:
 
 * register r of A holds word ``t + 4 (r // 2)`` of row ``g + 8 (r % 2)``;
 * register r of B holds word ``t + 4 r`` of column g;
@@ -28,7 +28,17 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 F16, BF16, TF32, E4M3, E5M2, S8, U8, S4, U4 = range(9)
-ELEMENT_CODES = {"f16": F16, "bf16": BF16, "tf32": TF32, "e4m3": E4M3, "e5m2": E5M2, "s8": S8, "u8": U8, "s4": S4, "u4": U4}
+ELEMENT_CODES = {
+    "f16": F16,
+    "bf16": BF16,
+    "tf32": TF32,
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "s8": S8,
+    "u8": U8,
+    "s4": S4,
+    "u4": U4,
+}
 PER_WORD = (2, 2, 1, 4, 4, 4, 4, 8, 8)  # elements of a 32-bit word, by code
 IS_INTEGER = (False, False, False, False, False, True, True, True, True)
 
@@ -220,8 +230,8 @@ def _store_accumulator(
 def multiply_accumulate(typing_context, code, accumulator, k, a, b, negate, keep, c0, c1, c2, c3, d0, d1, d2, d3):
     """``d = [keep] c ± a b`` for a 16 x `k` and a `k` x 8 tile that were spread.
 
-    `code` is A's (B's may differ in kind of the same width). `negate` and `keep` are runtime booleans (int32): the sign of
-    the product, and whether c is read at all. f16 accumulators use c0, c1, d0, d1. c and d may be the same registers.
+    `code` is A's (B's may be another of the same width). `negate` and `keep` are runtime booleans (int32): the sign of
+    the product, whether c is read at all. f16 accumulators use c0, c1, d0, d1. c and d may be the same registers.
     """
     element, kind, depth = _literal(code), _literal(accumulator), _literal(k)
     per_word, integer = PER_WORD[element], IS_INTEGER[element]
@@ -245,7 +255,9 @@ def multiply_accumulate(typing_context, code, accumulator, k, a, b, negate, keep
         def broadcast(index: int) -> ir.Value:
             value = builder.load(builder.gep(a, [ir.Constant(_I32, index)]))
             undefined = ir.Constant(row_type, ir.Undefined)
-            return builder.shuffle_vector(builder.insert_element(undefined, value, ir.Constant(_I32, 0)), undefined, lanes)
+            return builder.shuffle_vector(
+                builder.insert_element(undefined, value, ir.Constant(_I32, 0)), undefined, lanes
+            )
 
         for half in (0, 1):
             sums = [_all(row_type, 0 if integer else 0.0)] * 8

@@ -152,11 +152,11 @@ def element_bytes(element_type):
     """Bytes of an element, or 0 for a type that is not emulated."""
     if element_type == U8:
         return 1
-    if element_type == U16 or element_type == F16 or element_type == BF16:
+    if element_type in (U16, F16, BF16):
         return 2
-    if element_type == U32 or element_type == S32 or element_type == F32:
+    if element_type in (U32, S32, F32):
         return 4
-    if element_type == U64 or element_type == S64 or element_type == F64:
+    if element_type in (U64, S64, F64):
         return 8
     return 0
 

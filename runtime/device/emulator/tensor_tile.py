@@ -79,7 +79,7 @@ def _chunks(row, tile, offset, at, size, mode, is_store):
 
 @operation("move_tile", "l", needs=NEEDS)
 def move_tile(warp, mask, site, record_address):
-    """Moves the tile that a record of queue.py describes: out of the snapshot of shared memory, or into shared memory."""
+    """Moves the tile that a record of queue.py describes, into shared memory or out of the snapshot of it."""
     record = i64_at(record_address)
     words, coordinates = i64_at(record_address + R_MAP * 8), i64_at(record_address + R_COORDINATES * 8)
     direction, lane, offset = record[R_KIND] - TENSOR_LOAD, types.int32(record[R_LANE]), record[R_OFFSET]

@@ -43,7 +43,7 @@ def launch_text(
 ) -> list[np.ndarray]:
     """Runs the text's one kernel: arrays go to device memory and come back; ints are 64-bit parameters as they are.
 
-    `bytes` are a parameter of their own, 64-byte aligned; a function makes them from the addresses of the arrays before.
+    `bytes` are a parameter of their own, 64-byte aligned; a function makes them of the addresses of the arrays before.
     """
     program = load((HEADER if ".version" not in text else "") + text)
     machine = Machine(16 << 20)

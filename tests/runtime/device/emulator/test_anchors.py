@@ -1,4 +1,4 @@
-"""PTX that other compilers made from plain sources (tools/make_emulator_anchors.py), at ragged shapes, under all checkers.
+"""PTX that other compilers made of plain sources (tools/make_emulator_anchors.py), at ragged shapes, all checkers on.
 
 If one reading of the PTX manual had made both our kernels and this emulator, an error in it would not show. These texts
 come from compilers that are right on hardware.
@@ -33,7 +33,7 @@ def run(
     name: str, grid: Sequence[int], arguments: Sequence[np.ndarray | int | float], *, seed: int = 0,
     outputs: Sequence[int] = (),
 ) -> list[np.ndarray]:  # fmt: skip
-    """Launches an anchor; arrays go to device memory, those in `outputs` uninitialised. What the arrays are afterwards."""
+    """Launches an anchor on arrays, those in `outputs` uninitialised. Returns what the arrays are afterwards."""
     facts, kernel = ANCHORS[name], kernel_of(name)
     machine = Machine(64 << 20)
     try:
@@ -55,7 +55,11 @@ def run(
         parameters = b""
         for value, variable in zip(values, kernel.kernel.parameters):
             parameters += b"\0" * (-len(parameters) % variable.align)
-            data = np.float32(value).tobytes() if isinstance(value, float) else (int(value) % (1 << 64)).to_bytes(8, "little")
+            data = (
+                np.float32(value).tobytes()
+                if isinstance(value, float)
+                else (int(value) % (1 << 64)).to_bytes(8, "little")
+            )
             parameters += data[: variable.size_bytes]
         launch(
             kernel, machine, tuple(full), (facts["threads"], 1, 1), facts["shared_bytes"], parameters,
@@ -118,7 +122,8 @@ def test_split_k_by_tma_reduction(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "heads", "length"),
     [
-        ("attention_sm80", np.float16, 2, 77), ("attention_sm80", np.float16, 1, 1), ("attention_sm80", np.float16, 3, 128),
+        ("attention_sm80", np.float16, 2, 77), ("attention_sm80", np.float16, 1, 1),
+        ("attention_sm80", np.float16, 3, 128),
         ("attention_sm90", BF16, 2, 131), ("attention_sm90", BF16, 1, 5), ("attention_sm90", BF16, 1, 256),
     ],
 )  # fmt: skip
@@ -182,14 +187,33 @@ def test_scan_and_sort(n: int) -> None:
 def test_casts() -> None:
     """Values that overflow, ties, subnormals of each type, infinities and NaN."""
     random = np.random.default_rng(5)
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 448, 464, 465, 57344, 61440, 1e30, 2.0**-9, 2.0**-10, 1.5 * 2.0**-9, 2.0**-16, 2.0**-17]
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        448,
+        464,
+        465,
+        57344,
+        61440,
+        1e30,
+        2.0**-9,
+        2.0**-10,
+        1.5 * 2.0**-9,
+        2.0**-16,
+        2.0**-17,
+    ]
     x = np.concatenate([special, random.standard_normal(999) * 10.0 ** random.integers(-8, 6, 999)]).astype(np.float32)
     outs = [np.zeros(x.size, kind) for kind in (E4M3, E5M2, np.float16, BF16, np.float32)]
     _, e4m3, e5m2, half, brain, back = run("casts_sm90", (2,), [x, *outs, x.size], outputs=(1, 2, 3, 4, 5))
 
     def same(actual: np.ndarray, expected: np.ndarray) -> bool:
         wide, wanted = actual.astype(np.float32), expected.astype(np.float32)
-        return bool(np.all((wide == wanted) & (np.signbit(wide) == np.signbit(wanted)) | np.isnan(wide) & np.isnan(wanted)))
+        return bool(
+            np.all((wide == wanted) & (np.signbit(wide) == np.signbit(wanted)) | np.isnan(wide) & np.isnan(wanted))
+        )
 
     limited = {E4M3: np.clip(x, -448, 448), E5M2: np.clip(x, -57344, 57344)}
     assert same(e4m3, limited[E4M3].astype(E4M3))

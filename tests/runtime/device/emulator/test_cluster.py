@@ -66,7 +66,11 @@ def test_a_block_writes_to_its_peer_by_a_generic_address() -> None:
 
 
 def test_rank_of_an_address() -> None:
-    body = PEER + "getctarank.shared::cluster.u32 %r8, %r7;\ngetctarank.shared::cluster.u32 %r9, %r5;\nmad.lo.u32 %r9, %r9, 16, %r8;\n"
+    body = (
+        PEER
+        + "getctarank.shared::cluster.u32 %r8, %r7;\ngetctarank.shared::cluster.u32 %r9, %r5;\n"
+        + "mad.lo.u32 %r9, %r9, 16, %r8;\n"
+    )
     assert run(body)[:, 0].tolist() == [1, 16]
 
 
@@ -103,7 +107,8 @@ def test_a_cluster_barrier_that_one_block_skips_is_a_deadlock() -> None:
 
 
 def test_exited_lanes_count_as_arrived() -> None:
-    body = "setp.eq.u32 %p2, %r1, 0;\n@%p2 bra END;\nbarrier.cluster.arrive;\nbarrier.cluster.wait;\nmov.u32 %r9, 1;\nEND:\n"
+    body = "setp.eq.u32 %p2, %r1, 0;\n@%p2 bra END;\nbarrier.cluster.arrive;\nbarrier.cluster.wait;\n"
+    body += "mov.u32 %r9, 1;\nEND:\n"
     assert run(body)[:, 0].tolist() == [0, 1]
 
 
@@ -115,24 +120,39 @@ REMOTE_BAR = "mov.u32 %r10, bar;\nxor.b32 %r6, %r1, 1;\nmapa.shared::cluster.u32
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_st_async_completes_the_peers_mbarrier(seed: int) -> None:
     body = INIT + REMOTE_BAR + PEER + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;\nadd.u32 %r8, %r3, 9;\n"
-    body += f"st.async.weak.shared::cluster.{MBARRIER}.u32 [%r7], %r8, [%r11];\n" + TRY + "ld.shared.u32 %r9, [%r5];\n" + SYNC
+    body += (
+        f"st.async.weak.shared::cluster.{MBARRIER}.u32 [%r7], %r8, [%r11];\n"
+        + TRY
+        + "ld.shared.u32 %r9, [%r5];\n"
+        + SYNC
+    )
     assert np.array_equal(run(body, seed=seed), (np.arange(64).reshape(2, 32) + 9)[::-1])
 
 
 def test_st_async_of_vectors_and_red_async() -> None:
-    body = INIT + REMOTE_BAR + "mapa.shared::cluster.u32 %r7, %r2, %r6;\n@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 28;\n"
+    body = (
+        INIT
+        + REMOTE_BAR
+        + "mapa.shared::cluster.u32 %r7, %r2, %r6;\n@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 28;\n"
+    )
     body += "mov.u32 %r12, 1; mov.u32 %r13, 2; mov.u32 %r14, 3; mov.b64 %d7, 5;\n"
-    body += "@%p1 st.shared.u32 [%r2 + 16], 40;\n@%p1 st.shared.u32 [%r2 + 24], 2;\n@%p1 st.shared.u32 [%r2 + 28], 0;\n" + SYNC
+    body += (
+        "@%p1 st.shared.u32 [%r2 + 16], 40;\n@%p1 st.shared.u32 [%r2 + 24], 2;\n@%p1 st.shared.u32 [%r2 + 28], 0;\n"
+        + SYNC
+    )
     body += f"@%p1 st.async.weak.shared::cluster.{MBARRIER}.v4.u32 [%r7], {{%r12, %r13, %r14, %r13}}, [%r11];\n"
     body += f"@%p1 red.async.relaxed.cluster.shared::cluster.{MBARRIER}.add.u32 [%r7 + 16], %r13, [%r11];\n"
     body += f"@%p1 red.async.relaxed.cluster.shared::cluster.{MBARRIER}.add.u64 [%r7 + 24], %d7, [%r11];\n" + TRY
     body += "@%p1 mbarrier.inval.shared.b64 [bar];\n" + SYNC
-    body += "and.b32 %r15, %r0, 7;\nsetp.ne.u32 %p4, %r15, 5;\nmad.lo.u32 %r15, %r15, 4, %r2;\n@%p4 ld.shared.u32 %r9, [%r15];\n"
+    body += "and.b32 %r15, %r0, 7;\nsetp.ne.u32 %p4, %r15, 5;\n"
+    body += "mad.lo.u32 %r15, %r15, 4, %r2;\n@%p4 ld.shared.u32 %r9, [%r15];\n"
     assert run(body)[:, :8].tolist() == [[1, 2, 3, 2, 42, 0, 7, 0]] * 2
 
 
 def test_a_remote_arrival() -> None:
-    body = INIT + REMOTE_BAR + MARK + "bar.sync 0;\n@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r11];\n"
+    body = (
+        INIT + REMOTE_BAR + MARK + "bar.sync 0;\n@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r11];\n"
+    )
     body += TRY + PEER + "ld.shared::cluster.u32 %r9, [%r7];\n" + SYNC
     assert np.array_equal(run(body), (np.arange(64).reshape(2, 32) + 100)[::-1])
 

@@ -129,7 +129,7 @@ def test_bad_operands(body: str, kind: FaultKind) -> None:
 
 
 def test_bad_forms_are_refused() -> None:
-    with pytest.raises(UnsupportedInstruction, match="cp.async"):
+    with pytest.raises(UnsupportedInstruction, match=r"cp\.async"):
         run("cp.async.cg.shared.global [%r1], [%d0], 8;\n")
 
 

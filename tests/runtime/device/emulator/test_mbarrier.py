@@ -46,7 +46,7 @@ SEEN = "selp.u32 %r9, 1, 0, %p3;\n"
 @pytest.mark.parametrize("form", ["try_wait", "test_wait"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_producer_and_consumer_take_turns(form: str, seed: int) -> None:
-    """Warp 0 writes eight values one by one, warp 1 adds them up; a full and an empty barrier pass a word to and fro."""
+    """Warp 0 writes eight values one by one, warp 1 adds them up; two barriers pass a word to and fro."""
     body = f"""
 @%p1 mbarrier.init.shared.b64 [bar], 32;
 @%p1 mbarrier.init.shared.b64 [bar + 8], 32;
@@ -77,7 +77,9 @@ DONE:
 
 
 def test_a_wait_by_state_and_the_pending_count() -> None:
-    body = init(3) + """
+    body = (
+        init(3)
+        + """
 @!%p1 bra END;
 mbarrier.arrive.shared.b64 %d4, [bar];
 mbarrier.test_wait.shared.b64 %p3, [bar], %d4;
@@ -89,12 +91,15 @@ mbarrier.pending_count.b64 %r3, %d5;
 add.u32 %r9, %r1, %r2; add.u32 %r9, %r9, %r3;
 END:
 """
+    )
     assert run(body)[0] == 12  # not after one arrival; after all; two were pending before the last arrive
 
 
 def test_no_complete_and_drop() -> None:
     """Two of three leave for good: the next phases expect one arrival."""
-    body = init(3) + """
+    body = (
+        init(3)
+        + """
 @!%p1 bra END;
 mbarrier.arrive.noComplete.shared.b64 %d4, [bar], 1;
 mbarrier.arrive_drop.shared.b64 %d5, [bar], 2;
@@ -105,11 +110,14 @@ mbarrier.test_wait.parity.shared.b64 %p3, [bar], 1;
 @%p3 add.u32 %r9, %r9, 2;
 END:
 """
+    )
     assert run(body)[0] == 3
 
 
 def test_transactions_hold_a_phase_open() -> None:
-    body = init(1) + """
+    body = (
+        init(1)
+        + """
 @!%p1 bra END;
 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 64;
 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 32;
@@ -123,6 +131,7 @@ mbarrier.test_wait.parity.shared.b64 %p3, [bar], 0;
 @%p3 add.u32 %r9, %r9, 1;
 END:
 """
+    )
     assert run(body)[0] == 1
 
 
@@ -137,7 +146,9 @@ def test_a_phase_that_never_ends_is_a_deadlock(form: str) -> None:
 def test_an_mbarrier_orders_what_the_race_checker_sees() -> None:
     """Without the wait the same store and load are a race."""
     store = "@%p2 st.shared.u32 [%r8], %r0;\n".replace("%p2", "%p1")
-    good = init(32) + store + "@%p2 mbarrier.arrive.shared.b64 _, [bar];\n" + wait(0, "W") + "ld.shared.u32 %r9, [%r8];\n"
+    good = (
+        init(32) + store + "@%p2 mbarrier.arrive.shared.b64 _, [bar];\n" + wait(0, "W") + "ld.shared.u32 %r9, [%r8];\n"
+    )
     assert not run(good, 64).any()
     bad = init(32) + store + "@!%p2 bra L;\nmbarrier.arrive.shared.b64 _, [bar];\nL: ld.shared.u32 %r9, [%r8];\n"
     assert fault(bad, 64).kind != FaultKind.DEADLOCK
@@ -153,7 +164,10 @@ def test_an_mbarrier_orders_what_the_race_checker_sees() -> None:
         (init(31) + "mbarrier.arrive.noComplete.shared.b64 %d4, [bar], 1;", FaultKind.MBARRIER_ARRIVALS),
         (init(1) + "@%p1 mbarrier.arrive.shared.b64 _, [bar], 2;", FaultKind.MBARRIER_ARRIVALS),
         (init(1) + "@%p1 mbarrier.arrive.noComplete.shared.b64 %d4, [bar], 1;", FaultKind.MBARRIER_ARRIVALS),
-        (init(1) + "@%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 1048576;", FaultKind.MBARRIER_TRANSACTIONS),
+        (
+            init(1) + "@%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 1048576;",
+            FaultKind.MBARRIER_TRANSACTIONS,
+        ),
         (init(1) + "@%p1 mbarrier.inval.shared.b64 [bar];\nbar.sync 0;\n" + wait(1, "W"), FaultKind.MBARRIER_INVALID),
         ("mbarrier.init.b64 [%d1], 1;", FaultKind.NOT_SHARED),
     ],

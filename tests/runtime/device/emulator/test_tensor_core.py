@@ -7,7 +7,14 @@ import pytest
 
 from runtime.device.emulator.fault import EmulatorFault, FaultKind
 from runtime.device.emulator.lowering import UnsupportedInstruction
-from tests.runtime.device.emulator.tensor_harness import DTYPES, a_fragment, b_fragment, c_fragment, c_matrix, launch_text
+from tests.runtime.device.emulator.tensor_harness import (
+    DTYPES,
+    a_fragment,
+    b_fragment,
+    c_fragment,
+    c_matrix,
+    launch_text,
+)
 
 ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 SHAPES = [
@@ -22,7 +29,9 @@ SHAPES = [
 def mma_text(opcode: str, counts: tuple[int, int, int], guard: str = "") -> str:
     """A kernel (out, in): the fragments of A, B and C lie in `in` register after register; out gets D."""
     d_count, a_count, b_count = counts
-    inputs = [f"%a{i}" for i in range(a_count)] + [f"%b{i}" for i in range(b_count)] + [f"%c{i}" for i in range(d_count)]
+    inputs = (
+        [f"%a{i}" for i in range(a_count)] + [f"%b{i}" for i in range(b_count)] + [f"%c{i}" for i in range(d_count)]
+    )
     outputs = [f"%d{i}" for i in range(d_count)]
     loads = "\n".join(f"ld.global.u32 {name}, [%in + {128 * i}];" for i, name in enumerate(inputs))
     stores = "\n".join(f"st.global.u32 [%out + {128 * i}], {name};" for i, name in enumerate(outputs))
@@ -122,7 +131,9 @@ def test_saturating_integers() -> None:
 def test_mma_under_divergence_is_a_fault() -> None:
     opcode = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
     with pytest.raises(EmulatorFault) as caught:
-        launch_text(mma_text(opcode, (4, 2, 1), guard="@%p "), [np.zeros((4, 32), np.uint32), np.zeros((7, 32), np.uint32)])
+        launch_text(
+            mma_text(opcode, (4, 2, 1), guard="@%p "), [np.zeros((4, 32), np.uint32), np.zeros((7, 32), np.uint32)]
+        )
     assert caught.value.kind == FaultKind.DIVERGENT_ALIGNED
     assert opcode in caught.value.text
 
@@ -137,7 +148,7 @@ def test_mma_under_divergence_is_a_fault() -> None:
     ],
 )
 def test_what_is_not_known_is_refused_by_name(opcode: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match="mma.sync"):
+    with pytest.raises(UnsupportedInstruction, match=r"mma\.sync"):
         launch_text(mma_text(opcode, (4, 4, 2)), [np.zeros((4, 32), np.uint32), np.zeros((10, 32), np.uint32)])
 
 

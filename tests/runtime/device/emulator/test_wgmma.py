@@ -18,7 +18,7 @@ def swizzle(address: np.ndarray, pitch: int) -> np.ndarray:
 
 
 def k_major(matrix: np.ndarray, pitch: int, base: int) -> tuple[np.ndarray, int, int, int]:
-    """Rows of M or N with 32 bytes of K → (bytes at `base`, LBO, SBO, size). Blocks of eight rows lie one after another;
+    """Rows of M or N with 32 bytes of K → (bytes at `base`, LBO, SBO, size). Blocks of eight rows follow each other;
     with no swizzle the two chunks of K are 8 KB apart and blocks 128 bytes."""
     rows = np.ascontiguousarray(matrix).view(np.uint8).reshape(matrix.shape[0], 2, 16)
     row, chunk = np.meshgrid(np.arange(rows.shape[0]), np.arange(2), indexing="ij")
@@ -35,8 +35,8 @@ def k_major(matrix: np.ndarray, pitch: int, base: int) -> tuple[np.ndarray, int,
 
 
 def mn_major(matrix: np.ndarray, pitch: int, base: int) -> tuple[np.ndarray, int, int, int]:
-    """A [MN, 16] matrix of 16-bit elements with MN contiguous. Eights of K lie 64 bytes * pitch apart; in between, blocks
-    of pitch / 2 elements of MN follow each other."""
+    """A [MN, 16] matrix of 16-bit elements with MN contiguous. Eight rows of K and pitch / 2 elements of MN make a
+    block; blocks follow each other along MN, then along K."""
     chunks = np.ascontiguousarray(matrix.T).view(np.uint8).reshape(16, -1, 16)  # k, chunk of MN, byte
     k, chunk = np.meshgrid(np.arange(16), np.arange(chunks.shape[1]), indexing="ij")
     wide, per = pitch // 16, 8 * pitch
@@ -55,7 +55,11 @@ def descriptor(base: int, lbo: int, sbo: int, pitch: int) -> int:
     return base >> 4 | (lbo >> 4) << 16 | (sbo >> 4) << 32 | mode << 62
 
 
-FENCE, COMMIT, WAIT = "wgmma.fence.sync.aligned;\n", "wgmma.commit_group.sync.aligned;\n", "wgmma.wait_group.sync.aligned 0;\n"
+FENCE, COMMIT, WAIT = (
+    "wgmma.fence.sync.aligned;\n",
+    "wgmma.commit_group.sync.aligned;\n",
+    "wgmma.wait_group.sync.aligned 0;\n",
+)
 PROXY = "fence.proxy.async.shared::cta;\n"
 TILE = 1024  # shared variables begin there; the tile is the first, so its address is this
 
@@ -120,9 +124,17 @@ def multiply(
     immediates = [] if d_type == "s32" else [scale_a, scale_b]
     if np.dtype(DTYPES[a_type]).itemsize == 2:
         immediates += [int(b_mn)] if in_registers else [int(a_mn), int(b_mn)]
-    mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type} {registers('c', count)}, {source}, %d5, %p0"
-    mma = f"setp.ne.u32 %p0, {scale_d}, 0;\n" + mma + "".join(f", {value}" for value in immediates) + ";\n"
-    kernel = text(count, fence + body.replace("{mma}", mma + COMMIT + WAIT).replace("{bare}", mma), tile.size, 4 * in_registers)
+    mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type} "
+    mma = (
+        f"setp.ne.u32 %p0, {scale_d}, 0;\n"
+        + mma
+        + f"{registers('c', count)}, {source}, %d5, %p0"
+        + "".join(f", {value}" for value in immediates)
+        + ";\n"
+    )
+    kernel = text(
+        count, fence + body.replace("{mma}", mma + COMMIT + WAIT).replace("{bare}", mma), tile.size, 4 * in_registers
+    )
     out, *_ = launch_text(
         kernel,
         [
