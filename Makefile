@@ -17,10 +17,10 @@ serve: $(INSTALLED)
 
 # Linters, types, then every test that this machine can run, but for the exhaustive ones, which take as long again.
 test: lint
-	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not exhaustive" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not exhaustive" $(ARGS)
 
 test-all: lint
-	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/python -m ruff check .
