@@ -20,6 +20,7 @@ from tools.gpu_check_summary import summary
 DEVICE = "emulated:sm_90a"
 
 
+@pytest.mark.exhaustive  # a minute, against limits of its own that a busy machine breaks
 @pytest.mark.emulator
 def test_bandwidth_kernels_and_a_model_on_an_emulated_device(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
