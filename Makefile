@@ -23,7 +23,7 @@ test-all: lint
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff check --no-cache .
 	@$(BIN)/python -m mypy
 
 $(VENV)/.installed: pyproject.toml tools/make_environment.sh

@@ -111,7 +111,9 @@ WARP_PROXY_SEEN = 19  # [ASYNC] BLOCK_PROXY_TIME when the warp last passed a bar
 WARP_BEFORE_DEPENDENCY = 20  # [ASYNC] 1 until griddepcontrol.wait in a dependent launch
 WARP_MAX_REGISTERS = 21  # [ASYNC] what setmaxnreg set, or 0
 WARP_CLUSTER_PHASE = 22  # [ASYNC] barrier.cluster: generation << 32 | lanes that arrived and have not waited
-WARP_FREE = 24
+WARP_POLLS = 24  # [ASYNC] mbarrier.test_wait in vain since BLOCK_PROGRESS was WARP_POLLS_PROGRESS
+WARP_POLLS_PROGRESS = 25
+WARP_FREE = 26
 WARP_FIELDS = 64
 
 # --- what `run` returns ---

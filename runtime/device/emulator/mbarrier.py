@@ -2,7 +2,8 @@
 
 A wait that finds its phase under way first carries out what is in flight towards the mbarrier (bulk copies, cp.async
 arrivals): that is when asynchronous work lands. If the phase is still not over, `try_wait` blocks until somebody makes
-progress, so a deadlock is seen as one; `test_wait` answers false and lets others run.
+progress, so a deadlock is seen as one; `test_wait` answers false and lets others run, until it has been asked thousands
+of times while nothing moved: then it blocks too.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -11,8 +12,18 @@ from __future__ import annotations
 
 from numba import types
 
+from numba_kernels.cache import njit
 from runtime.device.emulator.clocks import acquire
-from runtime.device.emulator.context import DONE, DONE_BUT_YIELD, FAILED, RETRY, WARP_BLOCK
+from runtime.device.emulator.context import (
+    BLOCK_PROGRESS,
+    DONE,
+    DONE_BUT_YIELD,
+    FAILED,
+    RETRY,
+    WARP_BLOCK,
+    WARP_POLLS,
+    WARP_POLLS_PROGRESS,
+)
 from runtime.device.emulator.cp_async import land_arrivals
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
@@ -34,6 +45,7 @@ from runtime.device.emulator.ranges import NEEDS
 from runtime.device.emulator.window import landed
 
 _ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
+_MOST_POLLS = 1 << 14
 _DROP, _NO_COMPLETE, _EXPECT = 1, 2, 4
 _WAIT_PARITY, _WAIT_BLOCKS = 1, 2
 
@@ -95,6 +107,16 @@ def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
     return DONE
 
 
+@njit
+def _polls_in_vain(warp):
+    """Whether a warp has asked so often, while nothing moved in its block, that it may as well wait."""
+    progress = i64_at(warp[WARP_BLOCK])[BLOCK_PROGRESS]
+    if warp[WARP_POLLS_PROGRESS] != progress:
+        warp[WARP_POLLS_PROGRESS], warp[WARP_POLLS] = progress, 0
+    warp[WARP_POLLS] += 1
+    return warp[WARP_POLLS] > _MOST_POLLS
+
+
 @operation("mbarrier_wait", "pqlqi", needs=NEEDS)
 def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     """`wanted` is the parity of the phase to wait for, or the state that an arrive gave."""
@@ -111,7 +133,7 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
             if parity_of(i64_at(host)[0]) != parity:
                 done |= types.uint32(1) << types.uint32(lane)
                 acquire(warp, host)
-    if done == 0 and flags & _WAIT_BLOCKS:
+    if done == 0 and (flags & _WAIT_BLOCKS or _polls_in_vain(warp)):
         return RETRY
     if done != 0:
         synchronised(warp)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runtime.device.gpu import Gpu
 
 from numba_kernels.cuda import embedding
+from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import both_archs, get, numpy_dtype, put
 
 SHAPES = [

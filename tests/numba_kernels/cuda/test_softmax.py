@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runtime.device.gpu import Gpu
 
 from numba_kernels.cuda import softmax
+from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import softmax as oracle
 
