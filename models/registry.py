@@ -37,17 +37,20 @@ def load_model(
     seed: int = 0,
     max_model_len: int | None = None,
     gemm: str = "auto",
+    exact: bool = False,
 ) -> Model:
     """Load the model in `folder`.
 
     Args:
-        folder: holds `config.json` and safetensors. device: where the weights go. dtype: "auto" keeps the
-        stored types; float32, float16 or bfloat16 converts every weight while loading. load_format:
-        "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config. seed:
-        of the dummy weights. max_model_len: tokens that a sequence will have at most, to keep position
-        tables small; None: the config's
-            `max_position_embeddings`, which is also the limit. gemm: which matrix product a GPU uses, one of
-            `runtime.linear_weight.GEMM_TIERS`.
+        folder: holds `config.json` and safetensors.
+        device: where the weights go.
+        dtype: "auto" keeps the stored types; float32, float16 or bfloat16 converts every weight while loading.
+        load_format: "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config.
+        seed: of the dummy weights.
+        max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
+            `max_position_embeddings`, which is also the limit.
+        gemm: which matrix product a GPU uses, one of `runtime.linear_weight.GEMM_TIERS`.
+        exact: whether a product gives a row the same bits in any batch (attention is told by the batch).
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -76,7 +79,7 @@ def load_model(
     else:
         source = open_checkpoint(folder)
         source.fit(layout)
-    return model_class(config, Weights(source, wanted, device, gemm), device, max_model_len or limit)
+    return model_class(config, Weights(source, wanted, device, gemm, exact=exact), device, max_model_len or limit)
 
 
 def _float_dtype(dtype: DType | str) -> DType:

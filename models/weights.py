@@ -41,10 +41,17 @@ class Weights:
     """
 
     def __init__(
-        self, source: TensorSource, dtype: DType | None, device: Device = CPU, gemm: str = "auto"
+        self,
+        source: TensorSource,
+        dtype: DType | None,
+        device: Device = CPU,
+        gemm: str = "auto",
+        *,
+        exact: bool = False,
     ) -> None:
         self._source = source
         self._gemm = gemm
+        self._exact = exact
         self._device = device
         if dtype is None and device.kind != "cpu":
             dtype = source.main_dtype()
@@ -65,7 +72,7 @@ class Weights:
         arrays = [self._array(f"{name}.weight", dtype) for name in names]
         weights = [Tensor.from_numpy(array.T if is_transposed else array) for array in arrays]
         biases = [Tensor.from_numpy(self._rounded(f"{name}.bias")) if has_bias else None for name in names]
-        packed = ops.prepare_linear(weights, biases, device=self._device, gemm=self._gemm)
+        packed = ops.prepare_linear(weights, biases, device=self._device, gemm=self._gemm, exact=self._exact)
         del arrays, weights
         for name in names:
             self._source.release(f"{name}.weight")

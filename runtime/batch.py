@@ -30,6 +30,7 @@ class Batch:
     logits_indices: Tensor  # [num_logits] int32: rows of the token row whose logits are wanted
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
+    exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
 
     @property

@@ -75,14 +75,16 @@ class RowWeight(LinearWeight):
         weight: ``[N, K]``.
         bias: ``[N]`` float32, or None.
         tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv only through "auto".
+        exact: whether a row of the product has the same bits however many rows there are.
     """
 
-    __slots__ = ("bias", "tier", "weight")
+    __slots__ = ("bias", "exact", "tier", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tier: str = "auto") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tier: str = "auto", *, exact: bool = False) -> None:
         self.weight = weight
         self.bias = bias
         self.tier = tier
+        self.exact = exact
         size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
         super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, weight.device, size_bytes)
 
@@ -93,13 +95,15 @@ def prepare_linear(
     *,
     device: Device = CPU,
     gemm: str = "auto",
+    exact: bool = False,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for `device`; several weights are joined
     over N without a copy between.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
-    `gemm` names the kernel on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
+    `gemm` names the kernel on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto". With `exact` a row of a product has
+    the same bits alone and among others; on the cpu it always has.
 
     Raises:
         InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
@@ -130,7 +134,7 @@ def prepare_linear(
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
     has_bias = any(part is not None for part in biases)
-    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, gemm)
+    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, gemm, exact=exact)
 
 
 def check_gemm(gemm: str, device: Device) -> None:

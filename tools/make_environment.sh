@@ -19,6 +19,6 @@ if command -v uv >/dev/null 2>&1; then
 else
     "$python" -c 'import venv, ensurepip' 2>/dev/null \
         || fail "'$python' lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or install uv"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"  # none, or half made
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$requirement"
 fi

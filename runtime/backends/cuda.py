@@ -56,6 +56,7 @@ def _product(
     launch = _gemm.plan(
         weight.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
         is_aligned=alignment(x.address, matrix) >= 16, num_multiprocessors=gpu.properties.num_sms,
+        exact=weight.exact,
     )  # fmt: skip
     if launch is not None:
         bias = 0 if weight.bias is None else weight.bias.address
@@ -262,7 +263,7 @@ def attention(
         plan = batch.plans[key] = _attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
-            block_size=block_size, window=window, num_sms=gpu.properties.num_sms,
+            block_size=block_size, window=window, num_sms=gpu.properties.num_sms, exact=batch.exact,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     work_address = 0 if workspace is None else workspace.address
