@@ -22,16 +22,31 @@ from numba_kernels.cpu.target import TILE_ROWS
 from runtime.backends.cpu_checks import check, checked_address, fail, indices_of
 from runtime.batch import Batch
 from runtime.dtype import DType, float32, int32, int64
+from runtime.errors import InvalidArgumentError
 from runtime.linear_weight import STORED, LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
 from runtime.storage import NDArray
 from runtime.tensor import Tensor
 
-NUM_WORKERS = numba.get_num_threads()
+MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_LINEAR_MACS = 600_000
 _SERIAL_ATTENTION_MACS = 64_000
 _WEIGHT_DTYPES = tuple(STORED)
+_num_workers = MAX_WORKERS
+
+
+def num_workers() -> int:
+    """Threads that share an operation that is worth it."""
+    return _num_workers
+
+
+def set_num_workers(count: int) -> None:
+    """Share operations among so many threads, 1 to `MAX_WORKERS`; results stay the same to the bit."""
+    global _num_workers
+    if not 1 <= count <= MAX_WORKERS:
+        raise InvalidArgumentError(f"num_workers is {count}, must be 1 to {MAX_WORKERS}", param="num_workers")
+    _num_workers = count
 
 
 def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -45,10 +60,10 @@ def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
 
 def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
     """(tickets, workers, rows a ticket) for elementwise work."""
-    if rows * elements_a_row < SERIAL_ELEMENTS or NUM_WORKERS == 1:
+    if rows * elements_a_row < SERIAL_ELEMENTS or _num_workers == 1:
         return 1, 1, max(1, rows)
-    rows_a_ticket = -(-rows // (4 * NUM_WORKERS))
-    return -(-rows // rows_a_ticket), NUM_WORKERS, rows_a_ticket
+    rows_a_ticket = -(-rows // (4 * _num_workers))
+    return -(-rows // rows_a_ticket), _num_workers, rows_a_ticket
 
 
 # ------------------------------------------------------------------------------------------ linear, embedding
@@ -69,10 +84,10 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
     if rows == 0 or width == 0:
         return result
     panels = weight.panels.shape[0]
-    if rows * width * depth < _SERIAL_LINEAR_MACS or NUM_WORKERS == 1:
+    if rows * width * depth < _SERIAL_LINEAR_MACS or _num_workers == 1:
         tickets, workers, panels_a_ticket, rows_a_ticket = 1, 1, panels, rows
     else:
-        workers = NUM_WORKERS
+        workers = _num_workers
         row_tickets = -(-rows // 128)
         rows_a_ticket = -(-rows // row_tickets // TILE_ROWS) * TILE_ROWS
         row_tickets = -(-rows // rows_a_ticket)
@@ -340,7 +355,7 @@ def attention(
     if plan is None:
         return result
     groups = int(plan.group_starts[-1]) * kv_heads
-    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else NUM_WORKERS
+    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else _num_workers
     segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
     if workers == 1 or groups >= 2 * workers:
         segments = 1

@@ -7,7 +7,7 @@ import numpy as np
 from numba_kernels.cpu import logprobs as _logprobs
 from numba_kernels.cpu import sampling as _sampling
 from numba_kernels.cpu.launch import address_of
-from runtime.backends.cpu import NUM_WORKERS, SERIAL_ELEMENTS
+from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
 from runtime.backends.cpu_checks import check, fail
 from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
 from runtime.dtype import float32
@@ -26,7 +26,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     check_sampling(op, rows, vocab, params)
     mask, mask_words = params.allowed_mask, -(-vocab // 32)
     token_ids = np.full(rows, -1, np.int32)
-    workers = 1 if rows * vocab < SERIAL_ELEMENTS else NUM_WORKERS
+    workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
     status = _sampling.sampling_kernel()(
         rows, workers, address_of(array), *(address_of(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS),
         0 if mask is None else address_of(mask), address_of(token_ids), rows, vocab, mask_words,
@@ -49,7 +49,7 @@ def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogpr
         np.empty(rows, np.float32), np.empty(rows, np.int32), np.empty((rows, top_n), np.int32),
         np.empty((rows, top_n), np.float32),
     )  # fmt: skip
-    workers = 1 if rows * vocab < SERIAL_ELEMENTS else NUM_WORKERS
+    workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
     _logprobs.logprobs_kernel()(
         rows, workers, address_of(array), address_of(chosen), *(address_of(part) for part in result), rows, vocab, top_n
     )
