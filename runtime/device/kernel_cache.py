@@ -1,38 +1,47 @@
 """Compiled kernels on disk, found by their content, so that only the first start of a program compiles.
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/kernels/<digest of the sources>/<kernel>-<arch>-<key>.kernel
+                                                                       <kernel>-<key>.ir
 
 The sources are all files under `numba_kernels/cuda`. The key is a digest of those, the specialisation (name,
 constants, types, bounds, flags, the function's own byte code), the architecture, and the versions of Python, numba,
-numba-cuda, llvmlite, NVVM and nvJitLink. A file is one line of JSON and the image, with the image's digest: cubin for
-a real device, PTX for an emulated one. Folders are the user's alone (0700), files too (0600); they are written beside
-and renamed, so that any number of processes may do so at once; a file that does not agree with itself is compiled
-anew.
+numba-cuda, llvmlite, NVVM and nvJitLink. A `.kernel` holds an image: cubin for a real device, PTX for an emulated one.
+An `.ir` holds the kernel as LLVM IR, compressed, which takes Numba most of the time and serves every architecture.
+`cache_files` says how files are written. Of the processes that want the same kernel at once, one compiles it.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import os
 import platform
 import re
-import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.device.cache_files import (
+    LOCK,
+    PARTIAL,
+    cache_root,
+    locked,
+    mark_used,
+    read_entry,
+    refuse_foreign,
+    write_entry,
+)
 from runtime.device.errors import CompileError
-from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
 SUFFIX = ".kernel"
-_FORMAT = 1
+IR_SUFFIX = ".ir"
+_FORMAT = 2
 _SOURCES = Path(__file__).resolve().parents[2] / "numba_kernels" / "cuda"
 _TOOLS = ("numba", "numba-cuda", "llvmlite", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "cuda-bindings")
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
@@ -80,13 +89,16 @@ class CacheEntry:
 
 
 class KernelCache:
-    """A folder of compiled kernels. Counts what it did in this process: `num_compiled`, `num_read`."""
+    """A folder of compiled kernels. Counts what it did in this process: `num_compiled`, `num_read`, and how often Numba
+    itself had to run for that, `num_front_ends`."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: None for the user's own."""
         self.folder = folder or default_folder()
         self.num_compiled = 0
         self.num_read = 0
+        self.num_front_ends = 0
+        self._is_marked = False
 
     def get(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
         """The kernel for an architecture, from disk, or compiled now and written there.
@@ -94,100 +106,138 @@ class KernelCache:
         Raises CompileError where it does not compile.
         """
         path = self.path_of(specialisation, arch, is_ptx=is_ptx)
-        kernel = _read(path) if self._is_ours() else None
-        if kernel is not None:
-            self.num_read += 1
-            return kernel
-        kernel = compile_kernel(specialisation, arch, is_ptx=is_ptx)
-        self.num_compiled += 1
-        self._write(path, kernel)
+        kernel = self._read_kernel(path)
+        if kernel is None:
+            with locked(path):
+                kernel = self._read_kernel(path)  # by another process, which held the lock
+                if kernel is None:
+                    modules = self.llvm_ir(specialisation)
+                    kernel = compile_kernel(specialisation, arch, modules, is_ptx=is_ptx)
+                    self.num_compiled += 1
+                    self._write(path, kernel)
+                    return kernel
+        self.num_read += 1
         return kernel
+
+    def llvm_ir(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """The kernel's modules of LLVM IR, the same for all architectures, from disk, or by Numba and written there.
+
+        Raises CompileError where it does not compile.
+        """
+        path = self._ir_path(specialisation)
+        modules = self._read_ir(path)
+        if modules is None:
+            with locked(path):
+                modules = self._read_ir(path)
+                if modules is None:
+                    modules = _front_end(specialisation)
+                    self.num_front_ends += 1
+                    content = zlib.compress("\0".join(modules).encode(), 1)
+                    write_entry(path, {"format": _FORMAT, "name": specialisation.name}, content)
+        return modules
 
     def path_of(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> Path:
         """Where a kernel's file is, or will be."""
-        parts = (
-            str(_FORMAT), sources_digest(), specialisation.name, repr(sorted(specialisation.constants.items())),
-            ",".join(str(kind) for kind in specialisation.argument_types),
-            f"{specialisation.max_threads},{specialisation.min_blocks},{specialisation.fastmath}",
-            function_digest(specialisation.kernel.py_func), arch, "ptx" if is_ptx else "cubin", tool_versions(),
-        )  # fmt: skip
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-        name = f"{identifier(specialisation.name)[:80]}-{arch}-{'ptx' if is_ptx else 'cubin'}-{key}{SUFFIX}"
-        return self.folder / sources_digest()[:16] / name
+        image = "ptx" if is_ptx else "cubin"
+        return self._path(specialisation, f"{arch}-{image}-", SUFFIX, arch, image)
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Every file, in the order of its name."""
+        """Every kernel's file, in the order of its name."""
         for path in sorted(self.folder.glob(f"*/*{SUFFIX}")):
             yield CacheEntry(path, path.stat().st_size, path.parent.name == sources_digest()[:16], _read(path))
 
+    def ir_bytes(self) -> int:
+        """Bytes on disk of all kernels' LLVM IR."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"*/*{IR_SUFFIX}"))
+
     def clear(self) -> int:
-        """Removes every file; how many there were."""
+        """Removes every file; how many kernels there were."""
         removed = 0
-        for path in [*self.folder.glob(f"*/*{SUFFIX}"), *self.folder.glob("*/*.partial")]:
-            path.unlink(missing_ok=True)
-            removed += path.suffix == SUFFIX
+        for suffix in (SUFFIX, IR_SUFFIX, PARTIAL, LOCK):
+            for path in self.folder.glob(f"*/*{suffix}"):
+                path.unlink(missing_ok=True)
+                removed += suffix == SUFFIX
         for folder in self.folder.glob("*/"):
             if not any(folder.iterdir()):
                 folder.rmdir()
         return removed
 
-    def _is_ours(self) -> bool:
-        """Whether the folder is there. Raises DeviceError where others could have written into it."""
-        try:
-            status = self.folder.stat()
-        except FileNotFoundError:
-            return False
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise DeviceError(
-                f"kernel cache {self.folder}: others may write into it (owner {status.st_uid}, mode "
-                f"{status.st_mode & 0o777:o}), and what lies there is executed: chmod 700 it, or name another by "
-                "XDG_CACHE_HOME"
-            )
-        return True
+    def _ir_path(self, specialisation: Specialisation) -> Path:
+        return self._path(specialisation, "", IR_SUFFIX, "ir")
+
+    def _path(self, specialisation: Specialisation, kind: str, suffix: str, *parts: str) -> Path:
+        """The file of what depends on a specialisation and on `parts`."""
+        parts = (
+            str(_FORMAT), sources_digest(), specialisation.name, repr(sorted(specialisation.constants.items())),
+            ",".join(str(each) for each in specialisation.argument_types),
+            f"{specialisation.max_threads},{specialisation.min_blocks},{specialisation.fastmath}",
+            function_digest(specialisation.kernel.py_func), *parts, tool_versions(),
+        )  # fmt: skip
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        name = f"{identifier(specialisation.name)[:80]}-{kind}{key}{suffix}"
+        return self.folder / sources_digest()[:16] / name
+
+    def _read_kernel(self, path: Path) -> CompiledKernel | None:
+        self._check(path.parent)
+        return _read(path)
+
+    def _read_ir(self, path: Path) -> tuple[str, ...] | None:
+        self._check(path.parent)
+        entry = read_entry(path)
+        if entry is None or entry[0].get("format") != _FORMAT:
+            return None
+        return tuple(zlib.decompress(entry[1]).decode().split("\0"))
+
+    def _check(self, folder: Path) -> None:
+        """Raises DeviceError where others could have written into the cache; notes that it is used."""
+        refuse_foreign(self.folder)
+        if not self._is_marked:
+            mark_used(folder)
+            self._is_marked = True
 
     def _write(self, path: Path, kernel: CompiledKernel) -> None:
-        """Puts a kernel in its place. Where the disk refuses, it is only not there the next time."""
         facts = {name: value for name, value in asdict(kernel).items() if name != "image"}
-        facts |= {"format": _FORMAT, "sha256": hashlib.sha256(kernel.image).hexdigest()}
-        partial = None
-        try:
-            for folder in (self.folder, path.parent):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, partial = tempfile.mkstemp(suffix=".partial", dir=path.parent)  # mode 0600
-            with os.fdopen(number, "wb") as file:
-                file.write(json.dumps(facts).encode() + b"\n" + kernel.image)
-            os.replace(partial, path)
-        except OSError:
-            if partial is not None:
-                Path(partial).unlink(missing_ok=True)
+        write_entry(path, facts | {"format": _FORMAT}, kernel.image)
 
 
 def _read(path: Path) -> CompiledKernel | None:
     """A file's kernel; None where there is no such file, or it is not whole."""
+    entry = read_entry(path)
+    if entry is None or entry[0].pop("format", None) != _FORMAT:
+        return None
     try:
-        line, _, image = path.read_bytes().partition(b"\n")
-        facts = json.loads(line)
-        if facts.pop("format") != _FORMAT or facts.pop("sha256") != hashlib.sha256(image).hexdigest():
-            return None
-        kernel = CompiledKernel(image=image, **facts)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        kernel = CompiledKernel(image=entry[1], **entry[0])
+    except TypeError:
         return None
     types = {"str": str, "bool": bool, "int": int, "bytes": bytes}
     is_whole = all(type(getattr(kernel, field.name)) is types[str(field.type)] for field in fields(kernel))
     return kernel if is_whole else None
 
 
-def compile_kernel(specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
-    """Compiles by NVVM, and assembles by nvJitLink unless `is_ptx`. The entry gets the specialisation's name.
+def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
+    """What Numba makes of a kernel. Raises CompileError."""
+    from numba_kernels.cuda.compile import llvm_ir
+
+    argument_format(specialisation)
+    try:
+        return llvm_ir(specialisation)
+    except Exception as error:  # numba raises its own kinds from each of its passes
+        raise CompileError(f"kernel {specialisation.name} does not compile: {error}") from error
+
+
+def compile_kernel(
+    specialisation: Specialisation, arch: str, modules: tuple[str, ...], *, is_ptx: bool
+) -> CompiledKernel:
+    """Compiles LLVM IR by NVVM, and assembles by nvJitLink unless `is_ptx`. The entry gets the specialisation's name.
 
     Raises CompileError.
     """
-    from numba_kernels.cuda.compile import compile_ptx
+    from numba_kernels.cuda.compile import ptx_of
 
     letters = argument_format(specialisation)
     try:
-        text = compile_ptx(specialisation, arch)
-    except Exception as error:  # numba raises its own kinds from each of its passes
+        text = ptx_of(modules, arch, fastmath=specialisation.fastmath)
+    except Exception as error:  # NVVM's own, with its own words
         raise CompileError(f"kernel {specialisation.name} does not compile for {arch}: {error}") from error
     entries = _ENTRY.findall(text)
     if len(entries) != 1:
@@ -250,7 +300,7 @@ def identifier(name: str) -> str:
 
 def default_folder() -> Path:
     """``$XDG_CACHE_HOME/xserv/kernels``, or the same below ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "xserv" / "kernels"
+    return cache_root("kernels")
 
 
 @functools.cache

@@ -1,24 +1,24 @@
-"""Translated kernels on disk: one file a kernel and translator, in ``<XDG_CACHE_HOME or ~/.cache>/xserv/emulator``.
+"""Translated kernels on disk: one file a kernel and translator, found by content, as `cache_files` says.
 
-A file is a checksum, a header in JSON, and an object file's bytes. It is written under another name and renamed, so
-that a reader sees all of it or nothing; one that does not match its checksum is as good as absent. The folder and files
-are the user's alone. Where the folder cannot be written nothing is kept.
+    <XDG_CACHE_HOME or ~/.cache>/xserv/emulator/<digest of the sources>/<key>
+
+The key is of the text without its `.version` and `.target`, which a translation does not depend on: what one
+architecture has translated serves all others that NVVM writes the same text for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
-import os
-import tempfile
+import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MAGIC = b"xsrvemu1"
-_CHECKSUM_BYTES = 32
+from runtime.device.cache_files import cache_root, locked, mark_used, read_entry, refuse_foreign, write_entry
+
+_FOR_ARCH = re.compile(r"^[ \t]*\.(?:version|target)\b.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Entry:
 
 
 def default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "xserv" / "emulator"
+    """``$XDG_CACHE_HOME/xserv/emulator``, or the same below ``~/.cache``."""
+    return cache_root("emulator")
 
 
 @functools.cache
@@ -43,39 +43,38 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def key_of(*parts: str) -> str:
+def key_of(text: str, *parts: str) -> str:
+    """The key of what is made from a PTX text and from `parts`."""
     digest = hashlib.sha256()
-    for part in parts:
+    for part in (_FOR_ARCH.sub("", text), *parts):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     return digest.hexdigest()
 
 
 def load(key: str, folder: Path | None = None) -> Entry | None:
-    """What is kept under a key; None where there is nothing, or nothing sound."""
-    try:
-        data = ((folder or default_folder()) / key).read_bytes()
-    except OSError:
-        return None
-    start = len(_MAGIC) + _CHECKSUM_BYTES
-    body = data[start:]
-    if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
-        return None
-    size = int.from_bytes(body[:4], "little")
-    return Entry(json.loads(body[4 : 4 + size]), body[4 + size :])
+    """What is kept under a key; None where there is nothing, or nothing sound.
+
+    Raises DeviceError where others could have written it.
+    """
+    folder = folder or default_folder()
+    refuse_foreign(folder)
+    _mark_used(folder / _generation())
+    found = read_entry(folder / _generation() / key)
+    return None if found is None else Entry(*found)
 
 
 def store(key: str, entry: Entry, folder: Path | None = None) -> None:
     """Keeps an entry, if the folder lets us."""
-    folder = folder or default_folder()
-    header = json.dumps(entry.header).encode()
-    body = len(header).to_bytes(4, "little") + header + entry.code
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            os.replace(name, folder / key)
-        except OSError:
-            os.unlink(name)
-            raise
+    write_entry((folder or default_folder()) / _generation() / key, entry.header, entry.code)
+
+
+def making(key: str, folder: Path | None = None) -> AbstractContextManager[None]:
+    """While it lasts, whoever else would make the same entry waits, and then finds it."""
+    return locked((folder or default_folder()) / _generation() / key)
+
+
+def _generation() -> str:
+    return sources_digest()[:16]
+
+
+_mark_used = functools.cache(mark_used)

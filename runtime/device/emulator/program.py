@@ -100,9 +100,12 @@ class LoadedKernel:
         key = object_cache.key_of(self.program.text, self.name, object_cache.sources_digest(), native.describe())
         entry = object_cache.load(key, folder)
         if entry is None:
-            self.program.num_translated += 1
-            entry = self._translate()
-            object_cache.store(key, entry, folder)
+            with object_cache.making(key, folder):
+                entry = object_cache.load(key, folder)  # by another process, which held the lock
+                if entry is None:
+                    self.program.num_translated += 1
+                    entry = self._translate()
+                    object_cache.store(key, entry, folder)
         header = entry.header
         return Translation(
             native.NativeCode(entry.code, header["operations"]),

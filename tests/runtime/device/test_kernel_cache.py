@@ -8,12 +8,14 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from numba import cuda, float32, types
 
+from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import kernel_cache
@@ -62,7 +64,8 @@ def test_folders_and_files_are_the_users_alone(cache: KernelCache) -> None:
     path = cache.path_of(scale(), "sm_80", is_ptx=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == stat.S_IMODE(cache.folder.stat().st_mode) == 0o700
-    assert [each.name for each in path.parent.iterdir()] == [path.name]  # no partial file is left
+    kinds = sorted(each.suffix for each in path.parent.iterdir())
+    assert kinds == [".ir", ".kernel"]  # no partial file is left, and no lock
 
 
 def test_a_folder_that_others_write_is_refused(cache: KernelCache) -> None:
@@ -82,7 +85,7 @@ def test_a_folder_that_others_write_is_refused(cache: KernelCache) -> None:
         lambda data: data.replace(b'"QQIf"', b"17"),
         lambda data: data.replace(b'"name"', b'"other"'),
         lambda data: b"[]\n" + data.partition(b"\n")[2],
-        lambda data: data.replace(b'"format": 1', b'"format": 0'),
+        lambda data: data.replace(b'"format": 2', b'"format": 0'),
         lambda data: os.urandom(300),
     ],
 )
@@ -108,6 +111,71 @@ def compiled(name: str, image: bytes) -> CompiledKernel:
     )  # fmt: skip
 
 
+def test_numba_runs_once_for_all_architectures(cache: KernelCache) -> None:
+    kernels = [cache.get(scale(), arch, is_ptx=True) for arch in ("sm_80", "sm_90a", "sm_120a")]
+    assert (cache.num_front_ends, cache.num_compiled) == (1, 3)
+    again = KernelCache(cache.folder)
+    other = again.get(scale(), "sm_100a", is_ptx=True)
+    assert (again.num_front_ends, again.num_compiled) == (0, 1)
+    assert [each.arch for each in (*kernels, other)] == ["sm_80", "sm_90a", "sm_120a", "sm_100a"]
+    assert all(f".target {each.arch}" in each.image.decode() for each in (*kernels, other))
+    assert cache.ir_bytes() > 0
+
+
+def test_llvm_ir_from_disk_gives_the_same_kernel(cache: KernelCache) -> None:
+    modules = cache.llvm_ir(scale())
+    again = KernelCache(cache.folder)
+    assert again.llvm_ir(scale()) == modules
+    assert again.num_front_ends == 0
+    ours = again.get(scale(), "sm_90a", is_ptx=True).image.decode()
+    theirs = compile_ptx(scale(), "sm_90a")
+    assert ours.rstrip("\0").splitlines()[-12:] == theirs.splitlines()[-12:]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-9] + os.urandom(9)])
+def test_corrupt_llvm_ir_is_made_anew(cache: KernelCache, damage: Any) -> None:
+    modules = cache.llvm_ir(scale())
+    (path,) = cache.folder.glob("*/*.ir")
+    path.write_bytes(damage(path.read_bytes()))
+    again = KernelCache(cache.folder)
+    assert again.llvm_ir(scale()) == modules
+    assert again.num_front_ends == 1
+
+
+def test_threads_that_want_one_kernel_compile_it_once(cache: KernelCache) -> None:
+    caches = [KernelCache(cache.folder) for _ in range(4)]
+    found: list[CompiledKernel] = []
+    threads = [
+        threading.Thread(target=lambda each=each: found.append(each.get(scale(), "sm_80", is_ptx=True)))
+        for each in caches
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(kernel == found[0] for kernel in found)
+    assert sum(each.num_compiled for each in caches) == sum(each.num_front_ends for each in caches) == 1
+    assert sum(each.num_read for each in caches) == 3
+
+
+def test_folders_of_older_sources_go_when_long_unused(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = compiled("scale", b"image")
+    monkeypatch.setattr(kernel_cache, "compile_kernel", lambda *_, **__: whole)
+    long_ago = time.time() - 31 * 86400
+    for name, used in (("0" * 16, long_ago), ("1" * 16, time.time() - 29 * 86400), ("somebody's own", long_ago)):
+        (cache.folder / name).mkdir(parents=True, mode=0o700)
+        (cache.folder / name / "scale.kernel").write_bytes(b"")
+        os.utime(cache.folder / name, (used, used))
+    cache.folder.chmod(0o700)
+    cache.get(scale(), "sm_80", is_ptx=True)
+    current = kernel_cache.sources_digest()[:16]
+    assert {each.name for each in cache.folder.iterdir()} == {"1" * 16, "somebody's own", current}
+    os.utime(cache.folder / current, (long_ago, long_ago))
+    assert KernelCache(cache.folder).get(scale(), "sm_80", is_ptx=True) == whole
+    assert (cache.folder / current).stat().st_mtime > time.time() - 3600  # reading it is use
+
+
 def test_many_writers_and_readers(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader finds a whole file at any time, whoever wrote it."""
     kernels = [compiled("scale", bytes([n]) * 200_000) for n in range(4)]
@@ -129,7 +197,7 @@ def test_many_writers_and_readers(cache: KernelCache, monkeypatch: pytest.Monkey
         thread.join()
     assert len(found) > 5
     assert all(kernel in kernels for kernel in found)
-    assert len(list(path.parent.iterdir())) == 1
+    assert sorted(each.suffix for each in path.parent.iterdir()) == [".ir", ".kernel"]
 
 
 def test_a_disk_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +205,6 @@ def test_a_disk_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypat
     whole = compiled("scale", b"image")
     monkeypatch.setattr(kernel_cache, "compile_kernel", lambda *_, **__: whole)
     cache = KernelCache(tmp_path / "file" / "kernels")
-    monkeypatch.setattr(cache, "_is_ours", lambda: False)
     assert cache.get(scale(), "sm_80", is_ptx=True) is whole
     assert (tmp_path / "file").read_text() == ""
 
@@ -199,7 +266,7 @@ def test_kernels_that_do_not_compile_are_named(cache: KernelCache) -> None:
         x[0] = undefined_name  # type: ignore[name-defined]  # noqa: F821
 
     broken = Specialisation("broken", kernel, (types.CPointer(types.float32),), 32)
-    with pytest.raises(CompileError, match=r"(?s)broken does not compile for sm_80.*undefined_name"):
+    with pytest.raises(CompileError, match=r"(?s)broken does not compile.*undefined_name"):
         cache.get(broken, "sm_80", is_ptx=True)
     arrays = dataclasses.replace(scale(), argument_types=(types.float32[:],))
     with pytest.raises(CompileError, match=r"scale: argument 0 is a .*array"):

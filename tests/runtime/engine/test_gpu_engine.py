@@ -121,7 +121,7 @@ def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
         "    def refuse(*arguments):\n"
         "        raise RuntimeError(f'compiles {arguments}')\n"
         "    import numba_kernels.cuda.compile as compiler\n"
-        "    compiler.compile_ptx = refuse\n"
+        "    compiler.ptx_of = compiler.llvm_ir = refuse\n"
         "with LLM(device='emulated:sm_80', max_model_len=128, kv_cache_bytes=1 << 22) as llm:\n"
         "    params = SamplingParams(temperature=0.0, max_tokens=4)\n"
         "    print(llm.chat([{'role': 'user', 'content': 'What is 17 plus 25?'}], params)[0].outputs[0].text)\n"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from runtime.device.emulator import object_cache
 from runtime.device.emulator.object_cache import Entry
+from runtime.device.emulator.program import load
+from runtime.errors import DeviceError
 from tests.runtime.device.emulator.running import entry, run
 
 BODY = "mad.lo.u32 %r0, %r1, 7, 3;"
@@ -37,15 +41,16 @@ def test_a_second_process_translates_nothing(tmp_path: Path) -> None:
 def test_files_are_the_users_alone(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     run(entry(BODY, cache=folder))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    (file,) = folder.iterdir()
+    (generation,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(generation.stat().st_mode) == 0o700
+    (file,) = generation.iterdir()  # no partial file, no lock
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "header"])
 def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
     run(entry(BODY, cache=tmp_path))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*/*")
     sound = file.read_bytes()
     broken = {
         "cut": sound[: len(sound) // 2],
@@ -63,7 +68,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
 def test_another_text_is_another_kernel(tmp_path: Path) -> None:
     run(entry(BODY, cache=tmp_path))
     assert run(entry(BODY.replace("3;", "4;"), cache=tmp_path))[0].tolist() == [7 * n + 4 for n in range(32)]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*/*"))) == 2
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -80,3 +85,34 @@ def test_what_is_stored_is_what_is_loaded(tmp_path: Path) -> None:
     assert object_cache.load("key", tmp_path) == entry_
     assert object_cache.load("other", tmp_path) is None
     assert object_cache.key_of("ab", "c") != object_cache.key_of("a", "bc")
+
+
+def test_what_one_architecture_has_translated_serves_another(tmp_path: Path) -> None:
+    """Where the texts differ in nothing but their `.version` and `.target`, which no translation looks at."""
+    first = entry(BODY, cache=tmp_path)
+    run(first)
+    text = first.program.text
+    other = re.sub(r"\.target \w+", ".target sm_89", re.sub(r"\.version [\d.]+", ".version 7.1", text))
+    assert other != text
+    second = load(other, tmp_path).kernel()
+    assert run(second)[0].tolist() == EXPECTED
+    assert (first.program.num_translated, second.program.num_translated) == (1, 0)
+    assert object_cache.key_of(text) == object_cache.key_of(other) != object_cache.key_of(other.replace("7", "8"))
+
+
+def test_a_folder_that_others_write_is_refused(tmp_path: Path) -> None:
+    run(entry(BODY, cache=tmp_path / "kernels"))
+    (tmp_path / "kernels").chmod(0o777)
+    with pytest.raises(DeviceError, match=r"others may write.*chmod 700"):
+        run(entry(BODY, cache=tmp_path / "kernels"))
+
+
+def test_threads_that_want_one_kernel_translate_it_once(tmp_path: Path) -> None:
+    kernels = [entry(BODY, cache=tmp_path) for _ in range(4)]
+    threads = [threading.Thread(target=lambda kernel=kernel: kernel.translation) for kernel in kernels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(kernel.program.num_translated for kernel in kernels) == 1
+    assert len(list(tmp_path.glob("*/*"))) == 1
