@@ -52,7 +52,7 @@ class Engine:
     ) -> None:
         self.info = info
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.scheduler = Scheduler(limits, self.pool)
         self.runner = Runner(model, kv_cache, limits, info.vocab_size)
         self.requests: dict[str, Request] = {}

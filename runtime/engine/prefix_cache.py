@@ -1,0 +1,199 @@
+"""Which token sequences the KV blocks hold: a tree of blocks, found by digest and compared token by token.
+
+A ``CachedBlock`` is the content of one block: its own tokens, after those of its parent. Every salt (a tenant's secret)
+has a root of its own, so nothing is found across salts. One index leads from the digest of (parent's digest, tokens)
+to the block; a hit counts only when the parent is the very object that was walked and the token ids are equal, so two
+contents with one digest cannot be taken for each other: the second is not recorded.
+
+A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, as long as something
+that continues it is kept, in neither. The last block of a sequence is seldom full; it is kept with the tokens it has.
+
+This module knows neither reference counts nor the order of eviction: those are the block pool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_BRANCHES = 8
+"""Branches with the same first token that are compared for a partial match, the latest ones: it bounds the time."""
+
+_TOKEN_BYTES = 4
+
+Digest = Callable[[int, bytes], int]
+
+
+def block_digest(parent: int, tokens: bytes) -> int:
+    """A 64-bit digest of a block's tokens after its parent's, keyed by the process's secret (SipHash): a client cannot
+    prepare two prompts that collide."""
+    return hash((parent, tokens))
+
+
+class CachedBlock:
+    """The content of one block, a node of the tree.
+
+    parent     the content before it; None for a root
+    tokens     its token ids, int32; fewer than ``block_size`` in a sequence's last block; a root's name
+    block_id   where it lies on the device
+    host_slot  where it lies in the host pool
+    copies     other blocks on the device with this content, each held by a sequence that computed it on its own
+    children   by their first token: those that continue it
+    times_hit  how often a sequence began with it after its first one (for the eviction policy)
+    """
+
+    __slots__ = ("block_id", "children", "copies", "digest", "host_slot", "parent", "times_hit", "tokens")
+
+    def __init__(self, parent: CachedBlock | None, tokens: bytes, digest: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.digest = digest
+        self.block_id: int | None = None
+        self.host_slot: int | None = None
+        self.copies: list[int] = []
+        self.children: dict[bytes, dict[CachedBlock, None]] = {}
+        self.times_hit = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // _TOKEN_BYTES
+
+
+class PrefixCache:
+    """The tree and its index. Not thread-safe: it belongs to the engine's loop."""
+
+    def __init__(self, block_size: int, digest: Digest = block_digest) -> None:
+        self._block_bytes = block_size * _TOKEN_BYTES
+        self._digest = digest
+        self._index: dict[int, CachedBlock] = {}
+        self._roots: dict[bytes, CachedBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def root(self, salt: str | None) -> CachedBlock:
+        """The node before all prompts of this salt."""
+        name = _root_name(salt)
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = CachedBlock(None, name, self._digest(0, name))
+        return root
+
+    def walk(self, tokens: NDArray[np.int32], salt: str | None) -> list[CachedBlock]:
+        """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, wherever they
+        lie."""
+        nodes: list[CachedBlock] = []
+        node = self._roots.get(_root_name(salt))
+        if node is None:
+            return nodes
+        data, width = np.ascontiguousarray(tokens, np.int32).tobytes(), self._block_bytes
+        for end in range(width, len(data) + 1, width):
+            child = self._lookup(node, data[end - width : end])
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def longest_partial(
+        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: str | None
+    ) -> tuple[CachedBlock, int] | None:
+        """Of the blocks on the device that continue ``node`` (None: the salt's root): the one that shares most tokens
+        with ``tokens``, which come after it, and how many."""
+        node = node or self._roots.get(_root_name(salt))
+        if node is None or not len(tokens):
+            return None
+        data = np.ascontiguousarray(tokens[: self._block_bytes // _TOKEN_BYTES], np.int32).tobytes()
+        best, most = None, 0
+        for child in _latest(node, data):
+            if child.block_id is not None and (count := _common_tokens(child.tokens, data)) > most:
+                best, most = child, count
+        return None if best is None else (best, most)
+
+    def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
+        """The node of these tokens after ``parent``, made if it is new. None: its digest is taken by another
+        content."""
+        digest = self._digest(parent.digest, tokens)
+        node = self._index.get(digest)
+        if node is None:
+            node = self._index[digest] = CachedBlock(parent, tokens, digest)
+            parent.children.setdefault(tokens[:_TOKEN_BYTES], {})[node] = None
+            return node
+        return node if node.parent is parent and node.tokens == tokens else None
+
+    def continued_by(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
+        """A block on the device after ``parent`` that begins with ``tokens``."""
+        for child in _latest(parent, tokens):
+            if child.block_id is not None and child.tokens.startswith(tokens):
+                return child
+        return None
+
+    def beginnings_of(self, node: CachedBlock) -> list[CachedBlock]:
+        """Partial blocks beside ``node`` that hold nothing but its first tokens."""
+        assert node.parent is not None
+        return [
+            other
+            for other in _latest(node.parent, node.tokens)
+            if other is not node and node.tokens.startswith(other.tokens)
+        ]
+
+    def prune(self, node: CachedBlock) -> None:
+        """Forget a node that lies nowhere and that nothing continues, and what is left bare above it."""
+        while node.block_id is None and node.host_slot is None and not node.children:
+            parent = node.parent
+            if parent is None:
+                del self._roots[node.tokens]
+                return
+            del self._index[node.digest]
+            first = node.tokens[:_TOKEN_BYTES]
+            siblings = parent.children[first]
+            del siblings[node]
+            if not siblings:
+                del parent.children[first]
+            node = parent
+
+    def check_invariants(self) -> None:
+        """Assert that index and tree are the same set of nodes, none of them useless. For tests: O(nodes)."""
+        seen = 0
+        stack = list(self._roots.values())
+        assert all(root.children for root in stack), "a root without children was kept"
+        while stack:
+            node = stack.pop()
+            for first, siblings in node.children.items():
+                assert siblings, "an empty branch was kept"
+                for child in siblings:
+                    assert child.parent is node, "a node hangs below another than its parent"
+                    assert child.tokens[:_TOKEN_BYTES] == first, "a node stands under another first token"
+                    assert self._index.get(child.digest) is child, "a node is not indexed"
+                    is_full = len(child.tokens) == self._block_bytes
+                    assert is_full or not child.children, "a partial block is continued"
+                    is_kept = child.block_id is not None or child.host_slot is not None or child.children
+                    assert is_kept, "a node is kept for nothing"
+                    seen += 1
+                    stack.append(child)
+        assert seen == len(self._index), "the index knows nodes that the tree has not"
+
+    def _lookup(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
+        node = self._index.get(self._digest(parent.digest, tokens))
+        return node if node is not None and node.parent is parent and node.tokens == tokens else None
+
+
+def _root_name(salt: str | None) -> bytes:
+    return b"" if salt is None else b"salt " + salt.encode()
+
+
+def _latest(node: CachedBlock, tokens: bytes) -> list[CachedBlock]:
+    """The latest children of ``node`` that share the first of ``tokens``."""
+    siblings = node.children.get(tokens[:_TOKEN_BYTES])
+    return list(islice(reversed(siblings), _MOST_BRANCHES)) if siblings else []
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length // _TOKEN_BYTES
+    count = length // _TOKEN_BYTES
+    return int(np.argmax(np.frombuffer(left, np.int32, count) != np.frombuffer(right, np.int32, count)))
