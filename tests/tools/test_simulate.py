@@ -1,0 +1,71 @@
+"""The simulator's command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models.demo
+from runtime.bench.step_model import TERMS
+from tools import simulate
+
+CONFIG = str(Path(models.demo.__file__).parent)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    rows = [f"2023-11-16 18:15:{second:02}.0000000,{20 + 10 * second},5" for second in range(10)]
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert simulate.main([*arguments, "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_roofline(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    report = run(capsys, trace, "--config", CONFIG, "--overhead-ms", "10", "--output-json", str(out))
+    assert json.loads(out.read_text()) == report
+    assert (report["num_requests"], report["num_steps"], report["max_model_len"]) == (10, 50, 115)
+    assert report["ttft_s"]["p50"] == pytest.approx(0.01, rel=0.05)
+    assert report["tpot_s"]["p50"] == pytest.approx(0.01, rel=0.05)
+
+
+def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"step_model": {**dict.fromkeys(TERMS, 0.0), "sequences": 0.5}}))
+    arguments = (trace, "--step-model", str(model), "--num-blocks", "64", "--num-requests", "4")
+    assert run(capsys, *arguments)["ttft_s"]["max"] > 1.0  # one a second, half a second for each of 5 tokens
+    slow = run(capsys, *arguments, "--rate", "0.1", "--replicas", "2", "--router", "least-loaded")
+    assert slow["ttft_s"]["max"] == pytest.approx(0.5)
+    assert slow["num_requests"] == 4
+    assert run(capsys, *arguments, "--length", "0.5")["num_steps"] < run(capsys, *arguments)["num_steps"]
+
+
+def test_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main([trace, "--config", CONFIG]) == 0
+    text = capsys.readouterr().out
+    assert "TTFT (ms)" in text
+    assert "num_preemptions" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--step-model FILE, or --config"),
+        (["--config", CONFIG, "--num-blocks", "2"], "KV cache"),
+        (["--config", CONFIG, "--rate", "0"], "positive"),
+        (["--config", CONFIG, "--replicas", "0"], "0 replicas"),
+        (["--config", "/nowhere"], "no such folder"),
+    ],
+)
+def test_errors_are_one_line(trace: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main([trace, *arguments]) == 2
+    assert words in capsys.readouterr().err

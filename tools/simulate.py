@@ -1,0 +1,141 @@
+"""What a trace of requests would see of one or many replicas: the real scheduler in virtual time.
+
+    python -m tools.simulate TRACE.csv --config path/to/Qwen3-8B --gpu h200
+    python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4 --router least-loaded
+
+A step takes what a step-time model says: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
+one), or the roofline of a GPU over the shapes of ``--config``. Prints TTFT, TPOT, throughput, preemptions and hit rate;
+``--json`` the whole report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig, load_config
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.simulation import ROUTERS, simulate
+from runtime.bench.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
+from runtime.bench.traces import Trace, read_trace
+from runtime.engine.config import EngineConfig, EngineLimits, resolve
+from runtime.errors import XservError
+
+MEMORY_SHARE = 0.9  # of a GPU's memory, for weights and KV cache together
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        report = run(options)
+    except XservError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    if options.output_json is not None:
+        options.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report) if options.json else _as_text(report))
+    return 0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The report for these options."""
+    trace = read_trace(options.trace)
+    if options.num_requests is not None:
+        trace = trace.head(options.num_requests)
+    if (options.rate, options.length) != (1.0, 1.0):
+        trace = trace.scaled(rate=options.rate, length=options.length)
+    model, config = _step_model(options)
+    limits = _limits(options, trace, model, config)
+    start = time.perf_counter()
+    simulation = simulate(trace, limits, model, num_replicas=options.replicas, router=ROUTERS[options.router]())
+    wall_s = time.perf_counter() - start
+    return {
+        "trace": trace.name,
+        "replicas": options.replicas,
+        "router": options.router,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "block_size": limits.block_size,
+        "num_blocks": limits.num_blocks,
+        **simulation.report(),
+        "wall_s": wall_s,
+    }
+
+
+def _step_model(options: argparse.Namespace) -> tuple[StepModel, ModelConfig | None]:
+    if options.step_model is not None:
+        values = json.loads(options.step_model.read_text())
+        return LinearStepModel.from_json(values.get("step_model", values)), None
+    if options.config is None:
+        raise BenchmarkError("a step-time model is needed: --step-model FILE, or --config FOLDER for a roofline")
+    config = load_config(options.config)
+    return roofline(config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3), config
+
+
+def _limits(options: argparse.Namespace, trace: Trace, model: StepModel, config: ModelConfig | None) -> EngineLimits:
+    """The limits of each replica; blocks as many as named, else as the GPU's memory holds beside the weights."""
+    num_blocks = options.num_blocks
+    if num_blocks is None and isinstance(model, RooflineStepModel):
+        free = MEMORY_SHARE * model.rates.memory_bytes - model.weight_bytes
+        num_blocks = int(free // (model.kv_bytes_per_token * options.block_size))
+    if num_blocks is None:
+        raise BenchmarkError("--num-blocks is needed with --step-model: nothing says how much memory there is")
+    engine = EngineConfig(
+        max_model_len=options.max_model_len or trace.longest,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+    )
+    positions = config.max_position_embeddings if config is not None else trace.longest
+    return resolve(
+        engine,
+        max_position_embeddings=max(positions, engine.max_model_len or 0),
+        bytes_per_block=1,
+        available_bytes=num_blocks,
+    )
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    rows = ["", f"{'':<16}{'mean':>12}{'p50':>12}{'p90':>12}{'p99':>12}{'max':>12}"]
+    for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("worst_gap_s", "worst gap"), ("latency_s", "latency")):
+        cells = "".join(f"{1e3 * report[name][kind]:>12,.2f}" for kind in ("mean", "p50", "p90", "p99", "max"))
+        rows.append(f"{title + ' (ms)':<16}{cells}")
+    rows.append("")
+    for name, value in report.items():
+        if isinstance(value, float):
+            rows.append(f"{name:<28}{value:>14,.3f}")
+        elif not isinstance(value, dict):
+            rows.append(f"{name:<28}{value!s:>14}")
+    return "\n".join(rows[1:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="simulate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path, help="a trace: .csv (Azure) or .jsonl (Mooncake)")
+    parser.add_argument("--num-requests", type=int, help="only the first")
+    parser.add_argument("--rate", type=float, default=1.0, help="arrivals this many times as dense")
+    parser.add_argument("--length", type=float, default=1.0, help="prompts and answers this many times as long")
+    parser.add_argument("--step-model", type=Path, help="JSON of a fitted step-time model")
+    parser.add_argument("--config", type=Path, help="folder with a config.json, for a roofline")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline")
+    parser.add_argument("--overhead-ms", type=float, default=0.5, help="of each step beside the roofline's time")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--router", choices=sorted(ROUTERS), default="round-robin")
+    parser.add_argument("--max-model-len", type=int, help="default: the trace's longest request")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-blocks", type=int, help="KV blocks of each replica; default: what the GPU holds")
+    parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
+    parser.add_argument("--output-json", type=Path, help="write the report to this file, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
