@@ -34,7 +34,7 @@ class Replica:
     """A scheduler with its blocks and a clock (seconds since the trace's first request)."""
 
     def __init__(self, limits: EngineLimits, model: StepModel) -> None:
-        self.pool = BlockPool(limits.num_blocks)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.scheduler = Scheduler(limits, self.pool)
         self.clock_s = 0.0
         self.busy_s = 0.0
