@@ -10,20 +10,28 @@ horizontal sums, and the values' rows are padded to whole vectors of 16:
 On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
 part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
-Who owns which block is not known here: that is the engine's block pool.
+`HostPages` holds whole blocks in host memory in the same layout, for what leaves the device and comes back; what moves
+them is `runtime.kv_transfer`. Who owns which block is not known here: that is the engine's block pool.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.tensor import Tensor
+
+if TYPE_CHECKING:
+    from runtime.device.pinned import PinnedBlock
+    from runtime.device.stream import Event
 
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
 _GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type
@@ -77,10 +85,15 @@ class KVCacheSpec:
         return page, page
 
     @property
+    def page_bytes(self) -> tuple[int, int]:
+        """(K, V): bytes of one block of one layer."""
+        keys, values = self.page_shapes
+        return math.prod(keys) * self.dtype.itemsize, math.prod(values) * self.dtype.itemsize
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        keys, values = self.page_shapes
-        return self.num_layers * (math.prod(keys) + math.prod(values)) * self.dtype.itemsize
+        return self.num_layers * sum(self.page_bytes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,6 +104,10 @@ class KVCacheSpec:
 class KVCache:
     """The pages of every layer on the spec's device, allocated once; on the cpu zeroed.
 
+    Attributes:
+        spec, num_blocks, device: what it was made of.
+        arrivals: on a GPU, by layer: what work on that layer's pages has still to wait for (`runtime.kv_transfer`).
+
     Raises InvalidArgumentError when ``num_blocks`` is not positive, OutOfMemoryError when the device refuses the bytes.
     """
 
@@ -100,19 +117,70 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = spec.device
+        self.arrivals: dict[int, Event] = {}
         keys, values = spec.page_shapes
         self._layers = [
             (_pages((num_blocks, *keys), spec), _pages((num_blocks, *values), spec)) for _ in range(spec.num_layers)
         ]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say."""
+        """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say.
+
+        What the device's current stream does from now on comes after the copies of these pages that are under way. A
+        recorded graph does not come by here: ask for every layer before it is replayed.
+        """
+        if self.arrivals and (arrival := self.arrivals.pop(index, None)) is not None:
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(self.device).stream.wait(arrival)
         return self._layers[index]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all pages."""
         return self.num_blocks * self.spec.bytes_per_block
+
+
+class HostPages:
+    """Room for whole blocks in host memory, allocated once: pinned for a GPU, real or emulated, plain for the cpu.
+
+    Attributes:
+        spec: the cache's whose blocks fit here.
+        num_slots: blocks that there is room for.
+        planes: K and V of layer 0, K and V of layer 1 …: each uint8 ``[num_slots, bytes of one page]``.
+
+    Raises InvalidArgumentError when ``num_slots`` is not positive, OutOfMemoryError with the sizes when the machine has
+    less memory, or refuses it.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_slots: int) -> None:
+        if num_slots < 1:
+            raise InvalidArgumentError(f"HostPages: num_slots is {num_slots}, must be at least 1", param="num_slots")
+        self.spec = spec
+        self.num_slots = num_slots
+        needed = f"HostPages: {num_slots} slots of {spec.bytes_per_block} bytes are {self.size_bytes} bytes"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.size_bytes > memory:  # the system may promise it all the same
+            raise OutOfMemoryError(f"{needed}, the machine has {memory}")
+        self._pinned: list[PinnedBlock] = []  # lend their bytes to the planes
+        try:
+            self.planes = [self._plane(size) for _ in range(spec.num_layers) for size in spec.page_bytes]
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{needed}, which were refused: {error}") from error
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.spec.bytes_per_block
+
+    def _plane(self, page_bytes: int) -> NDArray[np.uint8]:
+        shape = (self.num_slots, page_bytes)
+        if self.spec.device.kind == "cpu":
+            return np.empty(shape, np.uint8)
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        self._pinned.append(Gpu.of(self.spec.device).pinned.allocate(math.prod(shape)))
+        return self._pinned[-1].array.reshape(shape)
 
 
 def _pages(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:

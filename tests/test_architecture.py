@@ -33,7 +33,8 @@ FLOORS = {
             f"runtime.{name}"
             for name in (
                 "layout", "storage", "cast", "dlpack", "dlpack_device", "tensor", "tensor_ops", "ops", "batch",
-                "kv_cache", "communicator", "sampling_arrays", "linear_weight", "rope_table", "backends",
+                "kv_cache", "kv_runs", "kv_transfer", "kv_transfer_gpu", "communicator", "sampling_arrays",
+                "linear_weight", "rope_table", "backends",
             )
         ),
         4,

@@ -210,6 +210,23 @@ class Gpu:
         if size_bytes:
             self.context.call("cuMemcpyDtoDAsync", target, source, size_bytes, (stream or self.stream).handle)
 
+    def copy_batch(
+        self, targets: list[int], sources: list[int], sizes_bytes: list[int], stream: Stream | None = None
+    ) -> None:
+        """Copies many pieces in one call, by addresses on the device and in pinned memory, asynchronously.
+
+        The pieces go in any order, so none may touch what another writes. The driver is asked to
+        let kernels run meanwhile. Sizes are at least 1. The stream must not be recorded into a graph.
+        """
+        if sizes_bytes:
+            types = self.driver.types
+            attributes = types.CUmemcpyAttributes()
+            attributes.srcAccessOrder = types.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            attributes.flags = int(types.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+            to, origin = ([types.CUdeviceptr(address) for address in each] for each in (targets, sources))
+            pieces = (to, origin, sizes_bytes, len(sizes_bytes), [attributes], [0], 1)
+            self.context.call("cuMemcpyBatchAsync", *pieces, (stream or self.stream).handle)
+
     def fill(self, address: int, byte: int, size_bytes: int, stream: Stream | None = None) -> None:
         """Sets bytes, asynchronously."""
         if size_bytes:

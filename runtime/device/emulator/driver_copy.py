@@ -8,6 +8,8 @@ device memory, and a fill, return before they have happened, whether or not thei
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from runtime.device.emulator.memory import Allocation, DeviceMemoryError, Machin
 from runtime.device.emulator.scheduler import Work
 
 _NODE = cu.CUgraphNodeType
+_LEGACY_STREAMS = (0, 1)
+_STREAM_ORDER = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,21 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """Copies in one call, which run in an order that nobody may count on: the last one first."""
+
+    copies: tuple[Copy, ...]
+
+    @property
+    def label(self) -> str:
+        return f"batch of {len(self.copies)} copies, the first a {self.copies[0].label}"
+
+    def run(self, work: Work) -> None:
+        for copy in reversed(self.copies):
+            copy.run(work)
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """`count` elements of `width` bytes each set to a value."""
 
@@ -119,6 +138,20 @@ def host_address(value: Any) -> int:
             raise TypeError("a host array must be contiguous")
         return value.ctypes.data
     return np.frombuffer(value, np.uint8).ctypes.data if len(memoryview(value)) else 0
+
+
+def _check_independent(copies: list[Copy]) -> None:
+    """Raises Refused where one of the copies touches what another writes."""
+    spans = [(copy.target.address, copy.target.address + copy.size_bytes, True) for copy in copies]
+    spans += [(copy.source.address, copy.source.address + copy.size_bytes, False) for copy in copies]
+    read_until = written_until = 0
+    for start, end, is_write in sorted(spans):
+        if start < written_until or (is_write and start < read_until):
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"copies of one batch overlap at {start:#x}")
+        if is_write:
+            written_until = end
+        else:
+            read_until = max(read_until, end)
 
 
 class CopyFunctions(DriverState):
@@ -250,6 +283,46 @@ class CopyFunctions(DriverState):
                 places.append(self._in_machine(context.machine, handle_of(address), size, f"cuMemcpyPeer, {what}"))
         if size:
             self._copy(stream, places[0], places[1], size, is_async=True)
+
+    @entry()
+    def cuMemcpyBatchAsync(
+        self,
+        dsts: Sequence[Any],
+        srcs: Sequence[Any],
+        sizes: Sequence[int],
+        count: int,
+        attrs: Sequence[Any],
+        attrsIdxs: Sequence[int],
+        numAttrs: int,
+        hStream: Any,
+    ) -> None:
+        """Of device and pinned memory. Copies of which one touches what another writes are refused: CUDA leaves open
+        what comes of them."""
+        stream = self.stream(hStream)
+        if handle_of(hStream) in _LEGACY_STREAMS:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "cuMemcpyBatchAsync on the legacy stream")
+        if stream.capture is not None:
+            self.refuse_while_captured(stream.context, "a batch of copies")
+        for values in (dsts, srcs):
+            if not all(isinstance(value, cu.CUdeviceptr) for value in values):
+                raise TypeError("cuMemcpyBatchAsync takes lists of CUdeviceptr")
+        if not len(dsts) == len(srcs) == len(sizes) == count > 0 or min(sizes) < 1:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{len(dsts)}, {len(srcs)}, {len(sizes)}: not {count} copies")
+        indices = list(attrsIdxs)
+        is_rising = indices[:1] == [0] and all(a < b for a, b in itertools.pairwise([*indices, count]))
+        if not len(attrs) == len(indices) == numAttrs or not is_rising:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"attributes from {indices}: not {numAttrs} for {count} copies")
+        if any(each.srcAccessOrder != _STREAM_ORDER for each in attrs):
+            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, "sources that are not read in the stream's order")
+        copies = []
+        for target, source, size in zip(dsts, srcs, sizes):
+            to = self._any_place(int(target), size, "cuMemcpyBatchAsync, destination")
+            origin = self._any_place(int(source), size, "cuMemcpyBatchAsync, source")
+            if to.is_pageable or origin.is_pageable:
+                raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, "pageable memory in a batch of copies")
+            copies.append(Copy(self, to, origin, size))
+        _check_independent(copies)
+        self.enqueue(stream, Batch(tuple(copies)))
 
     # -- fills ----------------------------------------------------------------------------------------------------
 
