@@ -1,10 +1,11 @@
-"""Hands requests to an engine client all at once and writes down when each of their tokens came."""
+"""Hands requests to an engine client, all at once or at given times, and writes down when each of their tokens came."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,11 @@ class RequestRecord:
         """Seconds per token after the first; None when there is only one."""
         return time_per_output_token_s(self.latency_s, self.ttft_s, len(self.token_ids))
 
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between each token and the next."""
+        return [after - before for before, after in itertools.pairwise(self.token_times_s)]
+
 
 @dataclass(frozen=True, slots=True)
 class Burst:
@@ -75,18 +81,32 @@ class Burst:
         return [record.token_ids for record in self.records]
 
 
-def run_burst(client: EngineClient, prompts: list[list[int]], max_tokens: int, *, timeout_s: float = 600.0) -> Burst:
-    """Submits every prompt (greedy, `max_tokens` new tokens, EOS ignored) and waits for the last token.
+def run_burst(
+    client: EngineClient,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    *,
+    arrivals_s: Sequence[float] | None = None,
+    timeout_s: float = 600.0,
+) -> Burst:
+    """Submits every prompt (greedy, EOS ignored) and waits for the last token.
 
-    Raises `BenchmarkError` when a request ends otherwise than by its length, or after `timeout_s`.
+    max_tokens  new tokens of all, or of each
+    arrivals_s  seconds from now at which each is submitted, ascending; None: all at once
+
+    Raises `BenchmarkError` when a request ends otherwise than by its length, or `timeout_s` after the last submission.
     """
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    params = {
+        length: SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in set(lengths)
+    }
     requests = [
-        EngineRequest(request_id=f"burst-{index}", prompt_token_ids=prompt, params=params)
-        for index, prompt in enumerate(prompts)
+        EngineRequest(request_id=f"burst-{index}", prompt_token_ids=list(prompt), params=params[length])
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     records: list[RequestRecord] = []
     all_finished = threading.Event()
@@ -107,7 +127,9 @@ def run_burst(client: EngineClient, prompts: list[list[int]], max_tokens: int, *
         return sink
 
     start = time.perf_counter()
-    for request in requests:
+    for index, request in enumerate(requests):
+        if arrivals_s is not None:
+            time.sleep(max(0.0, start + arrivals_s[index] - time.perf_counter()))
         record = RequestRecord(submit_s=time.perf_counter())
         records.append(record)
         client.submit(request, sink_of(record))
