@@ -20,8 +20,8 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason
-from runtime.engine.runner import Model, Runner, Sampled
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
+from runtime.engine.runner import Drawn, Model, Runner
 from runtime.engine.scheduler import Chunk, Scheduler
 from runtime.engine.sequence import Request, Sequence, State
 from runtime.kv_cache import KVCache
@@ -122,7 +122,7 @@ class Engine:
         chunks = [chunk for chunk in chunks if not chunk.sequence.is_finished]
         if chunks:
             try:
-                drawn = self.runner.run(chunks)
+                drawn = self.runner.start(self.runner.prepare(chunks)).result()
             except Exception:
                 logger.exception("a step of %d sequences failed", len(chunks))
                 for chunk in chunks:
@@ -193,34 +193,40 @@ class Engine:
                 outputs += self._end(sequence.request, "error", "the request could not be started")
         return outputs
 
-    def _commit(self, chunks: list[Chunk], drawn: list[Sampled]) -> list[EngineOutput]:
+    def _commit(self, chunks: list[Chunk], drawn: Drawn) -> list[EngineOutput]:
         """Record what was computed and hand out the drawn tokens."""
         outputs: list[EngineOutput] = []
         now = time.monotonic()
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
-        for sampled in drawn:
-            sequence = sampled.sequence
+        for request, entries in drawn.prompt_logprobs:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs += entries
+        for i, sequence in enumerate(drawn.sequences):
             if sequence.is_finished:
                 continue  # ended by a failure of a sibling in this very step
             try:
-                outputs += self._commit_token(sequence, sampled, now)
+                if drawn.is_valid[i]:
+                    logprobs = drawn.logprobs and drawn.logprobs[i]
+                    outputs += self._commit_token(sequence, drawn.token_ids[i], logprobs, now)
+                else:
+                    outputs += self._end(sequence.request, "error", "the logits held NaN or allowed no token")
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
                 outputs += self._end(sequence.request, "error", "the request failed")
         return outputs
 
-    def _commit_token(self, sequence: Sequence, sampled: Sampled, now: float) -> list[EngineOutput]:
+    def _commit_token(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
+    ) -> list[EngineOutput]:
         request = sequence.request
-        if not sampled.is_valid:
-            return self._end(request, "error", "the logits held NaN or allowed no token")
         is_first_token = sequence.num_output_tokens == 0
         if is_first_token:
             sequence.first_token_s = now
             if sequence.index == 0:
                 self._counters.prompt_tokens += request.num_prompt_tokens
                 self._release_held(request)
-        sequence.append(sampled.token_id)
+        sequence.append(token_id)
         sequence.last_token_s = now
         self._counters.generation_tokens += 1
         finish_reason, stop_reason = finish_of(sequence)
@@ -230,9 +236,9 @@ class Engine:
             EngineOutput(
                 request_id=request.request_id,
                 index=sequence.index,
-                new_token_ids=[sampled.token_id],
+                new_token_ids=[token_id],
                 num_prompt_tokens=request.num_prompt_tokens,
-                logprobs=None if sampled.logprobs is None else [sampled.logprobs],
+                logprobs=None if logprobs is None else [logprobs],
                 prompt_logprobs=request.prompt_logprobs if is_first_token and sequence.index == 0 else None,
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,

@@ -3,31 +3,37 @@
 Everything is ragged: all tokens of all chunks in one row, no padding, a decode is a chunk of length one. What
 a sequence's row holds (block table, sampling parameters) is written when it changes, so that a decode step
 costs a few vectorised numpy calls whatever the context's length.
+
+A step goes through three calls, so that the loop can overlap them: ``prepare`` lays out its arrays, which may be while
+the step before it still runs, for tokens that are not known yet are left open; ``start`` fills those in and begins the
+computation; ``result`` waits for what it drew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Never, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
-from runtime.device.device import CPU, Device
+from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampler import Sampler, sample, token_logprobs
 from runtime.engine.scheduler import Chunk
-from runtime.engine.sequence import Sequence
+from runtime.engine.sequence import Request, Sequence
 from runtime.kv_cache import KVCache, KVCacheSpec
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor import Tensor
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
-
 
 class Model(Protocol):
     """What the engine needs of a model; ``models.base.Model`` is one."""
@@ -47,58 +53,197 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
-class Sampled:
-    """What a step drew for one sequence. ``is_valid`` is False when its logits held NaN or allowed no
-    token."""
+class Layout:
+    """A ragged batch as arrays on the host; the fields are ``runtime.batch.Batch``'s."""
 
-    sequence: Sequence
-    token_id: int
-    is_valid: bool
-    logprobs: TokenLogprobs | None
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_start: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    logits_indices: NDArray[np.int32]
+    max_query_len: int
+
+    def batch(self, device: Device, *, exact: bool) -> Batch:
+        """On a device."""
+        arrays = (
+            self.token_ids, self.positions, self.query_start, self.seq_lens, self.slot_mapping, self.block_tables,
+            self.logits_indices,
+        )  # fmt: skip
+        ids, places, query_starts, lengths, slot_mapping, tables, indices = ops.place(arrays, device)
+        return Batch(
+            token_ids=ids,
+            positions=places,
+            query_start=query_starts,
+            seq_lens=lengths,
+            slot_mappings=(slot_mapping,),
+            block_tables=(tables,),
+            logits_indices=indices,
+            max_query_len=self.max_query_len,
+            max_seq_len=int(self.seq_lens.max()),
+            exact=exact,
+        )
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A step's arrays, but for tokens that the step before it draws.
+
+    chunks     by row
+    starts, counts  of each chunk: its first token and how many there are, int64
+    drawing    the sequences that get a token, in the order of ``layout.logits_indices``
+    drawing_rows  their rows
+    unknown    where in ``layout.token_ids`` the last tokens of ``unknown_sequences`` belong
+    """
+
+    chunks: list[Chunk]
+    rows: list[int]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    layout: Layout
+    drawing: list[Sequence]
+    drawing_rows: NDArray[np.intp]
+    unknown: NDArray[np.intp] | None
+    unknown_sequences: list[Sequence]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a step drew, by columns.
+
+    is_valid         False where a sequence's logits held NaN or allowed no token
+    logprobs         None where none were asked for; None: nobody asked
+    prompt_logprobs  what the step says of the prompts of requests that asked, to be appended to theirs
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    is_valid: list[bool]
+    logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: list[tuple[Request, list[TokenLogprobs]]]
+
+
+class Computation(Protocol):
+    """A step under way."""
+
+    def result(self) -> Drawn:
+        """Waits for it. Raises what the model raised."""
+        ...
+
+
+class _Later:
+    """A computation whose second half runs when its result is asked for."""
+
+    def __init__(self, compute: Callable[[], Drawn]) -> None:
+        self.result = compute
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptSpan:
+    """Rows ``first:end`` of the step's tokens tell of a request's prompt after ``position``."""
+
+    request: Request
+    first: int
+    end: int
+    position: int
 
 
 class Runner:
-    """Runs steps of a model against one KV cache. Not thread-safe: it belongs to the engine's loop."""
+    """Runs steps of a model against one KV cache. Not thread-safe: it belongs to the engine's loop.
 
-    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int) -> None:
+    With ``overlaps``, ``start`` returns while the step runs: on the cpu in a thread of the runner's own, on a GPU in
+    its stream. Then one step may be prepared while another runs.
+    """
+
+    def __init__(
+        self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int, *, overlaps: bool = False
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
         self.sampler = Sampler(limits.max_num_seqs, vocab_size)
+        self._overlaps = overlaps
+        self._worker: ThreadPoolExecutor | None = None
+        if overlaps and model.device.kind == "cpu":
+            self._worker = ThreadPoolExecutor(1, "xserv-step")
         max_blocks = -(-limits.max_model_len // limits.block_size)
-        self._block_tables = np.zeros((limits.max_num_seqs, max_blocks), np.int32)
-        self._num_blocks = [0] * limits.max_num_seqs  # valid entries of each row of the block tables
+        # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
+        self._tables = [
+            _BlockTables(limits.max_num_seqs, max_blocks) for _ in range(1 if self._worker is None else 2)
+        ]
+        self._num_prepared = 0
+        self._wants_prompt_logprobs = np.zeros(limits.max_num_seqs, np.bool_)
 
     def load(self, sequence: Sequence) -> None:
         """Prepare the row that a sequence was just given."""
-        assert sequence.row is not None
-        self._num_blocks[sequence.row] = 0
-        self.sampler.load(sequence.row, sequence)
+        row = sequence.row
+        assert row is not None
+        for tables in self._tables:
+            tables.num_blocks[row] = 0
+        self._wants_prompt_logprobs[row] = sequence.needs_prompt_logprobs
+        self.sampler.load(row, sequence)
 
-    def run(self, chunks: list[Chunk]) -> list[Sampled]:
-        """Compute the chunks and draw a token for each that reaches its sequence's last known token."""
-        chunks.sort(key=_row)
+    def prepare(self, chunks: list[Chunk]) -> Prepared:
+        """Lay out a step, at least one chunk, whose sequences have been loaded."""
+        chunks = sorted(chunks, key=_row)
         rows = [_row(chunk) for chunk in chunks]
-        self._write_blocks(chunks, rows)
-        if rows[-1] == len(rows) - 1:  # dense: no copy
-            block_tables = self._block_tables[: len(rows)]
+        tables = self._tables[self._num_prepared % len(self._tables)]
+        self._num_prepared += 1
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+        is_last = [chunk.is_last for chunk in chunks]
+        drawing = [chunk.sequence for chunk in chunks]
+        drawing_rows = np.array(rows, np.intp)
+        num_tokens = int(counts.sum())
+        if num_tokens == len(chunks) and all(is_last):
+            token_ids = np.empty(num_tokens, np.int32)
+            unknown, unknown_sequences = np.arange(num_tokens), drawing
+            logits_indices = np.arange(num_tokens, dtype=np.int32)
         else:
-            width = max(self._num_blocks[row] for row in rows)
-            block_tables = self._block_tables[:, :width].take(rows, axis=0)
-        batch = lay_out(chunks, block_tables, self.limits.block_size, self.model.device)
-        hidden = self.model.forward(batch, self.kv_cache)  # [num_tokens, hidden_size]
-        first_row = 0
-        for chunk in chunks:
-            if chunk.sequence.needs_prompt_logprobs:
-                self._add_prompt_logprobs(chunk, hidden, first_row)
-            first_row += chunk.num_tokens
-        finished = [chunk.sequence for chunk in chunks if chunk.is_last]
-        return self._sample(finished, hidden, batch.logits_indices) if finished else []
+            token_ids, unknown, unknown_sequences = _known_tokens(chunks, num_tokens)
+            flags = np.array(is_last)
+            logits_indices = (np.cumsum(counts) - 1)[flags].astype(np.int32)
+            drawing = [sequence for sequence, draws in zip(drawing, is_last) if draws]
+            drawing_rows = drawing_rows[flags]
+        layout = lay_out(
+            token_ids, starts, counts, tables.of(chunks, rows), self.limits.block_size, logits_indices
+        )
+        return Prepared(
+            chunks, rows, starts, counts, layout, drawing, drawing_rows, unknown, unknown_sequences
+        )
+
+    def start(self, step: Prepared) -> Computation:
+        """Begin a prepared step; the one before it has ended and its tokens are appended."""
+        if step.unknown is not None:
+            step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
+        arrays = self.sampler.gather(step.drawing, step.drawing_rows)
+        spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
+        if self._worker is not None:
+            return self._worker.submit(self._compute, step, arrays, spans)
+        if not self._overlaps:
+            return _Later(partial(self._compute, step, arrays, spans))
+        try:
+            hidden, logits = self._forward(step)
+        except Exception as error:
+            return _Later(partial(_raise, error))
+        return _Later(partial(self._draw, step, hidden, logits, arrays, spans))
+
+    def synchronize(self) -> None:
+        """Wait until no step runs."""
+        if self._worker is not None:
+            self._worker.submit(int).result()
+
+    def close(self) -> None:
+        """Wait until no step runs, and run none any more."""
+        if self._worker is not None:
+            self._worker.shutdown()
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The logits after each of ``token_ids [num_tokens]``: ``[num_tokens, vocab_size]`` float32. Uses
         pages of its own, for the time of the call."""
+        self.synchronize()
         block_size, num_tokens = self.limits.block_size, len(token_ids)
         num_blocks = -(-num_tokens // block_size)
         spec = self.model.kv_cache_spec(block_size)
@@ -110,53 +255,72 @@ class Runner:
             ids = token_ids[start : start + step]
             starts, counts = np.array([start]), np.array([len(ids)])
             everything = np.arange(len(ids), dtype=np.int32)
-            batch = _batch(ids, starts, counts, block_table, block_size, everything, self.model.device)
-            hidden = self.model.forward(batch, kv_cache)
+            layout = lay_out(ids, starts, counts, block_table, block_size, everything)
+            hidden = self.model.forward(layout.batch(self.model.device, exact=False), kv_cache)
             for first, logits in self._logits_in_slices(hidden, 0, len(ids)):
                 result[start + first : start + first + logits.shape[0]] = logits.to("cpu").array
         return result
 
-    def _write_blocks(self, chunks: list[Chunk], rows: list[int]) -> None:
-        for chunk, row in zip(chunks, rows):
-            block_ids = chunk.sequence.block_ids
-            known = self._num_blocks[row]
-            if known < len(block_ids):
-                self._block_tables[row, known : len(block_ids)] = block_ids[known:]
-                self._num_blocks[row] = len(block_ids)
+    def _compute(self, step: Prepared, arrays: SamplingArrays, spans: list[_PromptSpan]) -> Drawn:
+        return self._draw(step, *self._forward(step), arrays, spans)
 
-    def _sample(self, sequences: list[Sequence], hidden: Tensor, indices: Tensor) -> list[Sampled]:
-        logits = self.model.compute_logits(ops.gather_rows(hidden, indices))  # [num_logits, vocab_size]
-        token_ids, ok = sample(logits, self.sampler.gather(sequences))
-        drawn = [Sampled(s, i, v, None) for s, i, v in zip(sequences, token_ids.tolist(), ok.tolist())]
-        wanted = [
-            position
-            for position, sampled in enumerate(drawn)
-            if sampled.is_valid and sampled.sequence.request.params.logprobs is not None
-        ]
-        if wanted:
-            if len(wanted) < len(drawn):
-                logits = ops.gather_rows(logits, Tensor.from_numpy(np.array(wanted, np.int32)).to(logits.device))
-            counts = [drawn[position].sequence.request.params.logprobs or 0 for position in wanted]
-            for position, logprobs in zip(wanted, token_logprobs(logits, token_ids[wanted], counts)):
-                drawn[position].logprobs = logprobs
-        return drawn
+    def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
+        """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
+        batch = step.layout.batch(self.model.device, exact=False)
+        hidden = self.model.forward(batch, self.kv_cache)
+        if not step.drawing:
+            return hidden, None
+        return hidden, self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
 
-    def _add_prompt_logprobs(self, chunk: Chunk, hidden: Tensor, row_start: int) -> None:
-        """Append what this chunk says of the prompt: the token at position ``p + 1`` is predicted at
-        ``p``."""
-        request = chunk.sequence.request
-        logprobs = request.prompt_logprobs
-        assert logprobs is not None
-        first = len(logprobs) - 1  # the position that predicts the first token without an entry
-        end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
-        if first >= end:
-            return  # recomputed after a preemption: known already
-        offset = row_start - chunk.start
-        for row, logits in self._logits_in_slices(hidden, offset + first, offset + end):
-            position = row - offset
-            count = logits.shape[0]
+    def _draw(
+        self, step: Prepared, hidden: Tensor, logits: Tensor | None, arrays: SamplingArrays, spans: list[_PromptSpan]
+    ) -> Drawn:
+        prompt_logprobs = [(span.request, self._prompt_logprobs(hidden, span)) for span in spans]
+        if logits is None:
+            return Drawn([], [], [], None, prompt_logprobs)
+        token_ids, ok = sample(logits, arrays)
+        is_valid = ok.tolist()
+        logprobs = self._logprobs(step.drawing, token_ids, is_valid, logits)
+        return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs)
+
+    def _logprobs(
+        self, sequences: list[Sequence], token_ids: NDArray[np.int32], is_valid: list[bool], logits: Tensor
+    ) -> list[TokenLogprobs | None] | None:
+        counts = [sequence.request.params.logprobs for sequence in sequences]
+        wanted = [i for i, count in enumerate(counts) if count is not None and is_valid[i]]
+        if not wanted:
+            return None
+        if len(wanted) < len(sequences):
+            logits = ops.gather_rows(logits, Tensor.from_numpy(np.array(wanted, np.int32)).to(logits.device))
+        found = token_logprobs(logits, token_ids[wanted], [counts[i] or 0 for i in wanted])
+        logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
+        for i, entry in zip(wanted, found):
+            logprobs[i] = entry
+        return logprobs
+
+    def _prompt_spans(self, step: Prepared) -> list[_PromptSpan]:
+        """What this step can tell of prompts: the token at position ``p + 1`` is predicted at ``p``."""
+        spans = []
+        first_row = 0
+        for chunk in step.chunks:
+            request = chunk.sequence.request
+            if chunk.sequence.needs_prompt_logprobs:
+                assert request.prompt_logprobs is not None
+                first = len(request.prompt_logprobs) - 1  # the position that predicts the first token without an entry
+                end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
+                if first < end:  # else recomputed after a preemption: known already
+                    offset = first_row - chunk.start
+                    spans.append(_PromptSpan(request, offset + first, offset + end, first))
+            first_row += chunk.num_tokens
+        return spans
+
+    def _prompt_logprobs(self, hidden: Tensor, span: _PromptSpan) -> list[TokenLogprobs]:
+        request, entries = span.request, []
+        for row, logits in self._logits_in_slices(hidden, span.first, span.end):
+            position, count = span.position + row - span.first, logits.shape[0]
             targets = request.prompt_ids[position + 1 : position + 1 + count]
-            logprobs.extend(token_logprobs(logits, targets, [request.params.prompt_logprobs or 0] * count))
+            entries += token_logprobs(logits, targets, [request.params.prompt_logprobs or 0] * count)
+        return entries
 
     def _logits_in_slices(self, hidden: Tensor, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """The logits of ``hidden[first:end]``, a bounded number of rows at a time, each with its first
@@ -166,36 +330,37 @@ class Runner:
             yield row, self.model.compute_logits(hidden[row : min(row + num_rows, end)])
 
 
+class _BlockTables:
+    """Each row's blocks: ``table [max_num_seqs, max_blocks]``, of which ``num_blocks[row]`` are written."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = [0] * max_num_seqs
+
+    def of(self, chunks: list[Chunk], rows: list[int]) -> NDArray[np.int32]:
+        """A row for each chunk, in the order of ``rows``, which ascend; written where the sequence has got blocks."""
+        num_blocks = self.num_blocks
+        for chunk, row in zip(chunks, rows):
+            block_ids = chunk.sequence.block_ids
+            known, count = num_blocks[row], len(block_ids)
+            if known < count:
+                self.table[row, known:count] = block_ids[known:]
+                num_blocks[row] = count
+        if rows[-1] == len(rows) - 1:  # dense: no copy
+            return self.table[: len(rows)]
+        return self.table[:, : max(num_blocks[row] for row in rows)].take(rows, axis=0)
+
+
 def lay_out(
-    chunks: list[Chunk], block_tables: NDArray[np.int32], block_size: int, device: Device = CPU
-) -> Batch:
-    """The ragged batch of these chunks on a device; the sequences' block tables are the rows of ``block_tables``."""
-    starts = np.array([chunk.start for chunk in chunks])
-    if all(chunk.is_last and chunk.num_tokens == 1 for chunk in chunks):
-        token_ids = np.array([chunk.sequence.last_token_id for chunk in chunks], np.int32)
-        counts = np.ones(len(chunks), np.int64)
-    else:
-        counts = np.array([chunk.num_tokens for chunk in chunks])
-        token_ids = np.empty(int(counts.sum()), np.int32)
-        offset = 0
-        for chunk in chunks:
-            chunk.sequence.copy_tokens(chunk.start, token_ids[offset : offset + chunk.num_tokens])
-            offset += chunk.num_tokens
-    ends = np.cumsum(counts)
-    is_last = np.array([chunk.is_last for chunk in chunks])
-    logits_indices = (ends - 1)[is_last].astype(np.int32)
-    return _batch(token_ids, starts, counts, block_tables, block_size, logits_indices, device)
-
-
-def _batch(
     token_ids: NDArray[np.int32],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],
     block_tables: NDArray[np.int32],
     block_size: int,
     logits_indices: NDArray[np.int32],
-    device: Device,
-) -> Batch:
+) -> Layout:
+    """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, in the order of their
+    sequences' ``block_tables``."""
     query_start = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=query_start[1:])
     if len(token_ids) == len(counts):
@@ -205,25 +370,43 @@ def _batch(
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
     block, offset = np.divmod(positions, block_size)
     slots = block_tables[sequence_of_token, block].astype(np.int64) * block_size + offset
-    seq_lens = starts + counts
-    arrays = (
-        token_ids, positions.astype(np.int32), query_start.astype(np.int32), seq_lens.astype(np.int32), slots,
-        block_tables, logits_indices,
-    )  # fmt: skip
-    ids, places, query_starts, lengths, slot_mapping, tables, indices = ops.place(arrays, device)
-    return Batch(
-        token_ids=ids,
-        positions=places,
-        query_start=query_starts,
-        seq_lens=lengths,
-        slot_mappings=(slot_mapping,),
-        block_tables=(tables,),
-        logits_indices=indices,
+    return Layout(
+        token_ids,
+        positions.astype(np.int32),
+        query_start.astype(np.int32),
+        (starts + counts).astype(np.int32),
+        slots,
+        block_tables,
+        logits_indices,
         max_query_len=int(counts.max()),
-        max_seq_len=int(seq_lens.max()),
     )
 
 
+def _known_tokens(
+    chunks: list[Chunk], num_tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.intp] | None, list[Sequence]]:
+    """The chunks' tokens, and where the last ones of which sequences are to be filled in."""
+    token_ids = np.empty(num_tokens, np.int32)
+    unknown: list[int] = []
+    sequences: list[Sequence] = []
+    offset = 0
+    for chunk in chunks:
+        sequence, count = chunk.sequence, chunk.num_tokens
+        known = min(count, sequence.num_tokens - chunk.start)
+        if known:
+            sequence.copy_tokens(chunk.start, token_ids[offset : offset + known])
+        offset += count
+        if known < count:
+            unknown.append(offset - 1)
+            sequences.append(sequence)
+    return token_ids, np.array(unknown, np.intp) if unknown else None, sequences
+
+
+def _raise(error: Exception) -> Never:
+    raise error
+
+
 def _row(chunk: Chunk) -> int:
-    assert chunk.sequence.row is not None
-    return chunk.sequence.row
+    row = chunk.sequence.row
+    assert row is not None
+    return row

@@ -18,7 +18,7 @@ from runtime.engine.sequence import Sequence
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor import Tensor
 
-_COLUMNS = (
+_COLUMNS = (  # in the order of SamplingArrays' first fields
     "temperature",
     "top_k",
     "top_p",
@@ -40,6 +40,10 @@ class Sampler:
         self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
         self._masked_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
+        # Rows that cost more than their numbers:
+        self._has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self._has_bias = np.zeros(max_num_seqs, np.bool_)  # or ids that min_tokens may mask
+        self._has_allowed = np.zeros(max_num_seqs, np.bool_)
 
     def load(self, row: int, sequence: Sequence) -> None:
         """Write a sequence's parameters into its row."""
@@ -57,35 +61,42 @@ class Sampler:
         self._masked_ids[row] = np.fromiter(masked, np.int32, len(masked))
         allowed = params.allowed_token_ids
         self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
+        self._has_penalties[row] = params.has_penalties
+        self._has_bias[row] = bool(bias or masked)
+        self._has_allowed[row] = allowed is not None
 
-    def gather(self, sequences: Sequences[Sequence]) -> SamplingArrays:
-        """The parameters of one step, a row for each of these running sequences."""
-        rows = [_row(sequence) for sequence in sequences]
-        index = np.array(rows, np.intp)
-        arrays = SamplingArrays.neutral(0)
-        for name in _COLUMNS:
-            setattr(arrays, name, getattr(self._columns, name)[index])
-        arrays.seed = self._columns.seed[index]
-        arrays.choice_index = self._columns.choice_index[index]
-        arrays.position = np.array([sequence.num_output_tokens for sequence in sequences], np.int32)
-        has_penalties = [sequence.request.params.has_penalties for sequence in sequences]
-        if any(has_penalties):
-            arrays.prompt_ids, arrays.prompt_start = _ragged(
-                [self._prompt_ids[row] for row in rows], np.int32
-            )
+    def gather(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> SamplingArrays:
+        """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``."""
+        columns, no_entries = self._columns, np.zeros(len(rows) + 1, np.int32)
+        arrays = SamplingArrays(
+            *(getattr(columns, name)[rows] for name in _COLUMNS),
+            seed=columns.seed[rows],
+            choice_index=columns.choice_index[rows],
+            position=np.array([sequence.num_output_tokens for sequence in sequences], np.int32),
+            prompt_ids=_NO_IDS,
+            prompt_start=no_entries,
+            output_ids=_NO_IDS,
+            output_start=no_entries,
+            bias_ids=_NO_IDS,
+            bias_values=_NO_VALUES,
+            bias_start=no_entries,
+        )
+        if (has_penalties := self._has_penalties[rows]).any():
+            arrays.prompt_ids, arrays.prompt_start = _ragged([self._prompt_ids[row] for row in rows], np.int32)
             arrays.output_ids, arrays.output_start = _ragged(
                 [s.output_ids if wanted else _NO_IDS for s, wanted in zip(sequences, has_penalties)], np.int32
             )
-        else:
-            arrays.prompt_start = arrays.output_start = np.zeros(len(rows) + 1, np.int32)
-        self._gather_bias(arrays, sequences, rows)
-        masks = [self._allowed[row] for row in rows]
-        if any(mask is not None for mask in masks):
+        if self._has_bias[rows].any():
+            self._gather_bias(arrays, sequences, rows)
+        if self._has_allowed[rows].any():
             everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+            masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
         return arrays
 
-    def _gather_bias(self, arrays: SamplingArrays, sequences: Sequences[Sequence], rows: list[int]) -> None:
+    def _gather_bias(
+        self, arrays: SamplingArrays, sequences: Sequences[Sequence], rows: NDArray[np.intp]
+    ) -> None:
         ids: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []
         for sequence, row in zip(sequences, rows):
@@ -95,11 +106,8 @@ class Sampler:
                 masked = self._masked_ids[row]
                 ids[-1] = np.concatenate((ids[-1], masked))
                 values[-1] = np.concatenate((values[-1], np.full(len(masked), -np.inf, np.float32)))
-        if any(map(len, ids)):
-            arrays.bias_ids, arrays.bias_start = _ragged(ids, np.int32)
-            arrays.bias_values = np.concatenate(values)
-        else:
-            arrays.bias_start = np.zeros(len(rows) + 1, np.int32)
+        arrays.bias_ids, arrays.bias_start = _ragged(ids, np.int32)
+        arrays.bias_values = np.concatenate(values)
 
 
 def sample(logits: Tensor, arrays: SamplingArrays) -> SampledTokens:
@@ -129,11 +137,6 @@ def token_logprobs(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
-
-
-def _row(sequence: Sequence) -> int:
-    assert sequence.row is not None, "only running sequences are sampled"
-    return sequence.row
 
 
 def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
