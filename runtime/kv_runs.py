@@ -43,8 +43,11 @@ def waves_of(name: str, pairs: Pairs, sources: tuple[str, int], targets: tuple[s
             raise InvalidArgumentError(
                 f"{name}[{index}]: {what} is {table[index, column]}, must be 0 or more and below {limit}", param=name
             )
-    cuts = [0, *_cuts(table, is_within=sources == targets), len(table)]
-    return [_runs(table[start:end]) for start, end in itertools.pairwise(cuts)]
+    is_within = sources == targets
+    if is_within:
+        table = table[table[:, 0] != table[:, 1]]  # nothing to do
+    cuts = [0, *_cuts(table, is_within=is_within), len(table)]
+    return [_runs(table[start:end]) for start, end in itertools.pairwise(cuts) if start < end]
 
 
 def _cuts(table: NDArray[np.int64], *, is_within: bool) -> list[int]:

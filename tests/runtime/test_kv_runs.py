@@ -22,3 +22,5 @@ def test_pairs_whose_order_matters_arewaves_of() -> None:
         [Run(3, 9, 1)],
         [Run(2, 4, 1), Run(8, 3, 1)],
     ]
+    assert waves_of("copies", [(3, 3), (4, 5)], blocks, blocks) == [[Run(4, 5, 1)]]
+    assert waves_of("copies", [(3, 3)], blocks, blocks) == []

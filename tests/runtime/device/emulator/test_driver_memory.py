@@ -255,3 +255,75 @@ def test_a_clean_program_ends_without_a_word(harness: Harness) -> None:
     harness("cuMemFree", address)
     harness.driver.close()
     assert harness.status("cuMemAlloc", 1) == R.CUDA_ERROR_NOT_INITIALIZED
+
+
+def batch(sizes: list[int], targets: list[int], sources: list[int]) -> tuple[Any, ...]:
+    """The arguments of cuMemcpyBatchAsync without the stream."""
+    attributes = cu.CUmemcpyAttributes()
+    attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    pointers = [[cu.CUdeviceptr(address) for address in addresses] for addresses in (targets, sources)]
+    return *pointers, sizes, len(sizes), [attributes], [0], 1
+
+
+def test_a_batch_of_copies_in_all_directions(harness: Harness) -> None:
+    device, pinned = int(harness("cuMemAlloc", 1000)), harness("cuMemHostAlloc", 1000, 0)
+    host = np.ctypeslib.as_array((ctypes.c_uint8 * 1000).from_address(pinned))
+    host[:] = np.arange(1000) % 251
+    harness("cuMemcpyHtoD", device, pinned, 500)
+    stream = harness.stream()
+    targets, sources = [device + 500, device + 600, pinned + 700], [pinned + 100, device + 10, device + 200]
+    harness("cuMemcpyBatchAsync", *batch([50, 60, 70], targets, sources), stream)
+    host[100:150] = 7  # what the stream has not come to yet may be changed
+    harness("cuStreamSynchronize", stream)
+    out = np.zeros(160, np.uint8)
+    harness("cuMemcpyDtoH", out[:50], device + 500, 50)
+    harness("cuMemcpyDtoH", out[50:110], device + 600, 60)
+    assert (out[:50] == 7).all()
+    np.testing.assert_array_equal(out[50:110], np.arange(10, 70))
+    np.testing.assert_array_equal(host[700:770], np.arange(200, 270) % 251)
+
+
+def test_batches_that_cuda_leaves_open_or_refuses(harness: Harness) -> None:
+    a, b = int(harness("cuMemAlloc", 1000)), int(harness("cuMemAlloc", 1000))
+    stream = harness.stream()
+
+    def status(*arguments: Any, on: Any = stream) -> Any:
+        return harness.status("cuMemcpyBatchAsync", *arguments, on)
+
+    invalid = R.CUDA_ERROR_INVALID_VALUE
+    assert status(*batch([10, 10], [a, a + 10], [b, b])) == R.CUDA_SUCCESS  # two may read the same
+    for sizes, targets, sources in (
+        ([10, 10], [a, a + 9], [b, b + 10]),  # two write one byte
+        ([10, 10], [a, b + 5], [b, b + 100]),  # the second writes what the first reads
+        ([10, 10], [a, b], [b + 50, a + 9]),  # the second reads what the first writes
+        ([10], [a], [a]),
+    ):
+        assert status(*batch(sizes, targets, sources)) == invalid
+        assert "overlap" in harness.driver.last_reason
+    assert status(*batch([10, 0], [a, a + 10], [b, b])) == invalid
+    assert status(*batch([10], [a, a + 10], [b, b])) == invalid
+    assert status(*batch([], [], [])) == invalid
+    assert status(*batch([1000], [a + 1], [b])) == invalid
+    assert status(*batch([10], [a], [b]), on=0) == invalid
+    good = batch([10], [a], [b])
+    assert status(*good[:4], [], [], 0) == invalid
+    assert status(*good[:5], [1], 1) == invalid
+    assert status(*good[:4], [cu.CUmemcpyAttributes()], [0], 1) == R.CUDA_ERROR_NOT_SUPPORTED
+    pageable = np.zeros(10, np.uint8)
+    assert status(*batch([10], [a], [pageable.ctypes.data])) == R.CUDA_ERROR_NOT_SUPPORTED
+    with pytest.raises(TypeError, match="CUdeviceptr"):
+        status([a], [b], *good[2:])
+    harness("cuStreamBeginCapture", stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    assert status(*good) == R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+
+
+def test_a_batch_is_watched_like_its_copies(harness: Harness) -> None:
+    a, b = int(harness("cuMemAlloc", 1000)), int(harness("cuMemAlloc", 1000))
+    one, two = harness.stream(), harness.stream()
+    harness("cuMemsetD8Async", b + 500, 1, 100, one)
+    harness("cuMemcpyBatchAsync", *batch([10, 10], [a, a + 100], [b, b + 550]), two)
+    assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_LAUNCH_FAILED
+    fault = harness.driver.last_fault
+    assert isinstance(fault, DriverFault)
+    assert fault.kind is FaultKind.MISSING_EVENT
+    assert any("batch of 2 copies" in label for label in fault.works)
