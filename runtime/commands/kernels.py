@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -29,29 +30,40 @@ def build(
         Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="With --model: type of its weights.")
     ] = "auto",
     match: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the cubins and a manifest, for cuda.bindings alone, as a zip."),
+    ] = None,
 ) -> None:
     """Compile kernels ahead of time, so that no start does: all that there are, or those of a model."""
     from numba_kernels.cuda.registry import specialisations
     from runtime.commands.model_kernels import kernels_of_model
+    from runtime.device.kernel_bundle import write_bundle
     from runtime.device.kernel_cache import KernelCache, is_meant_for
     from runtime.errors import InvalidArgumentError
 
+    if bundle is not None and image != "cubin":
+        raise InvalidArgumentError("a bundle holds cubins: leave out --image ptx", param="bundle")
     cache = KernelCache()
     known = specialisations() if model is None else kernels_of_model(model, arch, dtype)
     wanted = [each for each in known if match in each.name and is_meant_for(each, arch)]
     if not wanted:
         raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
     start = time.perf_counter()
-    num_spilling = 0
+    num_spilling, compiled = 0, []
     for number, specialisation in enumerate(wanted, 1):
         print(f"\r{number}/{len(wanted)} {specialisation.name[:60]:<60}", end="", file=sys.stderr)
-        num_spilling += cache.get(specialisation, arch, is_ptx=image == "ptx").spill_bytes > 0
+        compiled.append(cache.get(specialisation, arch, is_ptx=image == "ptx"))
+        num_spilling += compiled[-1].spill_bytes > 0
     print(file=sys.stderr)
     spilling = f"; {num_spilling} spill registers" if num_spilling else ""
     print(
         f"{len(wanted)} kernels for {arch}: {cache.num_compiled} compiled in {time.perf_counter() - start:.1f} s, "
         f"{cache.num_read} were there{spilling}: {cache.folder}"
     )
+    if bundle is not None:
+        write_bundle(bundle, list(zip(wanted, compiled)))
+        print(f"{len(compiled)} cubins and their manifest: {bundle}")
 
 
 @kernels.command("list")
@@ -60,9 +72,9 @@ def list_() -> None:
     from runtime.device.kernel_cache import KernelCache
 
     cache = KernelCache()
-    total = 0
+    count = size = 0
     for entry in cache.entries():
-        total += 1
+        count, size = count + 1, size + entry.size_bytes
         kernel = entry.kernel
         note = "" if entry.is_current else "  (of other sources)"
         if kernel is None:
@@ -71,7 +83,7 @@ def list_() -> None:
         registers = "" if kernel.is_ptx else f"{kernel.num_registers:>4} registers"
         kind = "ptx" if kernel.is_ptx else "cubin"
         print(f"{kernel.name:<60}{kernel.arch:<8} {kind:<6}{entry.size_bytes:>9,} B{registers}{note}")
-    print(f"{total} kernels: {cache.folder}")
+    print(f"{count} kernels, {size:,} B, and {cache.ir_bytes():,} B of LLVM IR: {cache.folder}")
 
 
 @kernels.command()

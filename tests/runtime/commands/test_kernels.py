@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,15 +49,37 @@ def test_build_list_clear(folder: Path) -> None:
     assert out.count("add_embedding_f32") == 2 * count
     assert out.count("registers") == count - ("sm_86" in victim.name)
     assert "corrupt, and compiled anew" in out
-    assert f"{2 * count} kernels" in out
+    sizes = [entry.size_bytes for entry in KernelCache(folder).entries()]
+    assert f"{2 * count} kernels, {sum(sizes):,} B, and {KernelCache(folder).ir_bytes():,} B of LLVM IR" in out
     status, out, _ = invoke("clear")
     assert f"{2 * count} kernels removed" in out
     assert "0 kernels" in invoke("list")[1]
 
 
+def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.zip" for number in range(2)]
+    for file in files:
+        status, out, _ = invoke("build", "--arch", "sm_90a", "--match", "add_embedding_f32", "--bundle", str(file))
+        assert (status, str(file) in out) == (0, True)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with zipfile.ZipFile(files[0]) as bundle:
+        manifest = json.loads(bundle.read("manifest.json"))
+        assert manifest["arch"] == "sm_90a"
+        assert len(manifest["kernels"]) == len(bundle.namelist()) - 1 >= 1
+        for name, facts in manifest["kernels"].items():
+            image = bundle.read(facts["file"])
+            assert image[:4] == b"\x7fELF"
+            assert name.encode() in image
+            assert facts["sha256"] == hashlib.sha256(image).hexdigest()
+            assert set(facts["argument_format"]) <= set("QIifBbHhqd?")
+            assert facts["max_threads"] > 0
+            assert facts["num_registers"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["build", "--image", "ptx", "--bundle", "x.zip"], "a bundle holds cubins"),
         (["build", "--arch", "sm_9000"], "'sm_9000' is not one such as 'sm_80'"),
         (["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'"),
         (["build", "--image", "elf"], "--image"),
