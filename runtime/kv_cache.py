@@ -176,7 +176,9 @@ class HostPages:
     def _plane(self, page_bytes: int) -> NDArray[np.uint8]:
         shape = (self.num_slots, page_bytes)
         if self.spec.device.kind == "cpu":
-            return np.empty(shape, np.uint8)
+            plane = np.empty(shape, np.uint8)
+            plane.fill(0)  # the system gives the memory now, and not page by page to the first that are swapped
+            return plane
         from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
 
         self._pinned.append(Gpu.of(self.spec.device).pinned.allocate(math.prod(shape)))
