@@ -85,6 +85,7 @@ class KVTransfer:
         self._num_slots = 0 if host_pages is None else host_pages.num_slots
         self._block_bytes = kv_cache.spec.bytes_per_block
         self._out_bytes = self._in_bytes = self._copied_bytes = 0
+        self._taken = (0, 0.0)
         self._mover: Mover
         if kv_cache.device.kind == "cpu":
             self._mover = _CpuMover(kv_cache, host_pages)
@@ -122,6 +123,14 @@ class KVTransfer:
         return TransferCounters(
             self._out_bytes, self._in_bytes, self._copied_bytes, mover.swap_bytes, mover.swap_s, mover.num_driver_calls
         )
+
+    def take_timed(self) -> tuple[int, float]:
+        """(blocks, seconds) of the swaps that are done and timed and were not given here before; (0, 0.0) where there
+        are none. The seconds include copies from page to page in the same calls of `run`."""
+        mover, before = self._mover, self._taken
+        mover.collect()
+        self._taken = (mover.swap_bytes, mover.swap_s)
+        return (mover.swap_bytes - before[0]) // self._block_bytes, mover.swap_s - before[1]
 
     @property
     def bandwidth(self) -> float | None:
