@@ -1,6 +1,7 @@
 """Everything worth knowing of this engine on a GPU, in one command that ends within nine minutes.
 
     python -m tools.gpu_check                                    # cuda:0; writes gpu_check.json and gpu_check.md
+    python -m tools.gpu_check --resume                           # goes on with it: what was done well is kept
     python -m tools.gpu_check --device emulated:sm_90a --quick   # the same code without a GPU; its times mean nothing
 
 It needs numba, numba-cuda, cuda-bindings, numpy, safetensors and ml_dtypes, and compares with torch where that is
@@ -9,8 +10,12 @@ installed. What else the engine imports and the image lacks comes in a folder, m
     pip install --target packages --no-deps msgspec regex jinja2 markupsafe huggingface_hub rich pytest iniconfig pluggy
     python -m tools.gpu_check --packages packages
 
+Kernels are compiled first, by all cores, into the cache below `$XDG_CACHE_HOME`: where that folder is kept, or carried
+to a machine with the same versions of Python, numba and the CUDA tools, a later check compiles nothing.
+
 Each section runs in a process of its own under a limit of its own, so that a hang or a crash costs that section alone;
-what it had reported by then is kept. The exit status is 1 where a section failed, 2 for a wrong command line.
+what it had reported by then is kept. The JSON and the summary are written after each. The exit status is 1 where a
+section failed, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -51,17 +56,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     deadline = time.monotonic() + options.budget
     report: dict[str, Any] = {"device": told.device, "is_quick": told.is_quick, "is_emulated": not told.is_real}
-    report["sections"] = {}
+    report["sections"] = done_well(Path(options.out), report) if options.resume else {}
     for section in chosen:
+        if section.name in report["sections"]:
+            continue
         print(f"{section.name} ...", end=" ", flush=True)
         outcome = run_apart(section, told, deadline - time.monotonic(), options.packages)
         report["sections"][section.name] = outcome
         print(f"{outcome['status']}, {outcome['seconds']} s  {outcome.get('why', '')}", flush=True)
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
-    text = summary(report)
-    Path(options.out).with_suffix(".md").write_text(text)
-    print(f"\n{text}")
+        Path(options.out).with_suffix(".md").write_text(summary(report))
+    print(f"\n{summary(report)}")
     return int(any(outcome["status"] in ("failed", "timed out") for outcome in report["sections"].values()))
+
+
+def done_well(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The sections that an earlier check ended well, by name; none where there was none, or it was of other sizes."""
+    if not path.exists():
+        return {}
+    earlier = json.loads(path.read_text())
+    if any(earlier[name] != value for name, value in report.items()):
+        return {}
+    return {name: outcome for name, outcome in earlier["sections"].items() if outcome["status"] == "ok"}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--out", default="gpu_check.json", help="the JSON; the summary goes beside it, ending in .md")
     parser.add_argument("--sections", nargs="+", choices=sorted({each.name.split()[0] for each in sections()}))
+    parser.add_argument("--resume", action="store_true", help="keep what --out holds of sections that ended well")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all sections together")
     parser.add_argument("--packages", metavar="FOLDER", help="put before the installed packages, for what they lack")
     parser.add_argument("--run-section", help=argparse.SUPPRESS)

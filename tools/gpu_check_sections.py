@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ PACKAGES = (
     "numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core", "ml_dtypes", "safetensors", "torch", "msgspec",
     "regex", "jinja2", "huggingface_hub", "rich", "pytest", "pytest-asyncio", "hypothesis",
 )  # fmt: skip
-PYTEST_CONFIG = "[pytest]\nmarkers =\n    gpu:\n    emulator:\n    slow:\nfilterwarnings =\n    error\n"
-"""Beside pyproject's: that names plugins which a plain image has not."""
+MOST_TEST_WORKERS = 8
 
 Result = dict[str, Any]
 Report = Callable[[Result], None]
@@ -60,11 +61,12 @@ def sections() -> Iterator[Section]:
     """All of them, the most telling first."""
     yield Section("environment", 40, _environment)
     yield Section("bandwidth", 45, _bandwidth)
+    yield Section("build", 200, _build)
     yield Section("kernels", 150, _kernels)
     yield Section("model gpt2", 60, _model("gpt2"))
     yield Section("model qwen3-0.6b", 70, _model("qwen3-0.6b"))
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        yield Section(f"tests {path.stem}", 100, _tests(path), needs_hardware=True)
+        yield Section(f"tests {path.stem}", 180, _tests(path))
     yield Section("model qwen3-8b", 120, _model("qwen3-8b"))
     for tool in ("memcheck", "racecheck", "synccheck"):
         yield Section(f"sanitizer {tool}", 60, _sanitizer(tool), needs_hardware=True)
@@ -118,6 +120,14 @@ def _bandwidth(options: Options, report: Report) -> Result:
     return bandwidth(gpu, Stopwatch(gpu, 2 if options.is_quick else 20), options.is_quick)
 
 
+def _build(options: Options, report: Report) -> Result:
+    from runtime.device.gpu import Gpu
+    from tools.gpu_check_build import build
+
+    arch = Gpu.of(options.device).arch
+    return build(arch, is_ptx=not options.is_real, is_quick=options.is_quick, report=report)
+
+
 def _kernels(options: Options, report: Report) -> Result:
     return _table(options, report, has_times=True)
 
@@ -155,19 +165,26 @@ def _model(name: str) -> Callable[[Options, Report], Result]:
 
 
 def _tests(path: Path) -> Callable[[Options, Report], Result]:
+    """All cases of a file of tests; quick: the first of each test."""
+
     def run(options: Options, report: Report) -> Result:
-        try:
-            importlib.import_module("pytest")
-        except ImportError:
-            raise AssertionError("pytest is not installed: carry it in --packages") from None
+        if find_spec("pytest") is None:
+            raise AssertionError("pytest is not installed: carry it in --packages")
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder) / "pytest.ini"
-            config.write_text(PYTEST_CONFIG)
+            config.write_text(_pytest_config())
             command = [
                 sys.executable, "-m", "pytest", "-c", str(config), "--rootdir", str(ROOT),
-                "-p", "no:cacheprovider", "-p", "no:asyncio", "-q", "-rs", "--tb=short", "-m", "gpu", str(path),
+                "-p", "no:cacheprovider", "-q", "-rs", "--tb=short", "-m", "gpu", str(path),
             ]  # fmt: skip
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if options.is_real and find_spec("xdist") is not None:  # what takes long is compiling
+                command += ["-p", "xdist", "-n", str(min(MOST_TEST_WORKERS, len(os.sched_getaffinity(0))))]
+            told = {
+                "XSERV_TEST_DEVICE": options.device,
+                "XSERV_TEST_CASES": "first" if options.is_quick else "all",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # others' plugins warn, and a warning is an error
+            }
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | told)
         last = (done.stdout.strip().splitlines() or [""])[-1]
         report({"summary": last})
         if done.returncode:
@@ -179,6 +196,15 @@ def _tests(path: Path) -> Callable[[Options, Report], Result]:
         return {"summary": last}
 
     return run
+
+
+def _pytest_config() -> str:
+    """pyproject's markers and filters, without the plugins that it names and a plain image has not."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    lines = ["[pytest]"]
+    for name in ("markers", "filterwarnings"):
+        lines += [f"{name} =", *(f"    {line}" for line in options[name])]
+    return "\n".join(lines) + "\n"
 
 
 def _sanitizer(tool: str) -> Callable[[Options, Report], Result]:

@@ -1,9 +1,15 @@
-"""The real device. Where there is none, every test here says why it is skipped."""
+"""The real device. Where there is none, every test here says why it is skipped.
+
+XSERV_TEST_DEVICE=emulated:sm_90a python -m pytest tests/gpu    # tries the tests themselves, without a GPU
+XSERV_TEST_CASES=first ...                                      # only the first case of each test
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +17,23 @@ from runtime.device.device import Device
 from runtime.device.errors import DriverTooOldError, InvalidDeviceError, NoDriverError
 from runtime.device.gpu import Gpu
 
-DEVICE = "cuda:0"
+DEVICE = os.environ.get("XSERV_TEST_DEVICE", "cuda:0")
+IS_FIRST_ONLY = os.environ.get("XSERV_TEST_CASES", "all") == "first"
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `XSERV_TEST_CASES` says, of this folder's tests alone."""
+    if not IS_FIRST_ONLY:
+        return
+    seen: set[str] = set()
+    kept, left_out = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (left_out if FOLDER in item.path.parents and name in seen else kept).append(item)
+        seen.add(name)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

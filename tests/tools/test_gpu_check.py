@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tools import gpu_check
+from tools.gpu_check_build import build
 from tools.gpu_check_cases import Prepared, cases
 from tools.gpu_check_kernels import error_share
 from tools.gpu_check_sections import Options, Section, sections
@@ -20,19 +21,21 @@ from tools.gpu_check_summary import summary
 DEVICE = "emulated:sm_90a"
 
 
-@pytest.mark.exhaustive  # a minute, against limits of its own that a busy machine breaks
+@pytest.mark.exhaustive  # minutes where nothing is compiled yet, against limits of its own that a busy machine breaks
 @pytest.mark.emulator
-def test_bandwidth_kernels_and_a_model_on_an_emulated_device(tmp_path: Path) -> None:
+def test_every_section_on_an_emulated_device(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
-    chosen = ["environment", "bandwidth", "kernels", "tests"]
-    command = ["--device", DEVICE, "--quick", "--out", str(out), "--budget", "400", "--sections", *chosen]
-    assert gpu_check.main(command) == 0
+    assert gpu_check.main(["--device", DEVICE, "--quick", "--out", str(out), "--budget", "1500"]) == 0
     report = json.loads(out.read_text())
     found = report["sections"]
     assert report["is_emulated"]
     assert found["environment"]["result"]["device"]["arch"] == "sm_90a"
     assert found["environment"]["result"]["packages"]["numba"]
     assert found["bandwidth"]["result"].keys() == {"read", "copy", "host to device", "device to host"}
+    built = found["build"]["result"]
+    assert {name: worker.get("kernels", 0) > 0 for name, worker in built.items()} == {
+        "cpu": False, "qwen3-8b": True, "0/1": True
+    }  # fmt: skip
     rows = found["kernels"]["result"]["rows"]
     assert [row["case"] for row in rows] == [case.name for case in cases(is_quick=True)]
     for row in rows:
@@ -40,12 +43,44 @@ def test_bandwidth_kernels_and_a_model_on_an_emulated_device(tmp_path: Path) -> 
         assert row["times"].keys() == {"ours"}
     assert "gb_per_s" not in json.dumps(report)  # an emulated device's times are compared with nothing
     assert "share_of_torch" not in json.dumps(report)
-    tests = [outcome for name, outcome in found.items() if name.startswith("tests ")]
-    assert len(tests) == 6
-    assert {outcome["why"] for outcome in tests} == {"needs a GPU"}
+    tests = {name: outcome for name, outcome in found.items() if name.startswith("tests ")}
+    assert len(tests) == len(list((gpu_check.ROOT / "tests" / "gpu").glob("test_*.py")))
+    assert all("passed" in outcome["result"]["summary"] for outcome in tests.values())
+    assert {found[f"sanitizer {tool}"]["why"] for tool in ("memcheck", "racecheck", "synccheck")} == {"needs a GPU"}
     text = out.with_suffix(".md").read_text()
     assert "Nothing here is a measurement" in text
     assert "| softmax f32 | 2 x 300 |  |" in text
+
+
+@pytest.mark.emulator
+def test_resume_keeps_what_was_done_well_and_does_the_rest(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    command = ["--device", DEVICE, "--quick", "--out", str(out), "--sections", "environment", "bandwidth"]
+    kept = {"status": "ok", "seconds": 1.0, "result": {"read": {"gb_per_s": 77.0}}}
+    failed = {"status": "failed", "seconds": 1.0, "why": "it was", "output": ""}
+    earlier = {"device": DEVICE, "is_quick": True, "is_emulated": True}
+    out.write_text(json.dumps(earlier | {"sections": {"bandwidth": kept, "environment": failed}}))
+    assert gpu_check.main([*command, "--resume"]) == 0
+    found = json.loads(out.read_text())["sections"]
+    assert found["bandwidth"] == kept
+    assert found["environment"]["result"]["device"]["arch"] == "sm_90a"
+    told = {**earlier, "is_quick": False}
+    assert gpu_check.done_well(out, told) == {}
+    assert gpu_check.done_well(tmp_path / "none.json", earlier) == {}
+
+
+@pytest.mark.emulator
+def test_the_hardwares_tests_run_on_an_emulated_device() -> None:
+    section = gpu_check.find("tests test_device_on_hardware")
+    outcome = gpu_check.run_apart(section, Options(DEVICE, True), 500.0)
+    assert (outcome["status"], outcome.get("output")) == ("ok", None)
+    assert "passed" in outcome["result"]["summary"]
+    assert "deselected" in outcome["result"]["summary"]  # the first case of each
+
+
+def test_kernels_that_do_not_compile_fail_the_build() -> None:
+    with pytest.raises(AssertionError, match="workers failed"):
+        build("sm_1", is_ptx=True, is_quick=True, report=lambda _: None)
 
 
 @pytest.mark.emulator
