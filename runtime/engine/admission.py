@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.config import check_seconds
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams, check_token_ids, is_integer
@@ -27,8 +28,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         raise RequestError("request_id must be a string, not empty", param="request_id")
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
-    if not is_integer(request.priority):
-        raise RequestError(f"priority must be an integer, got {request.priority!r:.80}", param="priority")
+    _check_scheduling(request, info.scheduling_policy)
     prompt_ids = as_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
     room = info.max_model_len - len(prompt_ids)
     if room < 1:
@@ -48,9 +48,28 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         params,
         eos_token_ids=request.eos_token_ids,
         priority=request.priority,
+        cache_salt=request.cache_salt,
+        ttft_target_s=request.ttft_target_s,
+        tpot_target_s=request.tpot_target_s,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         arrival_s=request.arrival_time_s or time.monotonic(),
     )
+
+
+def _check_scheduling(request: EngineRequest, policy: str) -> None:
+    """Refuse a wrong field, and one that the engine's policy would ignore."""
+    if not is_integer(request.priority):
+        raise RequestError(f"priority must be an integer, got {request.priority!r:.80}", param="priority")
+    if request.priority != 0 and policy != "priority":
+        raise RequestError(f"the {policy} policy takes no priority, got {request.priority}", param="priority")
+    for name in ("ttft_target_s", "tpot_target_s"):
+        target = getattr(request, name)
+        if target is not None:
+            check_seconds(name, target)
+            if policy != "deadline":
+                raise RequestError(f"the {policy} policy takes no {name}, got {target}", param=name)
+    if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
+        raise RequestError("cache_salt must be a string, not empty", param="cache_salt")
 
 
 def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:

@@ -271,7 +271,7 @@ class BlockPool:
 
     def _record_block(self, parent: CachedBlock, tokens: bytes, block_id: int) -> CachedBlock | None:
         node = self._cache.add(parent, tokens)
-        if node is None or node.block_id == block_id:
+        if node is None or node.block_id == block_id or self._nodes[block_id] is node:
             return node
         assert self._nodes[block_id] is None, f"block {block_id} was recorded with another content"
         self._nodes[block_id] = node

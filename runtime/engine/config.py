@@ -6,15 +6,69 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import is_integer
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
+
+POLICIES = ("fcfs", "priority", "deadline")
+BATCHING = ("stall-free", "prefill-first", "orca", "static")
+PREEMPTIONS = ("auto", "recompute", "swap")
+VICTIMS = ("latest", "least-recently-used", "shortest-remaining")
+
+Policy = Literal["fcfs", "priority", "deadline"]
+Batching = Literal["stall-free", "prefill-first", "orca", "static"]
+Preemption = Literal["auto", "recompute", "swap"]
+Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
+Overlap = Literal["auto", "on", "off"]
+
+
+class EngineSettings(TypedDict, total=False):
+    """``EngineConfig``'s fields, as keyword arguments of whatever builds an engine; the defaults are there."""
+
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    max_waiting: int
+    seed: int | None
+    scheduling_policy: Policy
+    batching: Batching
+    prefill_chunk: int | None
+    prefill_chunk_stages: tuple[int, int, int, int] | None
+    enable_prefix_caching: bool
+    preemption: Preemption
+    victim: Victim
+    swap_space_bytes: int
+    ageing_s: float
+    ttft_target_s: float
+    tpot_target_s: float
+    exact: bool
+    overlap: Overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """The part of ``EngineConfig`` that the scheduler reads; see there."""
+
+    policy: Policy = "priority"
+    batching: Batching = "stall-free"
+    prefill_chunk: int | None = None
+    prefill_chunk_stages: tuple[int, int, int, int] | None = None
+    preemption: Preemption = "auto"
+    victim: Victim = "latest"
+    ageing_s: float = 10.0
+    ttft_target_s: float = 1.0
+    tpot_target_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +83,22 @@ class EngineConfig:
     num_blocks, kv_cache_bytes  size of the KV cache, one of the two
     max_waiting             most requests in the waiting queue
     seed                    of the generator that draws seeds for requests without one; None: from the OS
+    scheduling_policy       "priority" (and arrival; the default), "fcfs", "deadline" (least slack first)
+    batching                "stall-free" (decodes, then chunks of prompts; the default), and for comparison
+                            "prefill-first", "orca", "static", which compute prompts whole
+    prefill_chunk           most tokens of one prompt in one step; None: what the budget leaves
+    prefill_chunk_stages    (high, low, stages, over_tokens): chunks that shrink in stages from high to low over the
+                            first tokens of a prompt, in multiples of 32
+    enable_prefix_caching   share the blocks of equal beginnings
+    preemption              how a victim's content comes back: "recompute", "swap", or "auto": the cheaper by
+                            measurement; without room in the swap space it is computed again
+    victim                  whose blocks are taken: "latest" (the least urgent), "least-recently-used",
+                            "shortest-remaining"
+    swap_space_bytes        host memory for swapped sequences and for prefixes that the device had no room for
+    ageing_s                seconds of waiting that one unit of priority is worth
+    ttft_target_s, tpot_target_s  when tokens are due under "deadline", for requests that do not say
+    exact                   the same tokens and log probabilities in any batch
+    overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
     """
 
     max_model_len: int | None = None
@@ -39,23 +109,85 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     max_waiting: int = 1024
     seed: int | None = None
+    scheduling_policy: Policy = "priority"
+    batching: Batching = "stall-free"
+    prefill_chunk: int | None = None
+    prefill_chunk_stages: tuple[int, int, int, int] | None = None
+    enable_prefix_caching: bool = True
+    preemption: Preemption = "auto"
+    victim: Victim = "latest"
+    swap_space_bytes: int = 0
+    ageing_s: float = 10.0
+    ttft_target_s: float = 1.0
+    tpot_target_s: float = 0.1
+    exact: bool = False
+    overlap: Overlap = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_blocks", "kv_cache_bytes"):
+        for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.seed is not None and not is_integer(self.seed):
             raise RequestError(f"seed must be an integer or None, got {self.seed!r}", param="seed")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise RequestError("give num_blocks or kv_cache_bytes, not both", param="num_blocks")
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        _one_of("batching", self.batching, BATCHING)
+        _one_of("preemption", self.preemption, PREEMPTIONS)
+        _one_of("victim", self.victim, VICTIMS)
+        _one_of("overlap", self.overlap, ("auto", "on", "off"))
+        for name in ("enable_prefix_caching", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+        for name in ("ageing_s", "ttft_target_s", "tpot_target_s"):
+            check_seconds(name, getattr(self, name))
+        if not is_integer(self.swap_space_bytes) or self.swap_space_bytes < 0:
+            raise RequestError(
+                f"swap_space_bytes must be an integer, at least 0, got {self.swap_space_bytes!r}",
+                param="swap_space_bytes",
+            )
+        if self.preemption == "swap" and self.swap_space_bytes == 0:
+            raise RequestError("preemption='swap' needs swap_space_bytes", param="swap_space_bytes")
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        given = [name for name in ("prefill_chunk", "prefill_chunk_stages") if getattr(self, name) is not None]
+        if len(given) == 2:
+            raise RequestError("give prefill_chunk or prefill_chunk_stages, not both", param="prefill_chunk")
+        if given and self.batching != "stall-free":
+            raise RequestError(
+                f"{given[0]} cuts prompts, which batching={self.batching!r} computes whole", param=given[0]
+            )
+        stages = self.prefill_chunk_stages
+        if stages is None:
+            return
+        if not isinstance(stages, tuple) or len(stages) != 4:
+            raise RequestError(
+                f"prefill_chunk_stages must be (high, low, stages, over_tokens), got {stages!r}",
+                param="prefill_chunk_stages",
+            )
+        for value in stages:
+            _positive("prefill_chunk_stages", value)
+        high, low, _, _ = stages
+        if high % 32 or low % 32 or low > high:
+            raise RequestError(
+                f"prefill_chunk_stages: high={high} and low={low} must be multiples of 32, low not above high",
+                param="prefill_chunk_stages",
+            )
+
+    @property
+    def scheduling(self) -> SchedulingConfig:
+        values: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(SchedulingConfig)}
+        return SchedulingConfig(**{**values, "policy": self.scheduling_policy})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
-    every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``."""
+    every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
+    ``num_host_blocks`` is the swap space in blocks."""
 
     max_model_len: int
     max_num_seqs: int
@@ -63,6 +195,11 @@ class EngineLimits:
     block_size: int
     num_blocks: int
     max_waiting: int
+    scheduling: SchedulingConfig = SchedulingConfig()
+    enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    exact: bool = False
+    overlap: Overlap = "auto"
 
 
 def resolve(
@@ -116,6 +253,11 @@ def resolve(
         block_size=block_size,
         num_blocks=num_blocks,
         max_waiting=config.max_waiting,
+        scheduling=config.scheduling,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=config.swap_space_bytes // bytes_per_block,
+        exact=config.exact,
+        overlap=config.overlap,
     )
 
 
@@ -133,6 +275,17 @@ def available_memory_bytes() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ``RequestError`` unless this is a positive, finite number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
+        raise RequestError(f"{name} must be a positive number of seconds, got {value!r:.80}", param=name)
+
+
+def _one_of(name: str, value: object, values: tuple[str, ...]) -> None:
+    if value not in values:
+        raise RequestError(f"{name} must be one of {', '.join(values)}, got {value!r:.80}", param=name)
 
 
 def _positive(name: str, value: object) -> None:

@@ -20,11 +20,14 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from runtime.engine.runner import Drawn, Model, Runner
-from runtime.engine.scheduler import Chunk, Scheduler
+from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Request, Sequence, State
-from runtime.kv_cache import KVCache
+from runtime.engine.step import Chunk
+from runtime.kv_cache import HostPages, KVCache
+from runtime.kv_transfer import KVTransfer
 
 logger = logging.getLogger("xserv.engine")
 
@@ -52,7 +55,14 @@ class Engine:
     ) -> None:
         self.info = info
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        num_slots = limits.num_host_blocks
+        self.pool = BlockPool(
+            limits.num_blocks,
+            limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            host_pool=HostPool(num_slots) if num_slots else None,
+        )
+        self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         self.scheduler = Scheduler(limits, self.pool)
         self.runner = Runner(model, kv_cache, limits, info.vocab_size)
         self.requests: dict[str, Request] = {}
@@ -117,18 +127,22 @@ class Engine:
 
         When the model fails, the requests of this batch end with "error" and all others go on.
         """
-        chunks = self.scheduler.schedule()
-        outputs = self._load_rows(chunks)
-        chunks = [chunk for chunk in chunks if not chunk.sequence.is_finished]
-        if chunks:
+        step = self.scheduler.schedule()
+        outputs = self._load_rows(step.chunks)
+        step.drop_finished()
+        if step.has_work:
             try:
-                drawn = self.runner.start(self.runner.prepare(chunks)).result()
+                self.transfer.run(step.swap_out, step.swap_in, step.copies)
+                drawn = self.runner.start(self.runner.prepare(step.chunks)).result() if step.chunks else None
             except Exception:
-                logger.exception("a step of %d sequences failed", len(chunks))
-                for chunk in chunks:
+                logger.exception("a step of %d sequences failed", len(step.chunks))
+                self.scheduler.abandon(step)
+                for chunk in step.chunks:
                     outputs += self._end(chunk.sequence.request, "error", "the model failed in this step")
             else:
-                outputs += self._commit(chunks, drawn)
+                self.scheduler.commit(step)
+                if drawn is not None:
+                    outputs += self._commit(drawn)
         self._counters.steps += 1
         self._last_step_s = time.monotonic()
         return outputs
@@ -193,12 +207,10 @@ class Engine:
                 outputs += self._end(sequence.request, "error", "the request could not be started")
         return outputs
 
-    def _commit(self, chunks: list[Chunk], drawn: Drawn) -> list[EngineOutput]:
-        """Record what was computed and hand out the drawn tokens."""
+    def _commit(self, drawn: Drawn) -> list[EngineOutput]:
+        """Append and hand out the drawn tokens."""
         outputs: list[EngineOutput] = []
         now = time.monotonic()
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.num_tokens
         for request, entries in drawn.prompt_logprobs:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries

@@ -4,6 +4,7 @@ XservError
 ├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`,
 `.code`
 │   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
+├── InvariantError          the scheduler's bookkeeping is broken: a bug
 ├── QueueFullError          the waiting queue is full: `.retry_after_s`
 └── EngineDeadError         the engine was closed, or its loop has died
 """
@@ -38,6 +39,10 @@ class ContextLengthExceededError(RequestError):
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
+
+
+class InvariantError(XservError):
+    """The scheduler's bookkeeping contradicts itself; going on could show one request another's tokens."""
 
 
 class QueueFullError(XservError):

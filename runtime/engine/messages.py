@@ -23,6 +23,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids     ids that end a choice unless ``params.ignore_eos``; the sender takes them from
                       ``EngineInfo.eos_token_ids``
     priority          smaller is admitted first; equal ones in the order of arrival
+    cache_salt        the request shares cached prefixes only with those of the same salt
+    ttft_target_s, tpot_target_s  when its first token is due, and each following one, under the deadline policy;
+                      None: as configured
     arrival_time_s    when the user's request came in; 0.0: the time of submission
     """
 
@@ -31,6 +34,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    cache_salt: str | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     arrival_time_s: float = 0.0
 
 
@@ -111,6 +117,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_len   most tokens of prompt and output together
     vocab_size      ids in [0, vocab_size)
     eos_token_ids   of the generation config, else of the config
+    scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
     kv_cache_bytes, weight_bytes  device memory held by each
     """
 
@@ -129,3 +136,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     kv_cache_bytes: int
     weight_bytes: int
+    scheduling_policy: str = "priority"

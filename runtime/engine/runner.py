@@ -26,8 +26,8 @@ from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampler import Sampler, sample, token_logprobs
-from runtime.engine.scheduler import Chunk
 from runtime.engine.sequence import Request, Sequence
+from runtime.engine.step import Chunk
 from runtime.kv_cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor import Tensor

@@ -1,196 +1,307 @@
 """Who computes which tokens in the next step: pure bookkeeping over token counts and blocks.
 
-Both queues are kept in the order priority, arrival, choice index. One step takes, within
-``max_num_batched_tokens``: every running decode; then chunks of the prompts that are running; then waiting
-sequences as long as there are rows and blocks for them. A sequence gets the blocks of all its known tokens
-when it starts to run, and one more whenever its output fills the last. When a block is missing, the latest
-running sequence gives up all of its own and waits again (it will recompute, keeping its output): the first in
-order is never a victim and one request always fits the pool, so there is always progress.
+    step = scheduler.schedule()   # may be called while the step before it runs, never further ahead
+    scheduler.extend(step)        # only if time has passed: leaves out who has ended, lets in who has arrived
+    ...                           # the engine executes the step
+    scheduler.commit(step)        # or abandon(step); then the drawn tokens are appended
 
-It knows no tensors and no model, only ``num_tokens``, ``num_computed`` and ``block_ids`` of sequences.
+Both queues are kept in the order that the policy gives. A sequence gets the blocks of all its known tokens when it
+starts to run, and one more whenever its output fills the last. When one is missing, a running sequence gives up its own
+and waits again: the first in order is never the victim, and one request always fits the pool, so there is always
+progress. The parts that can be chosen live in modules of their own: ``policy`` (the order), ``batching`` (how decodes
+and prompts share steps), ``chunking`` (how prompts are cut), ``preemption`` (the victim, and how its content comes
+back), ``reuse`` (what need not be computed at all).
+
+It knows no tensors, no model and no clock.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import replace
 
+from runtime.engine.batching import BATCHING_STYLES
 from runtime.engine.block_pool import BlockPool
+from runtime.engine.chunking import chunking_of
 from runtime.engine.config import EngineLimits
+from runtime.engine.invariants import check_scheduler, check_step
+from runtime.engine.policy import Order, policy_of
+from runtime.engine.preemption import VICTIM_RULES, CostModel
+from runtime.engine.reuse import reusable
 from runtime.engine.sequence import Sequence, State
-
-
-@dataclass(slots=True)
-class Chunk:
-    """The tokens ``start : start + num_tokens`` of a sequence, to be computed in this step.
-
-    is_first  the sequence was given its row in this step
-    is_last   the chunk ends at the last known token, so the step draws a new one
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    is_first: bool
-    is_last: bool
+from runtime.engine.step import PreemptionWay, Step
 
 
 class Scheduler:
-    """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's
-    loop."""
+    """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's loop.
+
+    open_steps  planned and neither committed nor abandoned, at most two
+    costs       what steps and transfers take, as far as ``observe`` was told
+    """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+        config = limits.scheduling
         self.limits = limits
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.open_steps: list[Step] = []
+        self.num_steps = 0
         self.num_preemptions = 0
-        self._free_rows = list(
-            range(limits.max_num_seqs)
-        )  # a heap: the lowest row first keeps the rows dense
+        self.num_swaps = 0
+        self.costs = CostModel()
+        self.policy = policy_of(config, self.costs.compute_s)
+        self._batching = BATCHING_STYLES[config.batching]()
+        self._chunking = chunking_of(config, limits.max_num_batched_tokens)
+        self._victim_of = VICTIM_RULES[config.victim]
+        self._preemption = config.preemption
+        self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
+        self._refused: tuple[Sequence, int] | None = None  # the head of the queue, and how many free blocks it lacked
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence in the waiting queue."""
+        """Put a sequence in the waiting queue."""
         sequence.state = State.WAITING
+        sequence.order = self.policy.order(sequence)
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks and its row."""
+        """Take a sequence out, wherever it is, and free its blocks, its row and its host slots. What a planned step
+        would still move for it is left out; its chunk is the engine's to drop (or ``extend``'s)."""
+        for step in self.open_steps:
+            step.drop_transfers(sequence.block_ids, sequence.host_slots)
         if sequence.state is State.WAITING:
             _remove(self.waiting, sequence)
+            if sequence.host_slots:
+                assert self.pool.host_pool is not None
+                self.pool.host_pool.give(sequence.host_slots)
+                sequence.host_slots = []
         elif sequence.state is State.RUNNING:
             _remove(self.running, sequence)
             self._release(sequence)
         sequence.state = State.FINISHED
 
-    def schedule(self) -> list[Chunk]:
-        """Choose the chunks of the next step and reserve their blocks. Empty only when there is no work."""
-        chunks: list[Chunk] = []
-        budget = self.limits.max_num_batched_tokens
-        had_preemption = False
-        prefilling: list[Sequence] = []
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            position += 1
-            if sequence.num_tokens - sequence.num_computed > 1:
-                prefilling.append(sequence)
-                continue
-            if not self._has_block_for_next(sequence):
-                had_preemption |= self._make_room(sequence)
-                if sequence.state is not State.RUNNING:
-                    break  # it was itself the latest
-                sequence.block_ids += self.pool.allocate(1)
-            chunks.append(Chunk(sequence, sequence.num_computed, 1, False, True))
-            budget -= 1
-        for sequence in prefilling:
-            if sequence.state is State.RUNNING and budget > 0:
-                budget -= self._append_chunk(chunks, sequence, budget, is_first=False)
-        while self.waiting and budget > 0 and not had_preemption and self._start(self.waiting[0]):
-            sequence = self.waiting.pop(0)
-            insort(self.running, sequence, key=_order)
-            budget -= self._append_chunk(chunks, sequence, budget, is_first=True)
-        return chunks
+    def schedule(self) -> Step:
+        """Plan the next step: choose its chunks, reserve their blocks, count them as computed.
+
+        It is without chunks only when there is no work, or when all running sequences wait for the end of the step
+        before. Raises ``InvariantError`` when the bookkeeping is broken.
+        """
+        assert len(self.open_steps) < 2, "a third step is planned before the first was committed"
+        step = Step(self.num_steps, self.limits.max_num_batched_tokens)
+        self.num_steps += 1
+        self._batching.fill(self, step)
+        self._close(step)
+        return step
+
+    def extend(self, step: Step) -> None:
+        """Bring a planned step up to date that has not begun, after the one before was committed: leave out the
+        sequences that have ended since, and let waiting ones in as far as the budget allows."""
+        step.drop_finished()
+        self._batching.extend(self, step)
+        self._close(step)
+
+    def commit(self, step: Step) -> None:
+        """The step has run: its tokens lie in their blocks, full blocks can be found from now on. To be called before
+        any of its sequences is finished."""
+        pool = self.pool
+        block_size = self.limits.block_size
+        records = pool.enable_prefix_caching
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.state is State.RUNNING:  # else preempted since: these blocks are no longer its own
+                end = sequence.num_committed = chunk.start + chunk.num_tokens
+                if records and end // block_size > sequence.chain.num_blocks:
+                    pool.record(sequence.chain, sequence.block_ids, end, sequence)
+        self._settle(step)
+
+    def abandon(self, step: Step) -> None:
+        """The step has failed: nothing it computed counts. Its sequences are the engine's to finish."""
+        self._settle(step)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took this long."""
+        self.costs.observe_step(num_tokens, seconds)
+
+    def observe_transfer(self, num_blocks: int, seconds: float) -> None:
+        """Moving so many blocks between device and host took this long."""
+        self.costs.observe_transfer(num_blocks, seconds)
 
     def check_invariants(self) -> None:
-        """Assert what must hold between two steps. For tests: O(blocks + sequences)."""
-        for queue in (self.waiting, self.running):
-            orders = [sequence.order for sequence in queue]
-            assert orders == sorted(set(orders)), "a queue is out of order or has a sequence twice"
-        rows = [sequence.row for sequence in self.running if sequence.row is not None]
-        assert len(rows) == len(self.running), "a running sequence has no row"
-        assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), (
-            "rows are lost or doubled"
-        )
-        for sequence in self.waiting:
-            assert sequence.state is State.WAITING
-            assert sequence.row is None, "a waiting sequence has a row"
-            assert not sequence.block_ids, "a waiting sequence holds blocks"
-            assert sequence.num_computed == 0, "a waiting sequence counts computed tokens"
-        for sequence in self.running:
-            assert sequence.state is State.RUNNING
-            capacity = len(sequence.block_ids) * self.limits.block_size
-            assert sequence.num_computed <= capacity, "computed tokens lie outside the sequence's blocks"
-            assert sequence.num_computed < sequence.num_tokens, "a running sequence has nothing to compute"
-        self.pool.check_invariants(sequence.block_ids for sequence in self.running)
-        self._check_slots()
+        """Assert what must hold between two calls. For tests: O(blocks + sequences)."""
+        check_scheduler(self)
 
-    def _check_slots(self) -> None:
-        """Assert that blocks which more than one sequence holds are full, and of the same request's
-        prompt."""
-        owners: dict[int, tuple[int, int, int | None]] = {}
+    def decode(self, step: Step) -> None:
+        """Add every running sequence that lacks nothing but its last token, as far as the budget goes."""
+        block_size = self.limits.block_size
+        decodes: list[Sequence] = []
+        wanting: list[Sequence] = []  # those whose next token has no slot
         for sequence in self.running:
-            num_shareable = (sequence.num_prompt_tokens - 1) // self.limits.block_size
-            for place, block_id in enumerate(sequence.block_ids):
-                owner = (sequence.request.number, place, None if place < num_shareable else sequence.row)
-                assert owners.setdefault(block_id, owner) == owner, f"block {block_id} serves two places"
+            end = sequence.num_tokens + sequence.num_pending
+            if end - sequence.num_computed != 1 or sequence.is_drawing_last:
+                continue
+            decodes.append(sequence)
+            if end > len(sequence.block_ids) * block_size:
+                wanting.append(sequence)
+        if wanting:
+            self._add_blocks(wanting, step)
+        for sequence in decodes:
+            if step.num_tokens >= step.max_tokens:
+                break
+            if sequence.state is State.RUNNING and sequence.num_computed < len(sequence.block_ids) * block_size:
+                step.add(sequence, 1, is_first=False)
 
-    def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int, *, is_first: bool) -> int:
+    def prefill(self, step: Step) -> None:
+        """Add chunks of the running sequences whose tokens are not all computed."""
+        for sequence in self.running:
+            if sequence.num_tokens - sequence.num_computed > 1:
+                count = self._chunk_size(sequence, step)
+                if count > 0:
+                    step.add(sequence, count, is_first=False)
+
+    def admit(self, step: Step, most: int | None = None) -> None:
+        """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
+        while self.waiting and most != 0 and not step.preempted and step.budget > 0:
+            sequence = self.waiting[0]
+            if not self._start(sequence, step):
+                return
+            del self.waiting[0]
+            insort(self.running, sequence, key=_order)
+            step.add(sequence, self._chunk_size(sequence, step), is_first=True)
+            most = None if most is None else most - 1
+
+    def _chunk_size(self, sequence: Sequence, step: Step) -> int:
+        """Tokens that this step may compute of the sequence's; 0: none."""
         remaining = sequence.num_tokens - sequence.num_computed
-        count = min(remaining, budget)
-        chunks.append(Chunk(sequence, sequence.num_computed, count, is_first, count == remaining))
-        return count
+        if self._batching.cuts_prompts:
+            return min(remaining, step.budget, self._chunking.most(sequence.num_computed))
+        return remaining if remaining <= step.budget or not step.chunks else 0
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its row and the blocks of all its tokens, if there are enough.
+    def _start(self, sequence: Sequence, step: Step) -> bool:
+        """Give a waiting sequence its row and the blocks of all its tokens, if there are enough and if the step has
+        room for it.
 
-        While others run, one more free block is left for each of them, lest the newcomer be preempted at
-        once.
+        While others run, one more free block is left for each of them, lest the newcomer be preempted at once.
         """
-        if not self._free_rows:
+        pool = self.pool
+        if not self.free_rows:
             return False
-        shared = self._shareable_blocks(sequence)
-        needed = -(-sequence.num_tokens // self.limits.block_size) - len(shared)
-        if needed + len(self.running) > self.pool.num_free:
+        if self._refused is not None and self._refused[0] is sequence and pool.num_free < self._refused[1]:
             return False
-        self.pool.share(shared)
-        sequence.block_ids = shared + self.pool.allocate(needed)
-        sequence.num_computed = len(shared) * self.limits.block_size
-        sequence.row = heapq.heappop(self._free_rows)
+        hit = reusable(sequence, pool)
+        num_free = pool.num_free
+        needed = -(-sequence.num_tokens // self.limits.block_size) - len(hit.block_ids)
+        pool.share(hit.block_ids)
+        if hit.partial is not None:
+            pool.share([hit.partial[0]])
+            if needed + len(self.running) > pool.num_free:  # to keep its source might be what is too much
+                pool.release([hit.partial[0]])
+                hit = replace(hit, partial=None, num_tokens=hit.num_tokens - hit.partial[1])
+        is_too_long = not self._batching.cuts_prompts and sequence.num_tokens - hit.num_tokens > step.budget
+        if needed + len(self.running) > pool.num_free or (is_too_long and step.chunks):
+            if not is_too_long:
+                self._refused = (sequence, needed + len(self.running) + num_free - pool.num_free)
+            if hit.partial is not None:
+                pool.release([hit.partial[0]])
+            pool.release(hit.block_ids)
+            return False
+        if sequence.host_slots:
+            step.returned_slots += sequence.host_slots
+            sequence.host_slots = []
+        elif hit.host_slots:
+            assert pool.host_pool is not None
+            pool.host_pool.hold(hit.host_slots)
+            step.held_slots.append(hit.host_slots)
+        fresh = pool.allocate(needed)
+        step.swap_in += zip(hit.host_slots, fresh)
+        if hit.partial is not None:
+            step.held_blocks.append(hit.partial[0])
+            step.copies.append((hit.partial[0], fresh[0]))
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = hit.num_tokens
+            pool.count_query(sequence.num_tokens, hit.num_tokens)
+        sequence.block_ids = hit.block_ids + fresh
+        sequence.num_computed = hit.num_tokens
+        sequence.num_committed = len(hit.block_ids) * self.limits.block_size
+        sequence.row = heapq.heappop(self.free_rows)
         sequence.state = State.RUNNING
         return True
 
-    def _shareable_blocks(self, sequence: Sequence) -> list[int]:
-        """Full prompt blocks that a running choice of the same request has computed; the last prompt token is
-        always left to compute, since its logits are wanted."""
-        if sequence.needs_prompt_logprobs:
-            return []
-        count = (sequence.num_prompt_tokens - 1) // self.limits.block_size
-        for sibling in sequence.request.sequences:
-            if sibling.state is State.RUNNING and sibling.num_computed >= count * self.limits.block_size:
-                return sibling.block_ids[:count]
-        return []
+    def _add_blocks(self, wanting: list[Sequence], step: Step) -> None:
+        """Give each of these running sequences one more block, in order; preempt others until there are enough. The
+        first in order can be left without one only by what a step under way holds."""
+        while len(wanting) > self.pool.num_free and len(self.running) > 1:
+            victim = self._victim_of(self.running)
+            self._preempt(victim, step)
+            wanting = [sequence for sequence in wanting if sequence is not victim]
+        for sequence in wanting[: self.pool.num_free]:
+            sequence.block_ids += self.pool.allocate(1)
 
-    def _has_block_for_next(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens <= len(sequence.block_ids) * self.limits.block_size
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        """Take a running sequence's blocks and row, and let it wait."""
+        way: PreemptionWay = "recompute"
+        num_computed = sequence.num_computed
+        num_blocks = -(-num_computed // self.limits.block_size)
+        slots = self._slots_for(sequence, num_blocks)
+        if slots is not None:
+            way = "swap"
+            step.swap_out += zip(sequence.block_ids, slots)
+            sequence.host_slots = slots
+            self.num_swaps += 1
+        _remove(self.running, sequence)
+        self._release(sequence)
+        sequence.num_computed = num_computed if slots is not None else 0
+        self.add(sequence)
+        step.preempted.append((sequence, way))
+        self.num_preemptions += 1
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt the latest running sequences until a block is free, or until ``sequence`` itself was the
-        latest. Returns whether any was preempted."""
-        had_preemption = False
-        while self.pool.num_free == 0 and sequence.state is State.RUNNING:
-            victim = self.running.pop()
-            self._release(victim)
-            self.add(victim)
-            self.num_preemptions += 1
-            had_preemption = True
-        return had_preemption
+    def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
+        """Host slots for a victim's blocks; None: it shall be computed again."""
+        host_pool = self.pool.host_pool
+        if host_pool is None or self._preemption == "recompute" or sequence.is_drawing_last or num_blocks == 0:
+            return None
+        if self._preemption == "auto" and not self.costs.prefers_swap(sequence.num_computed, num_blocks):
+            return None
+        return host_pool.take(num_blocks)
 
     def _release(self, sequence: Sequence) -> None:
+        """Free a running sequence's blocks, which stay findable as far as they were committed, and its row."""
         assert sequence.row is not None
+        self.pool.record(sequence.chain, sequence.block_ids, sequence.num_committed, sequence, is_final=True)
         self.pool.release(sequence.block_ids)
-        heapq.heappush(self._free_rows, sequence.row)
+        sequence.chain.reset()
+        heapq.heappush(self.free_rows, sequence.row)
         sequence.block_ids = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_committed = 0
         sequence.row = None
+        self._refused = None
+
+    def _close(self, step: Step) -> None:
+        """The last touches of a plan."""
+        if self.pool.offloads:
+            step.swap_out += self.pool.offloads
+            self.pool.offloads.clear()
+        if step.has_work and step not in self.open_steps:
+            self.open_steps.append(step)
+        check_step(self, step)
+
+    def _settle(self, step: Step) -> None:
+        """Free what was held for the time of the step."""
+        self.open_steps = [each for each in self.open_steps if each is not step]
+        self.pool.release(step.held_blocks)
+        host_pool = self.pool.host_pool
+        if host_pool is not None:
+            for slots in step.held_slots:
+                host_pool.release(slots)
+            host_pool.give(step.returned_slots)
+        step.held_blocks, step.held_slots, step.returned_slots = [], [], []
 
 
-def _order(sequence: Sequence) -> tuple[int, int, int]:
+def _order(sequence: Sequence) -> Order:
     return sequence.order
 
 

@@ -11,6 +11,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.block_pool import Chain
 from runtime.engine.messages import RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 
@@ -35,11 +36,14 @@ class Request:
     seed            the request's seed, or one drawn at admission
     max_tokens      output tokens of each choice, at least 1, already cut to the context's end
     stop_ids        ids that end a choice, mapped to its ``stop_reason`` (None for EOS)
+    cache_salt      whose prefixes it may share; None: those of all requests without a salt
+    ttft_target_s, tpot_target_s  for the deadline policy; None: as configured
     prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
     """
 
     __slots__ = (
         "arrival_s",
+        "cache_salt",
         "eos_token_ids",
         "max_tokens",
         "number",
@@ -51,6 +55,8 @@ class Request:
         "seed",
         "sequences",
         "stop_ids",
+        "tpot_target_s",
+        "ttft_target_s",
         "was_scheduled",
     )
 
@@ -62,6 +68,9 @@ class Request:
         *,
         eos_token_ids: tuple[int, ...] = (),
         priority: int = 0,
+        cache_salt: str | None = None,
+        ttft_target_s: float | None = None,
+        tpot_target_s: float | None = None,
         max_tokens: int,
         arrival_s: float,
     ) -> None:
@@ -70,6 +79,9 @@ class Request:
         self.params = params
         self.eos_token_ids = eos_token_ids
         self.priority = priority
+        self.cache_salt = cache_salt
+        self.ttft_target_s = ttft_target_s
+        self.tpot_target_s = tpot_target_s
         self.max_tokens = max_tokens
         self.arrival_s = arrival_s
         self.stop_ids: dict[int, int | None] = {i: i for i in params.stop_token_ids or ()}
@@ -95,21 +107,35 @@ class Request:
 class Sequence:
     """One choice of a request.
 
-    order         its place in every queue: priority, arrival, choice index
-    num_computed  tokens whose keys and values lie in ``block_ids``
-    row           its row in the runner's arrays while it runs, unique among the running; else None
+    order          its place in every queue; the scheduler's policy gives it
+    num_tokens     known tokens, prompt and output
+    num_pending    tokens that planned steps will draw: 0, 1, or 2 while a step runs and the next is planned
+    num_computed   tokens whose keys and values lie in ``block_ids`` (in ``host_slots`` while it is swapped out) when
+                   the planned steps have run
+    num_committed  of those, the ones in ``block_ids`` whose step has run
+    host_slots     where its blocks lie while it is swapped out
+    chain          how far its blocks are recorded in the prefix cache
+    row            its row in the runner's arrays while it runs, unique among the running; else None
+    last_step      number of the last step that had a chunk of it; -1: none
+    num_cached_tokens  tokens that were found when it first started; None before that
     """
 
     __slots__ = (
         "_output_buffer",
         "block_ids",
+        "chain",
         "first_scheduled_s",
         "first_token_s",
+        "host_slots",
         "index",
+        "last_step",
         "last_token_id",
         "last_token_s",
+        "num_cached_tokens",
+        "num_committed",
         "num_computed",
         "num_output_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "num_tokens",
         "order",
@@ -121,13 +147,19 @@ class Sequence:
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
-        self.order = (request.priority, request.number, index)
+        self.order: tuple[float, int, int] = (0.0, request.number, index)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_output_tokens = 0
         self.num_tokens = self.num_prompt_tokens
+        self.num_pending = 0
         self.num_computed = 0
+        self.num_committed = 0
+        self.num_cached_tokens: int | None = None
+        self.last_step = -1
         self.last_token_id = int(request.prompt_ids[-1])
         self.block_ids: list[int] = []
+        self.host_slots: list[int] = []
+        self.chain = Chain(request.cache_salt)
         self.row: int | None = None
         self.state = State.HELD
         self.first_scheduled_s: float | None = None
@@ -146,13 +178,18 @@ class Sequence:
         return self.state is State.FINISHED
 
     @property
+    def is_drawing_last(self) -> bool:
+        """Whether the planned steps draw the last token that it may have: it only waits for them."""
+        return self.num_output_tokens + self.num_pending >= self.request.max_tokens
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether this sequence's pass over the prompt has to give log probabilities."""
         logprobs = self.request.prompt_logprobs
         return self.index == 0 and logprobs is not None and len(logprobs) < self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
-        """Add a sampled token; its keys and values are computed by the next step."""
+        """Add the token that a step has drawn; its keys and values are computed by a later one."""
         count = self.num_output_tokens
         if count == len(self._output_buffer):
             self._output_buffer = np.resize(self._output_buffer, 2 * count)
@@ -160,6 +197,7 @@ class Sequence:
         self.last_token_id = token_id
         self.num_output_tokens = count + 1
         self.num_tokens += 1
+        self.num_pending -= 1
 
     def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
         """Write the tokens ``start : start + len(out)`` of prompt and output into ``out``."""

@@ -11,8 +11,8 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduler import Chunk
 from runtime.engine.sequence import Sequence
+from runtime.engine.step import Chunk
 from tests.runtime.engine.fakes import (
     VOCAB_SIZE,
     Collected,
@@ -252,7 +252,7 @@ def test_choices_share_the_prompt_and_differ() -> None:
     tables = [sequence.block_ids for sequence in engine.requests["x"].sequences]
     assert len({tuple(table[:6]) for table in tables}) == 1, "six full blocks of the prompt are shared"
     assert len({table[6] for table in tables}) == 4
-    assert model.num_computed_tokens == 50 + 1 + 3 * 2
+    assert model.num_computed_tokens == 50 + 1 + 3, "the partial last block was copied"
     run_to_end(engine, results)
     outputs = [results["x"].token_ids(index) for index in range(4)]
     assert len({tuple(tokens) for tokens in outputs}) == 4
@@ -537,6 +537,6 @@ def test_invariant_checks_see_planted_faults() -> None:
 def test_chunk_is_plain_data() -> None:
     engine = make_engine()
     engine.add(EngineRequest(request_id="x", prompt_token_ids=[1, 2], params=SamplingParams()))
-    (chunk,) = engine.scheduler.schedule()
+    (chunk,) = engine.scheduler.schedule().chunks
     assert isinstance(chunk, Chunk)
     assert (chunk.start, chunk.num_tokens, chunk.is_first, chunk.is_last) == (0, 2, True, True)

@@ -96,7 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_one(self) -> None:
         had_work = self.scheduler.has_work
-        chunks = self.scheduler.schedule()
+        step = self.scheduler.schedule()
+        chunks = step.chunks
         assert bool(chunks) == had_work, "work was left undone"
         assert sum(chunk.num_tokens for chunk in chunks) <= self.limits.max_num_batched_tokens
         assert len({chunk.sequence.order for chunk in chunks}) == len(chunks) <= self.limits.max_num_seqs
@@ -105,14 +106,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in chunks:
             sequence = chunk.sequence
             assert sequence.state is State.RUNNING
-            assert chunk.start == sequence.num_computed
             end = chunk.start + chunk.num_tokens
+            assert end == sequence.num_computed
             assert chunk.is_last == (end == sequence.num_tokens)
             assert end <= len(sequence.block_ids) * BLOCK_SIZE, "a token has no slot"
         self.check_writes_are_private(chunks)
+        self.scheduler.commit(step)
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.num_computed += chunk.num_tokens
             if not chunk.is_last:
                 continue
             if sequence.num_output_tokens == 0 and sequence.index == 0:

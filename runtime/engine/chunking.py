@@ -1,0 +1,56 @@
+"""How many tokens of one prompt a step takes at most.
+
+Smaller chunks let the decodes of other sequences go on sooner, larger ones read the weights less often. Sarathi-Serve
+(Agrawal et al., 2024, and its scheduler's dynamic chunking) lets them shrink as a prompt proceeds: attention to a
+longer context makes the later chunks dearer, so equal times need smaller ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from runtime.engine.config import SchedulingConfig
+
+CHUNK_MULTIPLE = 32
+"""Staged chunks are multiples of this, as the tiles of matrix products are."""
+
+
+class Chunking(Protocol):
+    """``most(num_computed)``: tokens of a prompt in one step when so many are computed."""
+
+    def most(self, num_computed: int) -> int: ...
+
+
+class FixedChunks:
+    """The same at any place."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def most(self, num_computed: int) -> int:
+        return self.size
+
+
+class StagedChunks:
+    """``stages`` sizes from ``high`` down to ``low``, evenly spaced and rounded up to multiples of 32; each holds for
+    an equal share of the first ``over_tokens`` tokens, the last for all that follow."""
+
+    def __init__(self, high: int, low: int, stages: int, over_tokens: int) -> None:
+        fall = (high - low) / max(1, stages - 1)
+        self.sizes = [round_up(high - fall * stage) for stage in range(stages)]
+        self.tokens_per_stage = -(-over_tokens // stages)
+
+    def most(self, num_computed: int) -> int:
+        return self.sizes[min(num_computed // self.tokens_per_stage, len(self.sizes) - 1)]
+
+
+def round_up(size: float) -> int:
+    """The smallest multiple of 32 that is not less."""
+    return -int(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int) -> Chunking:
+    """The chunking that the configuration names; without one a step's budget is the only limit."""
+    if config.prefill_chunk_stages is not None:
+        return StagedChunks(*config.prefill_chunk_stages)
+    return FixedChunks(config.prefill_chunk or max_num_batched_tokens)
