@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trace = trace.scaled(rate=options.rate, length=options.length)
     model, config = _step_model(options)
     limits = _limits(options, trace, model, config)
-    start = time.perf_counter()
+    start, start_processor = time.perf_counter(), time.process_time()
     simulation = simulate(trace, limits, model, num_replicas=options.replicas, router=ROUTERS[options.router]())
-    wall_s = time.perf_counter() - start
+    wall_s, processor_s = time.perf_counter() - start, time.process_time() - start_processor
     return {
         "trace": trace.name,
         "replicas": options.replicas,
@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "num_blocks": limits.num_blocks,
         **simulation.report(),
         "wall_s": wall_s,
+        "processor_s": processor_s,
     }
 
 

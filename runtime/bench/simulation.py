@@ -1,9 +1,10 @@
 """The real scheduler in virtual time: requests come from a trace, a step takes what a step-time model says.
 
 A ``Replica`` is what an engine is to its scheduler, without a model: it admits requests between steps, runs what
-``schedule`` chose by moving its clock, appends a token to each sequence whose chunk was its last, and finishes those
-that have all theirs. Which token is drawn plays no part, so it is always the same one; every answer has exactly the
-trace's length. A ``Router`` chooses the replica at a request's arrival.
+``schedule`` chose by moving its clock, commits, appends a token to each sequence whose chunk was its last, and finishes
+those that have all theirs. Which token is drawn plays no part, so it is always the same one; every answer has exactly
+the trace's length. Blocks that move between device and host take their time before the step. A ``Router`` chooses the
+replica at a request's arrival.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of, time_per_output_token_s
+from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
 from runtime.bench.step_model import StepModel, features_of
 from runtime.bench.traces import Trace, numbered
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
+from runtime.engine.host_pool import HostPool
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Request, Sequence
@@ -33,16 +35,21 @@ PERCENTILES = (50.0, 90.0, 99.0)
 class Replica:
     """A scheduler with its blocks and a clock (seconds since the trace's first request)."""
 
-    def __init__(self, limits: EngineLimits, model: StepModel) -> None:
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+    def __init__(self, limits: EngineLimits, model: StepModel, block_transfer_s: float = 0.0) -> None:
+        self.pool = BlockPool(
+            limits.num_blocks,
+            limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            host_pool=HostPool(limits.num_host_blocks) if limits.num_host_blocks else None,
+        )
         self.scheduler = Scheduler(limits, self.pool)
         self.clock_s = 0.0
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_open_tokens = 0
         self.worst_gaps_s: dict[int, float] = {}
-        self._limits = limits
         self._model = model
+        self._block_transfer_s = block_transfer_s
 
     def add(self, request: Request) -> None:
         """Queue a request that arrives now: the step that its arrival fell into has been run."""
@@ -60,18 +67,25 @@ class Replica:
 
     def step(self) -> None:
         """Schedule, let the time pass, commit."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        if not step.has_work:
             raise BenchmarkError(f"the scheduler has work but chose nothing at {self.clock_s:.6f} s: a deadlock")
-        seconds = self._model.seconds(features_of([(chunk.start, chunk.num_tokens) for chunk in chunks]))
+        seconds = 0.0
+        if step.chunks:
+            seconds = self._model.seconds(features_of([(chunk.start, chunk.num_tokens) for chunk in step.chunks]))
+            scheduler.observe(step.num_tokens, seconds)
+        if step.has_transfers:
+            num_blocks = len(step.swap_out) + len(step.swap_in)
+            scheduler.observe_transfer(num_blocks, num_blocks * self._block_transfer_s)
+            seconds += num_blocks * self._block_transfer_s
         self.clock_s = now = self.clock_s + seconds
         self.busy_s += seconds
         self.num_steps += 1
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.num_computed += chunk.num_tokens
+        scheduler.commit(step)
+        for chunk in step.chunks:
             if chunk.is_last:
-                self._append(sequence, now)
+                self._append(chunk.sequence, now)
 
     def _append(self, sequence: Sequence, now: float) -> None:
         before = sequence.last_token_s
@@ -103,7 +117,21 @@ def least_loaded() -> Router:
     return lambda replicas, prompt: min(replicas, key=_load)
 
 
-ROUTERS: dict[str, Callable[[], Router]] = {"round-robin": round_robin, "least-loaded": least_loaded}
+def prefix_aware() -> Router:
+    """The replica with the least to do for it: tokens of open requests, less those of the prompt that it has."""
+
+    def choose(replicas: Sequences[Replica], prompt: NDArray[np.int32]) -> Replica:
+        known = prompt[:-1]  # the last token is computed in any case
+        return min(replicas, key=lambda replica: _load(replica) - replica.pool.find(known, None).num_tokens)
+
+    return choose
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": round_robin,
+    "least-loaded": least_loaded,
+    "prefix-aware": prefix_aware,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +142,45 @@ class Simulation:
     replicas: list[Replica]
     requests: list[Request]
 
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Seconds from each request's arrival to its first token."""
+        return [_time(request.sequences[0].first_token_s) - request.arrival_s for request in self.requests]
+
+    @property
+    def tpots_s(self) -> list[float]:
+        """Seconds per token after the first, of each request that has more than one."""
+        lives = [request.sequences[0] for request in self.requests if request.max_tokens > 1]
+        return [
+            (_time(life.last_token_s) - _time(life.first_token_s)) / (life.num_output_tokens - 1) for life in lives
+        ]
+
     def report(self) -> dict[str, Any]:
         """Seconds, tokens and counts; percentiles over the requests. TPOT and the worst gap are of requests with
-        more than one output token."""
-        lives = [request.sequences[0] for request in self.requests]
-        firsts = np.array([life.first_token_s for life in lives], np.float64)
-        lasts = np.array([life.last_token_s for life in lives], np.float64)
-        arrivals = np.array([request.arrival_s for request in self.requests])
-        counts = [life.num_output_tokens for life in lives]
-        tpots = [time_per_output_token_s(end, first, count) for end, first, count in zip(lasts, firsts, counts)]
+        more than one output token; the hit rate is of prompt tokens."""
         gaps = [gap for replica in self.replicas for gap in replica.worst_gaps_s.values()]
+        arrivals = np.array([request.arrival_s for request in self.requests])
+        lasts = np.array([request.sequences[0].last_token_s for request in self.requests], np.float64)
         duration = float(lasts.max() - arrivals.min())
-        outputs, inputs = sum(counts), sum(request.num_prompt_tokens for request in self.requests)
+        outputs = sum(request.max_tokens for request in self.requests)
+        inputs = sum(request.num_prompt_tokens for request in self.requests)
+        queried, hit = (
+            sum(getattr(replica.pool.counters, name) for replica in self.replicas)
+            for name in ("queried_tokens", "hit_tokens")
+        )
         report: dict[str, Any] = {
-            "num_requests": len(lives),
+            "num_requests": len(self.requests),
             "duration_s": duration,
-            "request_throughput": len(lives) / duration,
+            "request_throughput": len(self.requests) / duration,
             "output_throughput": outputs / duration,
             "total_token_throughput": (outputs + inputs) / duration,
-            "ttft_s": _summary(firsts - arrivals),
-            "tpot_s": _summary([tpot for tpot in tpots if tpot is not None]),
+            "ttft_s": _summary(self.ttfts_s),
+            "tpot_s": _summary(self.tpots_s),
             "latency_s": _summary(lasts - arrivals),
             "worst_gap_s": _summary(gaps),
+            "hit_rate": hit / queried if queried else 0.0,
             "num_preemptions": sum(replica.scheduler.num_preemptions for replica in self.replicas),
+            "num_swaps": sum(replica.scheduler.num_swaps for replica in self.replicas),
             "num_steps": sum(replica.num_steps for replica in self.replicas),
             "busy_share": [replica.busy_s / duration for replica in self.replicas],
         }
@@ -151,14 +195,20 @@ def simulate(
     *,
     num_replicas: int = 1,
     router: Router | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    block_transfer_s: float = 0.0,
 ) -> Simulation:
-    """Run the whole trace. Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``."""
+    """Run the whole trace.
+
+    router            None: round robin
+    block_transfer_s  of one block between device and host
+
+    Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``.
+    """
     if num_replicas < 1:
         raise BenchmarkError(f"{num_replicas} replicas: at least 1 is needed")
     if trace.longest > limits.max_model_len:
         raise BenchmarkError(f"a request of {trace.longest} tokens exceeds max_model_len={limits.max_model_len}")
-    replicas = [Replica(limits, model) for _ in range(num_replicas)]
+    replicas = [Replica(limits, model, block_transfer_s) for _ in range(num_replicas)]
     choose = router or round_robin()
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):
@@ -174,14 +224,17 @@ def simulate(
         request.number = index
         choose(replicas, request.prompt_ids).add(request)
         requests.append(request)
-        if on_progress is not None:
-            on_progress(index)
     for replica in replicas:
         replica.advance(float("inf"))
     return Simulation(trace, replicas, requests)
 
 
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def _time(seconds: float | None) -> float:
+    assert seconds is not None, "a request has not ended"
+    return seconds
 
 
 def _load(replica: Replica) -> int:
