@@ -1,8 +1,12 @@
-"""The engine's plain loop: schedule → run → commit.
+"""The engine's loop: schedule → run → commit, one step after another or the next one planned while one runs.
 
-It works in token ids alone; text, stop strings and parsers are the client's side (``runtime.text``). One
-thread owns an ``Engine``; others reach it through ``runtime.engine.client``. Only ``prepare`` and ``stats``
-may be called from anywhere.
+The plain loop is the oracle of the overlapped one. Both give the same outputs: what depends on the tokens of the step
+before (the last token ids, penalties, who has ended) is filled in when that step is over, between its commit and the
+next one's start; everything else of the next step was done while it ran.
+
+It works in token ids alone; text, stop strings and parsers are the client's side (``runtime.text``). One thread owns
+an ``Engine``; others reach it through ``runtime.engine.client``. From anywhere they may call ``prepare`` and ``stats``,
+and read ``timeline``.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +29,18 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
-from runtime.engine.runner import Drawn, Model, Runner
+from runtime.engine.runner import Computation, Drawn, Model, Prepared, Runner
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Request, Sequence, State
-from runtime.engine.step import Chunk
+from runtime.engine.step import Step
+from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 from runtime.kv_cache import HostPages, KVCache
 from runtime.kv_transfer import KVTransfer
 
 logger = logging.getLogger("xserv.engine")
+
+Poll = Callable[[], list[EngineOutput]]
+"""Asks for what has come in (``admit``, ``cancel``); the outputs of cancelled requests."""
 
 
 @dataclass(slots=True)
@@ -39,15 +50,31 @@ class _Counters:
     generation_tokens: int = 0
     requests: int = 0
     errors: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A planned step; ``computation`` once it runs, unless it only moves blocks."""
+
+    step: Step
+    prepared: Prepared | None
+    record: StepRecord
+    started_s: float = 0.0
+    computation: Computation | None = None
 
 
 class Engine:
     """A model, its KV cache, its scheduler.
 
-    info    what clients are told
-    model   floor 5's model, or anything with the same four members
-    limits  as ``runtime.engine.config.resolve`` gives them
-    seed    of the generator that draws seeds for requests without one; None: from the OS
+    info      what clients are told
+    model     floor 5's model, or anything with the same four members
+    limits    as ``runtime.engine.config.resolve`` gives them
+    seed      of the generator that draws seeds for requests without one; None: from the OS
+    timeline  a record of each of the latest steps
+
+    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
     """
 
     def __init__(
@@ -56,24 +83,29 @@ class Engine:
         self.info = info
         self.limits = limits
         num_slots = limits.num_host_blocks
+        self.host_pool = HostPool(num_slots) if num_slots else None
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
             enable_prefix_caching=limits.enable_prefix_caching,
-            host_pool=HostPool(num_slots) if num_slots else None,
+            host_pool=self.host_pool,
         )
         self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         self.scheduler = Scheduler(limits, self.pool)
-        self.runner = Runner(model, kv_cache, limits, info.vocab_size)
+        self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and model.device.kind != "cpu")
+        self.runner = Runner(model, kv_cache, limits, info.vocab_size, overlaps=self.overlaps)
         self.requests: dict[str, Request] = {}
         self.num_unscheduled = 0
+        self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
+        self._running: _OpenStep | None = None
+        self._keys: list[ChunkKey] = [ChunkKey("", 0, 0)] * limits.max_num_seqs  # by row
         self._seeds = random.Random(seed)
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._running is not None or self.scheduler.has_work
 
     def prepare(self, request: EngineRequest) -> Request:
         """See ``runtime.engine.admission.prepare``. Thread-safe."""
@@ -111,9 +143,7 @@ class Engine:
         if index is None or request.params.n == 1:
             return self._end(request, "abort")
         outputs = [
-            self._end_choice(sequence, "abort")
-            for sequence in request.open_sequences
-            if sequence.index == index
+            self._end_choice(sequence, "abort") for sequence in request.open_sequences if sequence.index == index
         ]
         if request.sequences[0].is_finished:
             self._release_held(request)
@@ -122,30 +152,37 @@ class Engine:
     def cancel_all(self) -> list[EngineOutput]:
         return [output for request_id in list(self.requests) for output in self.cancel(request_id)]
 
-    def step(self) -> list[EngineOutput]:
-        """Schedule, run and commit one batch; nothing when there is no work.
+    def step(self, poll: Poll = list) -> list[EngineOutput]:
+        """Run one step to its end and return its outputs; nothing when there is no work.
 
-        When the model fails, the requests of this batch end with "error" and all others go on.
+        ``poll`` is called before every step begins. In the overlapped loop the next step runs already on return.
+
+        When the model fails, the requests of this step end with "error" and all others go on. What raises here (the
+        scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
-        step = self.scheduler.schedule()
-        outputs = self._load_rows(step.chunks)
-        step.drop_finished()
-        if step.has_work:
-            try:
-                self.transfer.run(step.swap_out, step.swap_in, step.copies)
-                drawn = self.runner.start(self.runner.prepare(step.chunks)).result() if step.chunks else None
-            except Exception:
-                logger.exception("a step of %d sequences failed", len(step.chunks))
-                self.scheduler.abandon(step)
-                for chunk in step.chunks:
-                    outputs += self._end(chunk.sequence.request, "error", "the model failed in this step")
-            else:
-                self.scheduler.commit(step)
-                if drawn is not None:
-                    outputs += self._commit(drawn)
+        outputs: list[EngineOutput] = []
+        opened, self._running = self._running, None
+        if opened is None:
+            outputs += poll()
+            opened = self._start(self._plan(outputs))
+        if self.overlaps:
+            following = self._plan(outputs) if opened.computation is not None else None
+            self._finish(opened, outputs)
+            if following is not None:
+                outputs += poll()
+                self._start(self._revise(following, outputs))
+        else:
+            self._finish(opened, outputs)
         self._counters.steps += 1
         self._last_step_s = time.monotonic()
         return outputs
+
+    def close(self) -> None:
+        """Wait for the step that runs, and let it go; no more are run."""
+        self.runner.close()
+        if self._running is not None:
+            self.scheduler.abandon(self._running.step)
+            self._running = None
 
     def logits(self, token_ids: Sequences[int]) -> NDArray[np.float32]:
         """The raw logits after each of 1 … ``max_model_len`` tokens, ``[num_tokens, vocab_size]`` float32.
@@ -160,6 +197,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
+        cache, counters = self.pool.counters, self._counters
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -168,95 +206,206 @@ class Engine:
             num_free_blocks=num_free,
             kv_cache_usage=(num_blocks - num_free) / num_blocks,
             num_preemptions=self.scheduler.num_preemptions,
-            num_steps=self._counters.steps,
-            prompt_tokens=self._counters.prompt_tokens,
-            generation_tokens=self._counters.generation_tokens,
-            num_requests=self._counters.requests,
-            num_errors=self._counters.errors,
+            num_steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_requests=counters.requests,
+            num_errors=counters.errors,
             last_step_s=self._last_step_s,
+            num_cached_blocks=self.pool.num_cached,
+            prefix_cache_queries=cache.queried_tokens,
+            prefix_cache_hits=cache.hit_tokens,
+            prefix_cache_evictions=cache.evictions,
+            num_swaps=self.scheduler.num_swaps,
+            swapped_out_blocks=counters.swapped_out_blocks,
+            swapped_in_blocks=counters.swapped_in_blocks,
+            num_host_blocks=self.limits.num_host_blocks,
+            num_free_host_blocks=0 if self.host_pool is None else self.host_pool.num_free,
         )
 
     def check_invariants(self) -> None:
         """Assert that queues, rows, blocks and open requests agree. For tests."""
         self.scheduler.check_invariants()
         for sequence in self.scheduler.running + self.scheduler.waiting:
-            assert self.requests.get(sequence.request.request_id) is sequence.request, (
-                "a closed request is queued"
-            )
+            assert self.requests.get(sequence.request.request_id) is sequence.request, "a closed request is queued"
         for request in self.requests.values():
             assert request.open_sequences, "an ended request is open"
         unscheduled = sum(not request.was_scheduled for request in self.requests.values())
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
+        running = [] if self._running is None else [self._running.step]
+        assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
 
-    def _load_rows(self, chunks: list[Chunk]) -> list[EngineOutput]:
+    def _plan(self, outputs: list[EngineOutput]) -> _OpenStep:
+        """Choose the next step and lay it out; the step before it may still run."""
+        record = StepRecord(self.scheduler.num_steps, time.monotonic())
+        record.num_running, record.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        step = self.scheduler.schedule()
+        planned = time.monotonic()
+        record.schedule_s = planned - record.start_s
+        record.num_free_blocks = self.pool.num_free
+        opened = _OpenStep(step, None, record)
+        self._lay_out(opened, 0, outputs)
+        record.prepare_s = time.monotonic() - planned
+        return opened
+
+    def _revise(self, opened: _OpenStep, outputs: list[EngineOutput]) -> _OpenStep:
+        """Bring a planned step up to date: without those who have ended, with those who have arrived."""
+        step, record = opened.step, opened.record
+        begun = time.monotonic()
+        num_planned = len(step.chunks)
+        step.drop_finished()
+        num_left = len(step.chunks)
+        self.scheduler.extend(step)
+        extended = time.monotonic()
+        record.schedule_s += extended - begun
+        if not step.chunks:  # the commit may have made room for sequences that had to pause
+            opened.prepared = None
+            self._finish(self._start(opened), outputs)
+            return self._plan(outputs)
+        if num_left < num_planned or len(step.chunks) > num_left:
+            self._lay_out(opened, num_left, outputs)
+            record.prepare_s += time.monotonic() - extended
+        return opened
+
+    def _lay_out(self, opened: _OpenStep, first_new: int, outputs: list[EngineOutput]) -> None:
+        """Load the rows of the chunks from ``first_new`` on, and make the step's arrays."""
+        step, record = opened.step, opened.record
+        self._load_rows(step, first_new, outputs)
+        opened.prepared = self.runner.prepare(step.chunks) if step.chunks else None
+        if opened.prepared is not None:
+            keys = [self._keys[row] for row in opened.prepared.rows]
+            record.set_chunks(keys, opened.prepared.starts, opened.prepared.counts)
+
+    def _load_rows(self, step: Step, first_new: int, outputs: list[EngineOutput]) -> None:
         """Write the rows of sequences that start to run; one that cannot be written ends its request
         alone."""
-        outputs: list[EngineOutput] = []
         now = time.monotonic()
-        for chunk in chunks:
+        for chunk in step.chunks[first_new:]:
             sequence = chunk.sequence
             if not chunk.is_first or sequence.is_finished:
                 continue
+            request, row = sequence.request, sequence.row
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
-            self._mark_scheduled(sequence.request)
+            self._mark_scheduled(request)
+            assert row is not None
+            self._keys[row] = ChunkKey(request.request_id, sequence.index, sequence.num_prompt_tokens)
             try:
                 self.runner.load(sequence)
             except Exception:
-                logger.exception("request %s could not be started", sequence.request.request_id)
-                outputs += self._end(sequence.request, "error", "the request could not be started")
-        return outputs
+                logger.exception("request %s could not be started", request.request_id)
+                outputs += self._end(request, "error", "the request could not be started")
+        step.drop_finished()
 
-    def _commit(self, drawn: Drawn) -> list[EngineOutput]:
+    def _start(self, opened: _OpenStep) -> _OpenStep:
+        """Begin the step, all before which are over. Without chunks it is done already."""
+        step, record = opened.step, opened.record
+        opened.started_s = time.monotonic()
+        if self.overlaps:
+            record.start_s = opened.started_s
+        if step.has_transfers:
+            self._move_blocks(step, record)
+        if opened.prepared is not None:
+            opened.computation = self.runner.start(opened.prepared)
+            self._running = opened
+        return opened
+
+    def _move_blocks(self, step: Step, record: StepRecord) -> None:
+        self.transfer.run(step.swap_out, step.swap_in, step.copies)
+        record.swapped_out, record.swapped_in = len(step.swap_out), len(step.swap_in)
+        record.copied = len(step.copies)
+        self._counters.swapped_out_blocks += record.swapped_out
+        self._counters.swapped_in_blocks += record.swapped_in
+
+    def _finish(self, opened: _OpenStep, outputs: list[EngineOutput]) -> None:
+        """Wait for the step and hand out what it drew."""
+        step, record = opened.step, opened.record
+        drawn: Drawn | None = None
+        self._running = None
+        if opened.computation is not None:
+            try:
+                drawn = opened.computation.result()
+            except Exception:
+                logger.exception("a step of %d sequences failed", len(step.chunks))
+                record.has_failed = True
+        ended = time.monotonic()
+        record.run_s = ended - opened.started_s
+        if record.has_failed:
+            self.scheduler.abandon(step)
+            for chunk in step.chunks:
+                outputs += self._end(chunk.sequence.request, "error", "the model failed in this step")
+        else:
+            self.scheduler.commit(step)
+            if drawn is not None:
+                self._commit(drawn, ended, outputs)
+                self.scheduler.observe(record.num_tokens, record.run_s)
+            num_blocks, seconds = self.transfer.take_timed()
+            if num_blocks:
+                self.scheduler.observe_transfer(num_blocks, seconds)
+        record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]
+        record.end_s = time.monotonic()
+        record.commit_s = record.end_s - ended
+        if opened.computation is not None or step.has_transfers:
+            self.timeline.append(record)
+
+    def _commit(self, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
         """Append and hand out the drawn tokens."""
-        outputs: list[EngineOutput] = []
-        now = time.monotonic()
         for request, entries in drawn.prompt_logprobs:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries
-        for i, sequence in enumerate(drawn.sequences):
-            if sequence.is_finished:
-                continue  # ended by a failure of a sibling in this very step
+        logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
+        for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
+            if sequence.state is State.FINISHED:
+                continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
-                if drawn.is_valid[i]:
-                    logprobs = drawn.logprobs and drawn.logprobs[i]
-                    outputs += self._commit_token(sequence, drawn.token_ids[i], logprobs, now)
+                if is_valid:
+                    outputs.append(self._commit_token(sequence, token_id, entry, now))
                 else:
                     outputs += self._end(sequence.request, "error", "the logits held NaN or allowed no token")
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
                 outputs += self._end(sequence.request, "error", "the request failed")
-        return outputs
 
     def _commit_token(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
-    ) -> list[EngineOutput]:
+    ) -> EngineOutput:
         request = sequence.request
-        is_first_token = sequence.num_output_tokens == 0
-        if is_first_token:
-            sequence.first_token_s = now
-            if sequence.index == 0:
-                self._counters.prompt_tokens += request.num_prompt_tokens
-                self._release_held(request)
         sequence.append(token_id)
         sequence.last_token_s = now
         self._counters.generation_tokens += 1
         finish_reason, stop_reason = finish_of(sequence)
+        is_plain = finish_reason is None and logprobs is None
+        if sequence.num_output_tokens > 1:
+            if is_plain:
+                return EngineOutput(
+                    request_id=request.request_id,
+                    index=sequence.index,
+                    new_token_ids=[token_id],
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                )
+            prompt_logprobs = num_cached_tokens = None
+        else:
+            sequence.first_token_s = now
+            num_cached_tokens = sequence.num_cached_tokens
+            prompt_logprobs = None
+            if sequence.index == 0:
+                prompt_logprobs = request.prompt_logprobs
+                self._counters.prompt_tokens += request.num_prompt_tokens
+                self._release_held(request)
         if finish_reason is not None:
-            self._finish(sequence)
-        return [
-            EngineOutput(
-                request_id=request.request_id,
-                index=sequence.index,
-                new_token_ids=[token_id],
-                num_prompt_tokens=request.num_prompt_tokens,
-                logprobs=None if logprobs is None else [logprobs],
-                prompt_logprobs=request.prompt_logprobs if is_first_token and sequence.index == 0 else None,
-                finish_reason=finish_reason,
-                stop_reason=stop_reason,
-                times=None if finish_reason is None else sequence.times(),
-            )
-        ]
+            self._finish_choice(sequence)
+        return EngineOutput(
+            request_id=request.request_id,
+            index=sequence.index,
+            new_token_ids=[token_id],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            times=None if finish_reason is None else sequence.times(),
+        )
 
     def _release_held(self, request: Request) -> None:
         """Let the choices queue that waited for the first one to compute the prompt."""
@@ -269,7 +418,7 @@ class Engine:
         return [self._end_choice(sequence, reason, error) for sequence in request.open_sequences]
 
     def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineOutput:
-        self._finish(sequence)
+        self._finish_choice(sequence)
         self._counters.errors += reason == "error"
         return EngineOutput(
             request_id=sequence.request.request_id,
@@ -281,7 +430,7 @@ class Engine:
             times=sequence.times(),
         )
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish_choice(self, sequence: Sequence) -> None:
         request = sequence.request
         self.scheduler.finish(sequence)
         if not request.open_sequences:
@@ -298,9 +447,9 @@ class Engine:
 def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
     """Whether the token just appended ends the choice: (finish_reason, stop_reason), in vLLM's order."""
     request = sequence.request
-    token_id = sequence.last_token_id
-    if sequence.num_output_tokens >= request.params.min_tokens and token_id in request.stop_ids:
+    token_id, count = sequence.last_token_id, sequence.num_output_tokens
+    if token_id in request.stop_ids and count >= request.params.min_tokens:
         return "stop", request.stop_ids[token_id]
-    if sequence.num_output_tokens >= request.max_tokens:
+    if count >= request.max_tokens:
         return "length", None
     return None, None

@@ -67,6 +67,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     new_token_ids     the ids of this step; an id that ended the choice (EOS, stop id) is among them
     logprobs          one entry an id when asked for, else None
     prompt_logprobs   on the first output of choice 0 when asked for: one entry a prompt token, the first None
+    num_cached_tokens on the first output of a choice: prompt tokens that were not computed for it, since the prefix
+                      cache or another choice had them
     finish_reason     None while the choice goes on. "stop": EOS or a stop id; "length": max_tokens or the
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
@@ -83,6 +85,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stop_reason: int | None = None
     error: str | None = None
     times: RequestTimes | None = None
+    num_cached_tokens: int | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -94,6 +97,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens, generation_tokens  of admitted requests, recomputation not counted; sampled tokens
     num_requests, num_errors        admitted so far; choices that ended with "error"
     last_step_s                     monotonic time of the end of the last step (the loop's heartbeat)
+    num_cached_blocks               free blocks whose content can be found again
+    prefix_cache_queries, prefix_cache_hits  tokens of sequences that started for the first time, and how many of
+                                    those were found; prefix_cache_evictions: cached blocks given up for others
+    num_swaps                       preemptions that swapped
+    swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
+    num_host_blocks, num_free_host_blocks  the swap space, and what of it a swapped sequence could get
     """
 
     num_running: int
@@ -109,6 +118,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_requests: int
     num_errors: int
     last_step_s: float
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prefix_cache_evictions: int = 0
+    num_swaps: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

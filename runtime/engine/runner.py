@@ -197,6 +197,7 @@ class Runner:
         drawing = [chunk.sequence for chunk in chunks]
         drawing_rows = np.array(rows, np.intp)
         num_tokens = int(counts.sum())
+        unknown: NDArray[np.intp] | None
         if num_tokens == len(chunks) and all(is_last):
             token_ids = np.empty(num_tokens, np.int32)
             unknown, unknown_sequences = np.arange(num_tokens), drawing
@@ -216,17 +217,17 @@ class Runner:
 
     def start(self, step: Prepared) -> Computation:
         """Begin a prepared step; the one before it has ended and its tokens are appended."""
-        if step.unknown is not None:
-            step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
-        arrays = self.sampler.gather(step.drawing, step.drawing_rows)
-        spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
-        if self._worker is not None:
-            return self._worker.submit(self._compute, step, arrays, spans)
-        if not self._overlaps:
-            return _Later(partial(self._compute, step, arrays, spans))
         try:
+            if step.unknown is not None:
+                step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
+            arrays = self.sampler.gather(step.drawing, step.drawing_rows)
+            spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
+            if self._worker is not None:
+                return self._worker.submit(self._compute, step, arrays, spans)
+            if not self._overlaps:
+                return _Later(partial(self._compute, step, arrays, spans))
             hidden, logits = self._forward(step)
-        except Exception as error:
+        except Exception as error:  # as if it had come a moment later
             return _Later(partial(_raise, error))
         return _Later(partial(self._draw, step, hidden, logits, arrays, spans))
 
@@ -256,7 +257,7 @@ class Runner:
             starts, counts = np.array([start]), np.array([len(ids)])
             everything = np.arange(len(ids), dtype=np.int32)
             layout = lay_out(ids, starts, counts, block_table, block_size, everything)
-            hidden = self.model.forward(layout.batch(self.model.device, exact=False), kv_cache)
+            hidden = self.model.forward(layout.batch(self.model.device, exact=self.limits.exact), kv_cache)
             for first, logits in self._logits_in_slices(hidden, 0, len(ids)):
                 result[start + first : start + first + logits.shape[0]] = logits.to("cpu").array
         return result
@@ -266,7 +267,7 @@ class Runner:
 
     def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
-        batch = step.layout.batch(self.model.device, exact=False)
+        batch = step.layout.batch(self.model.device, exact=self.limits.exact)
         hidden = self.model.forward(batch, self.kv_cache)
         if not step.drawing:
             return hidden, None

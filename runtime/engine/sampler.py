@@ -18,7 +18,7 @@ from runtime.engine.sequence import Sequence
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor import Tensor
 
-_COLUMNS = (  # in the order of SamplingArrays' first fields
+_COLUMNS = (
     "temperature",
     "top_k",
     "top_p",
@@ -69,7 +69,13 @@ class Sampler:
         """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``."""
         columns, no_entries = self._columns, np.zeros(len(rows) + 1, np.int32)
         arrays = SamplingArrays(
-            *(getattr(columns, name)[rows] for name in _COLUMNS),
+            temperature=columns.temperature[rows],
+            top_k=columns.top_k[rows],
+            top_p=columns.top_p[rows],
+            min_p=columns.min_p[rows],
+            repetition_penalty=columns.repetition_penalty[rows],
+            presence_penalty=columns.presence_penalty[rows],
+            frequency_penalty=columns.frequency_penalty[rows],
             seed=columns.seed[rows],
             choice_index=columns.choice_index[rows],
             position=np.array([sequence.num_output_tokens for sequence in sequences], np.int32),

@@ -8,13 +8,15 @@ trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Unpack
 
 import numpy as np
+import pytest
 
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import float32
-from runtime.engine.config import EngineConfig, resolve
+from runtime.engine.config import EngineConfig, EngineSettings, resolve
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
@@ -118,26 +120,29 @@ def check_batch(batch: Batch, kv_cache: KVCache) -> None:
     assert batch.block_tables[0].array.flags.c_contiguous
 
 
+@pytest.fixture(params=["plain loop", "overlapped loop"])
+def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Engines that `make_engine` makes have this loop unless they name one; whether it is the overlapped one."""
+    overlaps = request.param == "overlapped loop"
+    monkeypatch.setitem(DEFAULTS, "overlap", "on" if overlaps else "off")
+    return overlaps
+
+
+DEFAULTS: EngineSettings = {
+    "num_blocks": 64,
+    "block_size": 8,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+}
+
+
 def make_engine(
-    *,
-    num_blocks: int = 64,
-    block_size: int = 8,
-    max_model_len: int = 128,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    max_waiting: int = 1024,
-    model: FakeModel | None = None,
-    seed: int | None = 0,
+    model: FakeModel | None = None, seed: int | None = 0, **settings: Unpack[EngineSettings]
 ) -> Engine:
     model = model or FakeModel()
-    config = EngineConfig(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_waiting=max_waiting,
-    )
+    config = EngineConfig(**{**DEFAULTS, **settings})
+    block_size = config.block_size
     spec = model.kv_cache_spec(block_size)
     limits = resolve(
         config, max_position_embeddings=4096, bytes_per_block=spec.bytes_per_block, available_bytes=1 << 30

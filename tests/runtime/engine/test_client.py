@@ -14,7 +14,12 @@ import pytest
 from runtime.engine.client import ThreadEngineClient
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
-from tests.runtime.engine.fakes import Collected, FakeModel, greedy, make_engine, request
+from tests.runtime.engine.fakes import Collected, FakeModel, each_loop, greedy, make_engine, request
+
+__all__ = ["each_loop"]
+
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 TIMEOUT_S = 300.0
 
