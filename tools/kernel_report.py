@@ -46,7 +46,8 @@ _HISTOGRAM = (
 )
 _FLOAT32_WEIGHTS = (
     "a lane holds 8 elements of a row, and their float32 weights are two loads of 16 bytes: each takes half of every "
-    "sector, the second from the first-level cache; all rows share these weights"
+    "sector, the second from the first-level cache; all rows share these weights. Accesses of 4 elements would fill "
+    "them, and halve the bytes of x that a thread has on their way from device memory"
 )
 EXCEPTIONS = (
     Allowed("sampling top_k top_p: banks", _HISTOGRAM),

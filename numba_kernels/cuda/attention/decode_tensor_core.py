@@ -43,10 +43,17 @@ from numba_kernels.cuda.intrinsics.memory import (
     copy_async_wait,
     shared_address,
     shared_load_f32,
+    shared_store_2xf32,
     shared_store_f32,
     store_f32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, mma_bf16, mma_f16
+from numba_kernels.cuda.intrinsics.mma import (
+    accumulator_flip,
+    load_matrix_x4,
+    load_matrix_x4_transposed,
+    mma_bf16,
+    mma_f16,
+)
 from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32
 from numba_kernels.cuda.kv_cache import check_pages
@@ -84,7 +91,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
     copy_keys = key_tile_copier(dtype, head_dim, block_size, NUM_KEYS, 32)
     copy_queries = query_tile_copier(dtype, head_dim, NUM_ROWS, threads)
     batch = copy_batch(dtype, head_dim, NUM_KEYS, 32)
-    store = elements_storer(dtype, 1)
+    store, flip_of = elements_storer(dtype, 1), accumulator_flip(columns)
     tile_bytes = NUM_KEYS * pitch
     stages_offset = NUM_ROWS * pitch
     result_bytes = 16 * (columns + 2) * 4  # of a warp: sums [16, columns], then maxima and totals [16]
@@ -276,10 +283,11 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
         sync_block()
         own_results = uint32(results + warp * uint32(result_bytes))
         place = uint32(own_results + (upper * uint32(columns) + column) * uint32(4))
+        flip = uint32(flip_of(upper) * uint32(4))
         for i in range(value_tiles):
-            for j in range(2):
-                shared_store_f32(uint32(place + uint32(32 * i + 4 * j)), sums[i, j])
-                shared_store_f32(uint32(place + uint32(32 * columns + 32 * i + 4 * j)), sums[i, 2 + j])
+            pair = uint32(place + (uint32(32 * i) ^ flip))
+            shared_store_2xf32(pair, (sums[i, 0], sums[i, 1]))
+            shared_store_2xf32(uint32(pair + uint32(32 * columns)), (sums[i, 2], sums[i, 3]))
         statistics = uint32(own_results + uint32(16 * columns * 4) + upper * uint32(4))
         if column == uint32(0):
             shared_store_f32(statistics, upper_max)
@@ -304,7 +312,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
                     own = uint32(statistics + uint32(i * result_bytes))
                     factor = exp2(subtract(shared_load_f32(own), origin))
                     total = total + factor * shared_load_f32(uint32(own + uint32(64)))
-                    own = uint32(results + uint32(i * result_bytes) + index * uint32(4))
+                    own = uint32(results + uint32(i * result_bytes) + (index ^ flip_of(place_of_row)) * uint32(4))
                     result = result + factor * shared_load_f32(own)
                 at_row = head_row(row, share, kv_head, num_q_heads, first_token)
                 if is_split:

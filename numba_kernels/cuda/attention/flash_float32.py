@@ -69,10 +69,16 @@ def num_rows(head_dim: int, is_split: bool) -> int:
     return 64 if head_dim <= 128 else 32
 
 
+def weights_pitch(head_dim: int, is_split: bool) -> int:
+    """Bytes from one row of weights to the next: such that the rows that a warp's halves write begin 16 banks apart."""
+    own_rows, keys = num_rows(head_dim, is_split) // 16, num_keys(head_dim)
+    return (keys if own_rows * keys % 32 == 16 else keys + 16 // own_rows) * 4
+
+
 def shared_bytes(head_dim: int, is_split: bool) -> int:
     """Dynamic shared memory: tiles of queries, keys, values and weights."""
     rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
-    return (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * (keys + 4) * 4
+    return (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * weights_pitch(head_dim, is_split)
 
 
 @functools.cache
@@ -89,7 +95,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
     p_offset = v_offset + keys * pitch
-    p_pitch = (keys + 4) * 4
+    p_pitch = weights_pitch(head_dim, is_split)
     record_bytes = record(head_dim) * 4
 
     @cuda.jit

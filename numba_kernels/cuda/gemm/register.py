@@ -5,9 +5,9 @@ Against the tiled tier it changes
 - the work of a thread: 8x8 elements of the output (4x4 for small products) live in its registers. A step in k reads 16
   numbers from shared memory for 64 multiply-adds, where the tiled tier reads 2 for 1;
 - the loads: 16 bytes at a time, from global memory and, four neighbours in a register tile, from shared memory;
-- the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. What is read along k is stored
-  across it; rows are exchanged in groups of 16 where k / 4 is odd, so that the lanes which hold different k of one row
-  do not meet in a bank;
+- the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. What is read along k, two
+  chunks of 16 bytes a row, which is a sector, is stored across it; rows are exchanged in groups of 16 in the second
+  chunk, so that the lanes which hold different k of one row do not meet in a bank;
 - the order in time: the next tile travels from global memory to registers while this one is multiplied, then goes to
   the other of two buffers: one barrier a tile.
 
@@ -41,7 +41,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 THREADS = 256  # 16 x 16, each with per_thread x per_thread elements
-DEPTH = 8
+K_CHUNKS = 2  # 16-byte chunks of a row that a tile is deep
 PER_THREAD = (4, 8)
 
 
@@ -88,37 +88,37 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     block = 16 * per_thread  # of rows, and of columns
     quads = per_thread // 4  # a thread's rows and columns are quads, 64 apart
     k_bytes = block * 4
-    tile_bytes = DEPTH * k_bytes
-    shared_floats = 4 * DEPTH * block
+    depth = K_CHUNKS * width
+    tile_bytes = depth * k_bytes
+    shared_floats = 4 * depth * block
 
-    # A tile of x, and of a weight, is loaded [block rows, DEPTH] in chunks along k; of plain B [DEPTH, block columns].
-    k_chunks = DEPTH // width
-    passes = max(1, block * k_chunks // THREADS)
-    k_pass_rows = THREADS // k_chunks
+    # A tile of x, and of a weight, is loaded [block rows, depth] in chunks along k; of plain B [depth, block columns].
+    passes = max(1, block * K_CHUNKS // THREADS)
+    k_pass_rows = THREADS // K_CHUNKS
     n_chunks = block // width
     n_pass_rows = THREADS // n_chunks
-    loaders = min(THREADS, block * k_chunks)  # threads that have a chunk in each pass
+    loaders = min(THREADS, block * K_CHUNKS)  # threads that have a chunk in each pass
 
     @device_function
     def k_major(k_index, row):
         """The byte offset of an element in a tile ``[k, row]``."""
-        return (k_index * uint32(block) + (row ^ (((k_index >> uint32(2)) & uint32(1)) << uint32(4)))) * uint32(4)
+        return (k_index * uint32(block) + (row ^ (k_index // uint32(width) << uint32(4)))) * uint32(4)
 
     @device_function
     def load_along_k(matrix, first_row, num_rows, k, start, thread, chunks):
         """This thread's chunks of rows of a ``[num_rows, k]`` matrix. Rows beyond the last repeat it."""
-        column = start + thread % uint32(k_chunks) * uint32(width)
+        column = start + thread % uint32(K_CHUNKS) * uint32(width)
         count = k - column if column < k else uint32(0)
         for i in range(passes):
-            row = min(first_row + thread // uint32(k_chunks) + uint32(i * k_pass_rows), num_rows - uint32(1))
+            row = min(first_row + thread // uint32(K_CHUNKS) + uint32(i * k_pass_rows), num_rows - uint32(1))
             load_chunk(matrix + (uint64(row) * uint64(k) + uint64(column)) * uint64(item_bytes), count, chunks[i])
 
     @device_function
     def store_along_k(tile, thread, chunks):
         for i in range(passes):
-            row = thread // uint32(k_chunks) + uint32(i * k_pass_rows)
+            row = thread // uint32(K_CHUNKS) + uint32(i * k_pass_rows)
             for g in range(width // 4):
-                place = tile + k_major(thread % uint32(k_chunks) * uint32(width) + uint32(4 * g), row)
+                place = tile + k_major(thread % uint32(K_CHUNKS) * uint32(width) + uint32(4 * g), row)
                 for e in range(4):
                     store(place + uint32(e * k_bytes), chunks[i, 4 * g + e])
 
@@ -136,10 +136,17 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     def store_across_k(tile, thread, chunks):
         for i in range(passes):
             k_index = thread // uint32(n_chunks) + uint32(i * n_pass_rows)
-            place = tile + k_major(k_index, thread % uint32(n_chunks) * uint32(width))
-            for g in range(width // 4):
-                quad = (chunks[i, 4 * g], chunks[i, 4 * g + 1], chunks[i, 4 * g + 2], chunks[i, 4 * g + 3])
-                store_4(place + uint32(16 * g), quad)
+            chunk = thread % uint32(n_chunks)
+            place = tile + k_major(k_index, chunk * uint32(width))
+            first = (chunks[i, 0], chunks[i, 1], chunks[i, 2], chunks[i, 3])
+            if width == 4:
+                store_4(place, first)
+            else:  # chunks that are 128 bytes apart meet in a bank: these store their halves in turn
+                second = (chunks[i, 4], chunks[i, 5], chunks[i, 6], chunks[i, 7])
+                is_turned = chunk & uint32(4) != uint32(0)
+                turn = uint32(16) if is_turned else uint32(0)
+                store_4(place + turn, second if is_turned else first)
+                store_4(place + uint32(16) - turn, first if is_turned else second)
 
     @device_function
     def multiply(x_quads, weight_quads, sums):
@@ -168,6 +175,7 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
         lane, warp = thread & uint32(31), thread >> uint32(5)
         row_quad = ((warp >> uint32(1)) * uint32(4) + (lane >> uint32(3))) * uint32(4)
         column_quad = ((warp & uint32(1)) * uint32(8) + (lane & uint32(7))) * uint32(4)
+        x_place, weight_place = uint32(row_quad * uint32(4)), uint32(uint32(tile_bytes) + column_quad * uint32(4))
 
         sums = cuda.local.array((per_thread, per_thread), float32)
         for i in range(per_thread):
@@ -187,19 +195,18 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
                 store_along_k(buffer, thread, x_chunks)
                 store_weight(buffer + uint32(tile_bytes), thread, weight_chunks)
             sync_block()
-            start += uint32(DEPTH)
+            start += uint32(depth)
             if has_chunks and start < k:
                 load_along_k(x, first_row, m, k, start, thread, x_chunks)
                 load_weight(weight, first_column, n, k, start, thread, weight_chunks)
-            group = uint32(0)
-            while group < uint32(DEPTH // 4):  # four k, between which rows keep their places
-                x_quads = buffer + k_major(group * uint32(4), row_quad)
-                weight_quads = buffer + uint32(tile_bytes) + k_major(group * uint32(4), column_quad)
-                multiply(x_quads, weight_quads, sums)
-                multiply(x_quads + uint32(k_bytes), weight_quads + uint32(k_bytes), sums)
-                multiply(x_quads + uint32(2 * k_bytes), weight_quads + uint32(2 * k_bytes), sums)
-                multiply(x_quads + uint32(3 * k_bytes), weight_quads + uint32(3 * k_bytes), sums)
-                group += uint32(1)
+            chunk = uint32(0)
+            while chunk < uint32(K_CHUNKS):  # in which rows keep their places
+                place = uint32(buffer + chunk * uint32(width * k_bytes))
+                x_quads = uint32(place + (x_place ^ uint32(chunk << uint32(6))))
+                weight_quads = uint32(place + (weight_place ^ uint32(chunk << uint32(6))))
+                for i in range(width):
+                    multiply(uint32(x_quads + uint32(i * k_bytes)), uint32(weight_quads + uint32(i * k_bytes)), sums)
+                chunk = uint32(chunk + uint32(1))
             # The other buffer is free: all have passed the barrier behind its last use.
             buffer = shared + uint32(2 * tile_bytes) - (buffer - shared)
 

@@ -9,7 +9,8 @@ Against the register tier it changes
   (rows of 64 bytes: c ^ (r / 2 mod 4)). Both the copies' writes and `ldmatrix`, which reads 8 rows of one chunk, then
   touch all 32 banks once: no conflicts, and no padding;
 - the way out: sums pass through shared memory, each warp by itself, so that bias, residual and output are read and
-  written along rows, four elements a lane;
+  written along rows, four elements a lane; there, too, a swizzle (`mma.accumulator_flip`) keeps lanes out of each
+  other's banks;
 - the order of blocks: groups of 8 row tiles share a column tile's weights while these are in the second-level cache.
 
 The weight [N, K] is the "col" operand of `mma.sync` as it lies; a plain B [K, N] is transposed by `ldmatrix.trans`.
@@ -32,7 +33,6 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
 from numba_kernels.cuda.intrinsics import memory, mma
-from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import sync_warp
@@ -40,7 +40,6 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-STAGING_PAD = 8  # float32 behind a staged row: neighbouring rows begin 8 banks apart
 GROUP_ROWS = 8  # row tiles that pass over a column tile together
 
 
@@ -68,7 +67,7 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        staged = self.num_warps * self.warp_m * (self.warp_n + STAGING_PAD) * 4  # the sums, on their way out
+        staged = self.block_m * self.block_n * 4  # the sums, on their way out
         return max(self.num_stages * self.stage_bytes, staged)
 
     def __str__(self) -> str:
@@ -79,9 +78,6 @@ SKINNY = Tile(16, 64, 64, 16, 16, 5)  # few rows: the weight streams, 40 KB of i
 SMALL = Tile(64, 64, 64, 32, 32, 3)
 LARGE = Tile(128, 128, 32, 64, 32, 5)
 TILES = (SKINNY, SMALL, LARGE)
-
-
-_store_pair = instruction("st.shared.v2.f32 [$0], {$1,$2};", "", "r f f")
 
 
 @functools.cache
@@ -167,7 +163,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
-    store_pair, load_4, load_1 = _store_pair, memory.shared_load_4xf32, memory.shared_load_f32
+    store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
 
     block_m, block_n, block_k = tile.block_m, tile.block_n, tile.block_k
     warp_m, warp_n, warps_n = tile.warp_m, tile.warp_n, tile.block_n // tile.warp_n
@@ -177,7 +173,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
     a_row_bytes, b_row_bytes = a_chunks * 16, b_chunks * 16
     a_bytes, stage_bytes, all_stages_bytes = block_m * block_k * 2, tile.stage_bytes, tile.num_stages * tile.stage_bytes
     ahead = tile.num_stages - 1
-    staged_stride, quads = warp_n + STAGING_PAD, warp_n // 4
+    quads, flip_of = warp_n // 4, mma.accumulator_flip(warp_n)
     # From a first 16x16 tile of w to those behind it, along K and along N: rows down, or chunks across (flipped bits).
     b_step_bytes, b_step_flip = (0, 32) if is_weight_layout else (16 * b_row_bytes, 0)
     b_pair_bytes, b_pair_flip = (16 * b_row_bytes, 0) if is_weight_layout else (0, 32)
@@ -283,14 +279,16 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         # The sums, rows of this warp's tile, through shared memory, which no copy uses any more.
         wait_for_all()
         sync_block()
-        staged = shared + warp * uint32(warp_m * staged_stride * 4)
-        pair = staged + ((lane >> uint32(2)) * uint32(staged_stride) + (lane & uint32(3)) * uint32(2)) * uint32(4)
-        for i in range(m_tiles):
-            for j in range(n_pairs):
-                for h in range(2):
-                    at = pair + uint32((i * 16 * staged_stride + j * 16 + h * 8) * 4)
-                    store_pair(at, sums[i, j, 4 * h], sums[i, j, 4 * h + 1])
-                    store_pair(at + uint32(8 * staged_stride * 4), sums[i, j, 4 * h + 2], sums[i, j, 4 * h + 3])
+        staged = shared + warp * uint32(warp_m * warp_n * 4)
+        pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
+        flip = flip_of(lane >> uint32(2)) * uint32(4)
+        for j in range(n_pairs):
+            for h in range(2):
+                at = pair + (uint32((j * 16 + h * 8) * 4) ^ flip)
+                for i in range(m_tiles):
+                    upper, lower = at + uint32(i * 16 * warp_n * 4), at + uint32((i * 16 + 8) * warp_n * 4)
+                    store_pair(upper, (sums[i, j, 4 * h], sums[i, j, 4 * h + 1]))
+                    store_pair(lower, (sums[i, j, 4 * h + 2], sums[i, j, 4 * h + 3]))
         sync_warp()
         first_row += warp_row
         first_column += warp_column
@@ -299,7 +297,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
             while item < uint32(warp_m * quads):
                 row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
                 if first_row + row < m and first_column + column < n:
-                    values = load_4(staged + (row * uint32(staged_stride) + column) * uint32(4))
+                    values = load_4(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
                     finish_quad(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values)
                 item += uint32(32)
         else:
@@ -307,7 +305,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
             while item < uint32(warp_m * warp_n):
                 row, column = item // uint32(warp_n), item % uint32(warp_n)
                 if first_row + row < m and first_column + column < n:
-                    value = load_1(staged + (row * uint32(staged_stride) + column) * uint32(4))
+                    value = load_1(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
                     finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
                 item += uint32(32)
 

@@ -2,8 +2,8 @@
 
 Against the naive tier it changes one thing. A block of 16x16 threads brings a 16x16 tile of x and one of the weight to
 shared memory, each element fetched once, and then each is used 16 times: a sixteenth of the traffic to global memory,
-and that in whole rows of 16 neighbours. Rows of the tiles are 17 floats apart, so that lanes which read down a column
-fall into different banks.
+and that in whole rows of 16 neighbours. Both tiles lie so that a warp, two rows of 16 threads, reads and writes them
+without two lanes meeting in a bank: a weight [N, K] is stored across its rows, whose elements lie 18 floats apart.
 
 The order of each sum is the naive tier's: k from first to last.
 """
@@ -24,17 +24,18 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 TILE = 16
-STRIDE = TILE + 1  # of a row in shared memory
+ACROSS_STRIDE = TILE + 2  # floats between neighbours of a column: 16 of these and the 16 behind them fill all banks
 
 
 @functools.cache
 def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisation:
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
+    weight_stride = ACROSS_STRIDE if is_weight_layout else TILE
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
-        x_tile = cuda.shared.array((TILE, STRIDE), float32)  # [row, k]
-        weight_tile = cuda.shared.array((TILE, STRIDE), float32)  # [k, column], or [column, k] in the weight layout
+        x_tile = cuda.shared.array((TILE, TILE), float32)  # [row, k]
+        weight_tile = cuda.shared.array((TILE, weight_stride), float32)  # [k, column]
         tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         tiles_m = (m + uint32(TILE - 1)) // uint32(TILE)
         column_tile = uint32(cuda.blockIdx.x) // tiles_m
@@ -55,16 +56,15 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
                 if first_column + ty < n and start + tx < k:
                     place = uint64(first_column + ty) * uint64(k) + uint64(start + tx)
                     element = load(weight + place * uint64(item_bytes))
-            elif column < n and start + ty < k:
-                place = uint64(start + ty) * uint64(n) + uint64(column)
-                element = load(weight + place * uint64(item_bytes))
-            weight_tile[ty, tx] = element
+                weight_tile[tx, ty] = element
+            else:
+                if column < n and start + ty < k:
+                    place = uint64(start + ty) * uint64(n) + uint64(column)
+                    element = load(weight + place * uint64(item_bytes))
+                weight_tile[ty, tx] = element
             sync_block()
             for i in range(TILE):
-                if is_weight_layout:
-                    total += x_tile[ty, i] * weight_tile[tx, i]
-                else:
-                    total += x_tile[ty, i] * weight_tile[i, tx]
+                total += x_tile[ty, i] * weight_tile[i, tx]
             sync_block()
             start += uint32(TILE)
         if row < m and column < n:

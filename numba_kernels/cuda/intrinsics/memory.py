@@ -42,6 +42,7 @@ shared_store_b16 = instruction("st.shared.b16 [$0], $1;", "", "r h")
 shared_store_b32 = instruction("st.shared.b32 [$0], $1;", "", "r r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "r f")
 shared_store_2xb32 = instruction("st.shared.v2.b32 [$0], {$1,$2};", "", "r rr")
+shared_store_2xf32 = instruction("st.shared.v2.f32 [$0], {$1,$2};", "", "r ff")
 shared_store_4xb32 = instruction("st.shared.v4.b32 [$0], {$1,$2,$3,$4};", "", "r rrrr")
 shared_store_4xf32 = instruction("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", "", "r ffff")
 

@@ -11,13 +11,21 @@ With g = lane // 4 and t = lane % 4, a lane holds (pairs have the lower index in
 `ldmatrix` reads 8x8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the address of matrix i's row r
 (16 bytes, aligned), and receives of matrix i the pair at row g, columns 2t, 2t + 1; transposed: rows 2t, 2t + 1 of
 column g. PTX ISA, "mma.sync", "ldmatrix".
+
+    flip = accumulator_flip(64)    # float32 [row, column] of a tile of 64 columns lies at 64 row + (column ^ flip(row))
+
+Laid out so, accumulators are stored to shared memory in pairs, and read along rows, without a bank conflict.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from numba import types
+
 from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.device import device_function
 
 
 def _mma(kind: str) -> Any:
@@ -38,3 +46,16 @@ load_matrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2
 load_matrix_x4_transposed = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r"
 )
+
+
+@functools.cache
+def accumulator_flip(num_columns: int) -> Any:
+    """A device function ``row -> bits of the column that are exchanged``, in a tile of so many columns (16, 32, ...).
+
+    Half a warp stores pairs of 4 neighbouring rows, 8 columns of each. Rows of whole 128 bytes begin in one bank: each
+    of the 4 goes to 8 banks of its own. Of other rows every second one begins 16 banks on: two of the 4 are moved by 8.
+    """
+    uint32 = types.uint32
+    if num_columns % 32 == 0:
+        return device_function(lambda row: (row & uint32(3)) << uint32(3))
+    return device_function(lambda row: (row & uint32(2)) << uint32(2))

@@ -44,8 +44,9 @@ def test_integers_are_exact(gpu, tier, dtype):
 
 @pytest.mark.parametrize(
     ("tier", "dtype"),
-    [("naive", "f16"), ("tiled", "f32"), ("register", "f32"), ("tensor_core", "f16"), ("tensor_core", "bf16")],
-)
+    [("naive", "f16"), ("tiled", "f32"), ("register", "f32"), ("register", "bf16"), ("tensor_core", "f16"),
+     ("tensor_core", "bf16")],
+)  # fmt: skip
 def test_plain_b(gpu, tier, dtype):
     for seed, (m, n, k) in enumerate(SHAPES):
         product = case((m, n, k), dtype, is_weight_layout=False, integers=seed % 4 == 0, seed=seed)
