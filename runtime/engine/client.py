@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,11 @@ logger = logging.getLogger("xserv.engine")
 
 RETRY_AFTER_S = 1.0
 """What a refused user is told to wait: about the time in which a busy engine starts several requests."""
+
+BURST_PAUSE_S = 0.3e-3
+BURST_MOST_S = 2e-3
+"""An idle engine that gets a request waits until no other has come for the first of these, at most for the second, so
+that a burst shares its first forward pass."""
 
 OutputSink = Callable[[EngineOutput], None]
 """Receives a request's outputs, in order. Called on the engine's thread: it must not block (hand over to a
@@ -184,30 +190,45 @@ class ThreadEngineClient:
 
     def _run(self) -> None:
         try:
-            while (commands := self._next_commands()) is not None:
-                for command in commands:
-                    self._deliver(command())
+            while self._wait_for_work():
+                self._deliver(self._obey())
                 if self._engine.has_work:
-                    self._deliver(self._engine.step())
+                    self._deliver(self._engine.step(self._obey))
             self._deliver(self._engine.cancel_all())
+            self._engine.close()
         except BaseException:
             logger.exception("the engine's loop has died")
             self._has_died = True
+            self._engine.runner.close()
         with self._condition:
             self._is_closing = True
         self._end_all("error" if self._has_died else "abort")
 
-    def _next_commands(self) -> list[Callable[[], list[EngineOutput]]] | None:
-        """What users have asked for since the last step; waits while there is nothing to do; None: stop."""
+    def _wait_for_work(self) -> bool:
+        """Sleep while there is nothing to do; False: stop."""
         with self._condition:
+            was_idle = not (self._commands or self._engine.has_work)
             while not (self._commands or self._engine.has_work or self._is_closing):
                 self._condition.wait()
-            is_idle = not (self._commands or self._engine.has_work)
-            if self._is_closing and (is_idle or not self._drains):
-                return None
+            if self._is_closing and (not self._drains or not (self._commands or self._engine.has_work)):
+                return False
+        if was_idle:
+            self._await_burst()
+        return True
+
+    def _await_burst(self) -> None:
+        end = time.monotonic() + BURST_MOST_S
+        while (count := self._num_submitted) and time.monotonic() < end:
+            time.sleep(BURST_PAUSE_S)
+            if self._num_submitted == count:
+                return
+
+    def _obey(self) -> list[EngineOutput]:
+        """Do what users have asked for since the last time."""
+        with self._condition:
             commands = list(self._commands)
             self._commands.clear()
-            return commands
+        return [output for command in commands for output in command()]
 
     def _admit(self, request: Request) -> list[EngineOutput]:
         with self._condition:  # one count goes down as the other goes up
@@ -227,11 +248,11 @@ class ThreadEngineClient:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            with self._condition:
-                request = self._open.get(output.request_id)
-                if request is None:
-                    continue  # its sink has failed
-                if output.finish_reason is not None:
+            request = self._open.get(output.request_id)
+            if request is None:
+                continue  # its sink has failed
+            if output.finish_reason is not None:
+                with self._condition:
                     request.choices.discard(output.index)
                     if not request.choices:
                         del self._open[output.request_id]

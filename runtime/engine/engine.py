@@ -155,7 +155,7 @@ class Engine:
     def step(self, poll: Poll = list) -> list[EngineOutput]:
         """Run one step to its end and return its outputs; nothing when there is no work.
 
-        ``poll`` is called before every step begins. In the overlapped loop the next step runs already on return.
+        In the overlapped loop the next step runs already on return. ``poll`` is called before it begins.
 
         When the model fails, the requests of this step end with "error" and all others go on. What raises here (the
         scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
@@ -163,7 +163,6 @@ class Engine:
         outputs: list[EngineOutput] = []
         opened, self._running = self._running, None
         if opened is None:
-            outputs += poll()
             opened = self._start(self._plan(outputs))
         if self.overlaps:
             following = self._plan(outputs) if opened.computation is not None else None
