@@ -20,14 +20,6 @@ from tools.kernel_report import Allowed, main, offences_of, offenders
 from tools.kernel_static import ARCHS, StaticFacts, examine_all
 
 SHARES = 6
-KNOWN = {
-    "gemm tiled f32 m=256": "two rows of 17 floats meet in a bank as they are stored: two turns in place of one",
-    "gemm tiled bf16 m=256": "as f32",
-    "gemm register bf16 m=256": "a row of its K tile is 8 elements of 16 bits: half of each sector",
-    "gemm tensor_core bf16 m=16": "its epilogue reads rows of 24 floats back from shared memory, two to a bank",
-    "attention decode f32": "conflicts in a loop, half a percent of its wavefronts",
-}
-"""Cases that offend, and with what; `--check` names them. None is excused: one that offends no more fails here."""
 
 
 def _examined_here() -> list[str]:
@@ -57,16 +49,7 @@ def bench() -> Iterator[Bench]:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=case.name, marks=pytest.mark.xfail(reason=KNOWN[case.name], strict=True, raises=AssertionError)
-            if case.name in KNOWN else (),
-        )
-        for case in cases()
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_every_case(bench: Bench, case) -> None:
     counts = bench.count(case.name, case.run)
     if counts.warp_instructions == 0 or sum(counts.mix.values()) != counts.warp_instructions:
