@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 
 from runtime.device.gpu import Gpu
-from runtime.device.stream import Event
+from runtime.device.stream import Event, Stream
 from runtime.errors import DeviceError
 from runtime.kv_cache import HostPages, KVCache
 from runtime.kv_runs import Wave
@@ -34,23 +34,26 @@ class GpuMover:
         self._pages = [tensor.address for tensor in tensors]
         self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
         self._gpu = Gpu.of(kv_cache.device)
-        self._stream = self._gpu.new_stream()
+        self._stream: Stream | None = None  # made when it is needed: with a second one the emulator has more to watch
         self._arrivals = [self._gpu.new_event() for _ in range(spec.num_layers)]
         self._timed: deque[tuple[Event, Event, int]] = deque()  # start, end, bytes swapped between them
 
     def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
-        self._stream.wait(self._gpu.stream.record())
-        start = self._stream.record(is_timed=True) if swap_bytes else None
+        if self._stream is None:
+            self._stream = self._gpu.new_stream()
+        stream = self._stream
+        stream.wait(self._gpu.stream.record())
+        start = stream.record(is_timed=True) if swap_bytes else None
         for layer, arrival in enumerate(self._arrivals):
-            self._copy(layer, self._pages, self._host, swap_out)
-            self._copy(layer, self._host, self._pages, swap_in)
-            self._copy(layer, self._pages, self._pages, copies)
-            self._kv_cache.arrivals[layer] = arrival.record(self._stream)
+            self._copy(layer, self._pages, self._host, swap_out, stream)
+            self._copy(layer, self._host, self._pages, swap_in, stream)
+            self._copy(layer, self._pages, self._pages, copies, stream)
+            self._kv_cache.arrivals[layer] = arrival.record(stream)
         if start is not None:
-            self._timed.append((start, self._stream.record(is_timed=True), swap_bytes))
+            self._timed.append((start, stream.record(is_timed=True), swap_bytes))
         self.collect()
 
-    def _copy(self, layer: int, sources: list[int], targets: list[int], waves: list[Wave]) -> None:
+    def _copy(self, layer: int, sources: list[int], targets: list[int], waves: list[Wave], stream: Stream) -> None:
         first = layer * _PLANES_PER_LAYER
         for wave in waves:
             to: list[int] = []
@@ -62,7 +65,7 @@ class GpuMover:
                     origin.append(source_base + source * size)
                     to.append(target_base + target * size)
                     sizes.append(num_pages * size)
-            self._gpu.copy_batch(to, origin, sizes, stream=self._stream)
+            self._gpu.copy_batch(to, origin, sizes, stream=stream)
             self.num_driver_calls += 1
 
     def collect(self) -> None:

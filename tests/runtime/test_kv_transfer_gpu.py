@@ -243,3 +243,17 @@ def test_more_host_pages_than_can_be_pinned_are_refused_with_the_sizes(monkeypat
         HostPages(spec, size // spec.bytes_per_block)
     assert [plane.shape for plane in HostPages(spec, 4).planes] == [(4, spec.page_bytes[0])] * 2
     gpu.pinned.check_integrity()
+
+
+def test_a_cache_that_is_never_moved_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = emulated(monkeypatch)
+    made: list[Stream] = []
+    monkeypatch.setattr(gpu, "new_stream", lambda: made.append(Stream(gpu.context)) or made[-1])
+    rig = Rig(gpu)
+    rig.transfer.run([], [], [])
+    assert not made
+    rig.transfer.run([], [], [(0, 1)])
+    rig.transfer.run([], [], [(0, 2)])
+    assert len(made) == 1
+    rig.pages[:, :, [1, 2]] = rig.pages[:, :, [0, 0]]
+    np.testing.assert_array_equal(rig.read(), rig.pages)
