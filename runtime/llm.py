@@ -19,10 +19,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from runtime.engine.admission import prepare
+from runtime.engine.checks import is_integer
 from runtime.engine.client import EngineClient, ThreadEngineClient
+from runtime.engine.config import EngineSettings
 from runtime.engine.errors import QueueFullError, RequestError
 from runtime.engine.messages import (
     EngineOutput,
@@ -31,7 +33,7 @@ from runtime.engine.messages import (
     RequestTimes,
     TokenLogprobs,
 )
-from runtime.engine.sampling_params import SamplingParams, is_integer
+from runtime.engine.sampling_params import SamplingParams
 from runtime.text.chat import chat_prompt
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -94,11 +96,12 @@ class LLM:
     model      folder, hub id, or None: the bundled model
     device     "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype      of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
-    seed       of dummy weights and of requests without a seed; None: fresh ones each run
     gemm       the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core"
     tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
 
-    The other arguments are those of ``runtime.engine.build.build_engine``. Raises ``ModelLoadError``,
+    settings   ``runtime.engine.config.EngineConfig``'s; its seed is 0 here unless given (None: fresh ones each run)
+
+    Raises ``ModelLoadError``,
     ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
     """
 
@@ -108,35 +111,17 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_bytes: int | None = None,
-        max_waiting: int = 1024,
         load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-        seed: int | None = 0,
         gemm: str = "auto",
         tokenizer: Tokenizer | str | Path | None = None,
         skip_tokenizer_init: bool = False,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         from runtime.engine.build import build_engine
 
+        settings.setdefault("seed", 0)
         engine = build_engine(
-            model,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_bytes=kv_cache_bytes,
-            max_waiting=max_waiting,
-            load_format=load_format,
-            seed=seed,
-            gemm=gemm,
+            model, device=device, dtype=dtype, load_format=load_format, gemm=gemm, **settings
         )
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:

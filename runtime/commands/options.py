@@ -13,10 +13,16 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from runtime.engine.config import Batching, EngineConfig, Policy, Preemption, Victim
+from runtime.engine.errors import RequestError
+
+GIB = 1 << 30
+_CONFIG = EngineConfig()
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine is built of; the defaults are `build_engine`'s own (a test holds them equal)."""
+    """What an engine is built of; the defaults are `EngineConfig`'s."""
 
     model: Annotated[
         str | None,
@@ -30,9 +36,11 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 256
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 2048
-    block_size: Annotated[int, typer.Option(help="Tokens in one KV block.")] = 16
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _CONFIG.max_num_seqs
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = (
+        _CONFIG.max_num_batched_tokens
+    )
+    block_size: Annotated[int, typer.Option(help="Tokens in one KV block.")] = _CONFIG.block_size
     kv_cache_bytes: Annotated[
         int | None,
         typer.Option(
@@ -51,10 +59,62 @@ class EngineOptions:
     seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (
         None
     )
+    scheduling_policy: Annotated[
+        Policy, typer.Option(help="Whose turn it is: by priority and arrival, by arrival, or by least slack.")
+    ] = _CONFIG.scheduling_policy
+    batching: Annotated[
+        Batching, typer.Option(help="How prompts and decodes share steps; all but stall-free are for comparison.")
+    ] = _CONFIG.batching
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Most tokens of one prompt in one step; default: what the budget leaves.")
+    ] = None
+    prefill_chunk_stages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HIGH,LOW,STAGES,TOKENS",
+            help="Chunks that shrink from HIGH to LOW in STAGES over a prompt's first TOKENS.",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = (
+        _CONFIG.enable_prefix_caching
+    )
+    swap_space: Annotated[
+        float, typer.Option(help="GiB of host memory for preempted sequences and idle prefixes.", min=0.0)
+    ] = _CONFIG.swap_space_bytes / GIB
+    preemption: Annotated[
+        Preemption, typer.Option(help="How a preempted sequence's content comes back; auto: the cheaper.")
+    ] = _CONFIG.preemption
+    victim: Annotated[Victim, typer.Option(help="Who is preempted when blocks are missing.")] = _CONFIG.victim
+    ageing: Annotated[float, typer.Option(help="Seconds of waiting that one unit of priority is worth.")] = (
+        _CONFIG.ageing_s
+    )
+    ttft_target: Annotated[float, typer.Option(help="Seconds to the first token, for the deadline policy.")] = (
+        _CONFIG.ttft_target_s
+    )
+    tpot_target: Annotated[float, typer.Option(help="Seconds to each next token, for the deadline policy.")] = (
+        _CONFIG.tpot_target_s
+    )
+    exact: Annotated[bool, typer.Option("--exact", help="The same tokens and log probabilities in any batch.")] = (
+        _CONFIG.exact
+    )
+    overlap: Annotated[
+        bool | None,
+        typer.Option("--overlap/--no-overlap", help="Plan a step while one runs; default: on a GPU."),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults."""
+        """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults.
+
+        Raises `RequestError` for stages that are not four integers.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["swap_space_bytes"] = round(values.pop("swap_space") * GIB)
+        for name in ("ageing", "ttft_target", "tpot_target"):
+            values[f"{name}_s"] = values.pop(name)
+        if self.prefill_chunk_stages is not None:
+            values["prefill_chunk_stages"] = _integers("prefill_chunk_stages", self.prefill_chunk_stages)
+        if self.overlap is not None:
+            values["overlap"] = "on" if self.overlap else "off"
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -94,6 +154,13 @@ class SamplingOptions:
         """The fields that were named on the command line."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def _integers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise RequestError(f"{name} must be integers with commas between them, got {text!r:.80}", param=name) from None
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.config import check_seconds
+from runtime.engine.checks import check_seconds, is_integer
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest
-from runtime.engine.sampling_params import SamplingParams, check_token_ids, is_integer
+from runtime.engine.sampling_params import SamplingParams, check_token_ids
 from runtime.engine.sequence import Request
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 import models.demo
+from models.base import Model
 from models.generation_config import load_generation_config
 from models.hub import resolve_model
 from models.registry import load_model
 from runtime.device.device import Device
-from runtime.engine.config import EngineConfig, available_memory_bytes, resolve
+from runtime.engine.config import EngineConfig, EngineSettings, available_memory_bytes, resolve
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo
 from runtime.kv_cache import KVCache
@@ -23,34 +24,18 @@ def build_engine(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    kv_cache_bytes: int | None = None,
-    max_waiting: int = 1024,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-    seed: int | None = None,
     gemm: str = "auto",
+    **settings: Unpack[EngineSettings],
 ) -> Engine:
     """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
 
-    ``seed`` is that of dummy weights (None: 0) and of the generator that draws seeds for requests without one
-    (None: from the OS). The other arguments are ``EngineConfig``'s and ``models.load_model``'s.
+    ``settings`` are ``EngineConfig``'s; its ``seed`` is that of dummy weights, too (None: 0). The other arguments are
+    ``models.load_model``'s.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
-    config = EngineConfig(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        max_waiting=max_waiting,
-        seed=seed,
-    )
+    config = EngineConfig(**settings)
     target = Device.parse(device)
     folder = resolve_model(None if model is None else str(model))
     loaded = load_model(
@@ -58,11 +43,21 @@ def build_engine(
         device=target,
         dtype=dtype,
         load_format=load_format,
-        seed=seed or 0,
-        max_model_len=max_model_len,
+        seed=config.seed or 0,
+        max_model_len=config.max_model_len,
         gemm=gemm,
+        exact=config.exact,
     )
-    spec = loaded.kv_cache_spec(block_size)
+    return engine_over(loaded, folder, config, model_name(model, folder))
+
+
+def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) -> Engine:
+    """An engine over a model that is loaded from ``folder``, with a KV cache of its own.
+
+    The model's products are exact or not as it was loaded. Raises ``RequestError``, ``OutOfMemoryError``.
+    """
+    target = loaded.device
+    spec = loaded.kv_cache_spec(config.block_size)
     limits = resolve(
         config,
         max_position_embeddings=loaded.config.max_position_embeddings,
@@ -72,7 +67,7 @@ def build_engine(
     )
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
-        model_name=model_name(model, folder),
+        model_name=name,
         model_path=str(folder),
         architecture=loaded.config.architecture,
         device=str(target),
@@ -87,8 +82,9 @@ def build_engine(
         num_blocks=limits.num_blocks,
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=loaded.weight_bytes,
+        scheduling_policy=config.scheduling_policy,
     )
-    return Engine(loaded, kv_cache, limits, info, seed)
+    return Engine(loaded, kv_cache, limits, info, config.seed)
 
 
 def free_device_bytes(device: Device) -> int:

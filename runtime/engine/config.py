@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
-from runtime.engine.sampling_params import is_integer
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
@@ -125,19 +124,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         if self.seed is not None and not is_integer(self.seed):
             raise RequestError(f"seed must be an integer or None, got {self.seed!r}", param="seed")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise RequestError("give num_blocks or kv_cache_bytes, not both", param="num_blocks")
-        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        _one_of("batching", self.batching, BATCHING)
-        _one_of("preemption", self.preemption, PREEMPTIONS)
-        _one_of("victim", self.victim, VICTIMS)
-        _one_of("overlap", self.overlap, ("auto", "on", "off"))
+        check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        check_one_of("batching", self.batching, BATCHING)
+        check_one_of("preemption", self.preemption, PREEMPTIONS)
+        check_one_of("victim", self.victim, VICTIMS)
+        check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
@@ -169,7 +168,7 @@ class EngineConfig:
                 param="prefill_chunk_stages",
             )
         for value in stages:
-            _positive("prefill_chunk_stages", value)
+            check_positive("prefill_chunk_stages", value)
         high, low, _, _ = stages
         if high % 32 or low % 32 or low > high:
             raise RequestError(
@@ -275,19 +274,3 @@ def available_memory_bytes() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Raise ``RequestError`` unless this is a positive, finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
-        raise RequestError(f"{name} must be a positive number of seconds, got {value!r:.80}", param=name)
-
-
-def _one_of(name: str, value: object, values: tuple[str, ...]) -> None:
-    if value not in values:
-        raise RequestError(f"{name} must be one of {', '.join(values)}, got {value!r:.80}", param=name)
-
-
-def _positive(name: str, value: object) -> None:
-    if not is_integer(value) or value < 1:  # type: ignore[operator]
-        raise RequestError(f"{name} must be a positive integer, got {value!r}", param=name)

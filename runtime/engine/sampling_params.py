@@ -9,12 +9,12 @@ the field, the value and the limit. It knows nothing of text: ``stop`` strings a
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
 
 MAX_N = 128
@@ -205,16 +205,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     param="logit_bias",
                 )
         self._set("logit_bias", {int(i): float(value) for i, value in bias.items()})
-
-
-def is_integer(value: object) -> bool:
-    """Whether value is an integer (Python's or numpy's); a bool is not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether value is a real number (Python's or numpy's); a bool is not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

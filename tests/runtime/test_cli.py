@@ -59,7 +59,8 @@ HEAVY = {
         "prompt_toolkit",
         "asyncio",
     ),
-    *("numba_kernels", "models", "server", "tokenizer", "runtime.engine", "runtime.text", "runtime.bench"),
+    *("numba_kernels", "models", "server", "tokenizer", "runtime.text", "runtime.bench"),
+    *("runtime.engine.build", "runtime.engine.client", "runtime.engine.engine", "runtime.engine.sequence"),
     *("runtime.tensor", "runtime.ops", "runtime.llm", "httpx"),
 }
 
@@ -126,17 +127,33 @@ def test_help_names_every_command() -> None:
 
 def test_defaults_are_those_of_the_library() -> None:
     from runtime.engine.build import build_engine
+    from runtime.engine.config import EngineConfig, EngineSettings
     from runtime.engine.sampling_params import SamplingParams
     from runtime.llm import LLM
 
+    settings = {field.name for field in fields(EngineConfig)}
+    assert EngineSettings.__annotations__.keys() == settings
+    given = EngineOptions().arguments()
+    assert EngineConfig(**{name: value for name, value in given.items() if name in settings}) == EngineConfig()
     for options, function in ((EngineOptions, build_engine), (LlmOptions, LLM)):
         parameters = inspect.signature(function).parameters
-        for field in fields(options):
-            assert field.name in parameters
-            if field.default is not None:
-                assert field.default == parameters[field.name].default, (function, field.name)
+        for name, value in options().arguments().items():
+            assert name in settings or value == parameters[name].default, (function, name)
+    reachable = EngineOptions(
+        max_model_len=1, kv_cache_bytes=1, seed=1, prefill_chunk=1, prefill_chunk_stages="64,32,2,99", overlap=True
+    )
+    assert settings - reachable.arguments().keys() == {"num_blocks", "max_waiting"}
     assert LlmOptions().arguments().keys().isdisjoint({"model", "seed", "tokenizer"})
     assert {field.name for field in fields(SamplingOptions)} <= set(SamplingParams.__struct_fields__)
+
+
+def test_engine_options_in_their_units() -> None:
+    options = EngineOptions(swap_space=0.5, ageing=3.0, prefill_chunk_stages="512, 128,4,8192", overlap=False)
+    arguments = options.arguments()
+    assert arguments["swap_space_bytes"] == 1 << 29
+    assert arguments["ageing_s"] == 3.0
+    assert arguments["prefill_chunk_stages"] == (512, 128, 4, 8192)
+    assert arguments["overlap"] == "off"
 
 
 # Errors
@@ -155,6 +172,10 @@ def test_defaults_are_those_of_the_library() -> None:
         (["generate", "-p", "x", "--device", "tpu"], 2, "tpu"),
         (["generate", "--prompt-file", "/nowhere/prompts"], 1, "/nowhere/prompts: No such file"),
         (["info", "--max-num-seqs", "0"], 2, "max_num_seqs"),
+        (["info", "--prefill-chunk-stages", "a,b"], 2, "prefill_chunk_stages must be integers"),
+        (["info", "--prefill-chunk-stages", "64,32"], 2, "(high, low, stages, over_tokens)"),
+        (["info", "--prefill-chunk", "64", "--batching", "orca"], 2, "computes whole"),
+        (["info", "--preemption", "swap"], 2, "needs swap_space_bytes"),
         (["tokenize", "--decode", "one"], 2, "'one' is no token id"),
         (["bench", "peers", "--peer-python", "/nowhere/python"], 1, "pip install torch transformers"),
         (["bench", "peers", "--workloads", "burst,prefil"], 1, "'prefil' is none of decode-1, decode-32, prefill"),
