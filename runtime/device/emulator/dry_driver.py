@@ -43,5 +43,5 @@ class DryDriver(EmulatedDriver):
         return OK
 
     cuMemFree = cuFuncSetAttribute = cuLaunchKernelEx = emuDivide = emuMarkAsync = _accept  # type: ignore[assignment]
-    cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemsetD8Async = _accept  # type: ignore[assignment]
+    cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemcpyBatchAsync = cuMemsetD8Async = _accept  # type: ignore[assignment]
     cuModuleLoadData = cuModuleGetFunction = _new  # type: ignore[assignment]
