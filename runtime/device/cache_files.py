@@ -97,22 +97,25 @@ def mark_used(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, is_waiting: bool = True) -> Iterator[bool]:
     """Whoever else, in any process, would make the same file waits until this is left, and then finds it there.
 
-    Where a lock cannot be had (a folder that cannot be written, a file system without locks) there is none, and the
-    same is made twice.
+    Without `is_waiting` it gives False, and holds nothing, where somebody else has the lock. Where no lock is to be had
+    (a folder that cannot be written, a file system without locks) there is none, and the same is made twice.
     """
     number = None
     lock = path.with_name(path.name + LOCK)
-    with contextlib.suppress(OSError):
+    try:
         open_generation(path.parent)
         number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(number, fcntl.LOCK_EX)
+        fcntl.flock(number, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_held, is_busy = True, False
+    except OSError as error:
+        is_held, is_busy = False, isinstance(error, BlockingIOError)
     try:
-        yield
+        yield not is_busy
     finally:
+        if is_held:
+            lock.unlink(missing_ok=True)  # who waits holds the file itself, and finds the work done
         if number is not None:
-            with contextlib.suppress(OSError):
-                lock.unlink()  # who waits holds the file itself, and finds the work done
             os.close(number)

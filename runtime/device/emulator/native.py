@@ -13,7 +13,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from runtime.device.emulator.operations import compile_operation
+from runtime.device.emulator.operations import compile_operations
 
 _OPTIMISATION = 0
 
@@ -52,8 +52,7 @@ class NativeCode:
     """An object file in memory, linked against the operations that it names."""
 
     def __init__(self, code: bytes, operations: Iterable[str]) -> None:
-        for name in operations:
-            compile_operation(name)
+        compile_operations(operations)
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()

@@ -68,7 +68,7 @@ def store(key: str, entry: Entry, folder: Path | None = None) -> None:
     write_entry((folder or default_folder()) / _generation() / key, entry.header, entry.code)
 
 
-def making(key: str, folder: Path | None = None) -> AbstractContextManager[None]:
+def making(key: str, folder: Path | None = None) -> AbstractContextManager[bool]:
     """While it lasts, whoever else would make the same entry waits, and then finds it."""
     return locked((folder or default_folder()) / _generation() / key)
 

@@ -13,14 +13,17 @@ must stand a target that is also a source. Compiled when a kernel that uses it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
 from numba import types
 
-from numba_kernels.cache import compile_c_function
+from numba_kernels.cache import cache_folder, compile_c_function
+from runtime.device.cache_files import locked
 
 _pointer: Any = types.CPointer
 _KINDS = {
@@ -88,6 +91,25 @@ def _find(name: str) -> Operation:
 def signature_of(kinds: str) -> Any:
     """Numba's signature of an operation."""
     return types.int32(_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in kinds))
+
+
+def compile_operations(names: Iterable[str]) -> None:
+    """Compiles operations; those that another process is compiling come last, so that two processes share the work."""
+    pending = [name for name in dict.fromkeys(names) if name not in _COMPILED]
+    while pending:
+        busy = [name for name in pending if not _compile_alone(name, is_waiting=False)]
+        if len(busy) == len(pending):
+            _compile_alone(busy.pop(0), is_waiting=True)
+        pending = busy
+
+
+def _compile_alone(name: str, *, is_waiting: bool) -> bool:
+    """Compiles an operation, unless another process does, for which it may wait. Whether it is compiled."""
+    folder = cache_folder(Path(inspect.getfile(_find(name).function)))
+    with locked(folder / name, is_waiting=is_waiting) as is_mine:
+        if is_mine:
+            compile_operation(name)
+    return is_mine
 
 
 def compile_operation(name: str) -> int:
