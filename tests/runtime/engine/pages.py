@@ -1,0 +1,60 @@
+"""A page written by a stranger, found: the bytes of every running sequence's computed slots, compared step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.engine import Engine
+from runtime.engine.sequence import Sequence
+from runtime.kv_cache import KVCache
+
+
+def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
+    """A checksum over all layers of each slot's keys and values, `[num_blocks * block_size]`."""
+    spec = kv_cache.spec
+    sums = np.zeros((kv_cache.num_blocks, spec.block_size), np.uint64)
+    rng = np.random.default_rng(0)
+    for layer in range(spec.num_layers):
+        keys, values = (tensor.to("cpu").array for tensor in kv_cache.layer(layer))
+        if kv_cache.device.kind == "cpu":
+            keys = keys.transpose(0, 1, 3, 2)  # both [num_blocks, num_kv_heads, block_size, head_dim ...]
+        for pages in (keys, values):
+            bits = np.ascontiguousarray(pages[..., : spec.head_dim]).view(f"u{pages.itemsize}").astype(np.uint64)
+            weights = rng.integers(0, 2**63, (spec.num_kv_heads, spec.head_dim), np.uint64) * 2 + 1
+            sums += np.einsum("nhsd,hd->ns", bits, weights)
+    return sums.reshape(-1)
+
+
+class PageChecker:
+    """`check` after each step: what a running sequence has computed before has not changed since, wherever its blocks
+    have been meanwhile; only what is computed again after a preemption may differ."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_compared = 0
+        self._seen: dict[Sequence, NDArray[np.uint64]] = {}
+
+    def check(self) -> None:
+        engine = self.engine
+        engine.runner.synchronize()
+        sums = slot_sums(engine.runner.kv_cache)
+        block_size = engine.limits.block_size
+        seen: dict[Sequence, NDArray[np.uint64]] = {}
+        for sequence in engine.scheduler.waiting:
+            if sequence in self._seen and sequence.num_computed:  # swapped out
+                seen[sequence] = self._seen[sequence]
+        for sequence in engine.scheduler.running:
+            positions = np.arange(sequence.num_computed)
+            blocks = np.array(sequence.block_ids)[positions // block_size]
+            now = sums[blocks * block_size + positions % block_size]
+            before = self._seen.get(sequence, now[:0])
+            changed = np.flatnonzero(now[: len(before)] != before)
+            assert not changed.size, (
+                f"request {sequence.request.request_id}, choice {sequence.index}: the pages of positions "
+                f"{changed.tolist()} have changed"
+            )
+            assert len(before) <= len(now), "computed tokens were lost"
+            self.num_compared += len(before)
+            seen[sequence] = now
+        self._seen = seen

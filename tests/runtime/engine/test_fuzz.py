@@ -1,0 +1,239 @@
+"""The whole engine under random load, both loops: arrivals, cancellations, shared prefixes, a pool and a swap space far
+too small, a model that fails now and then. After each step all invariants hold and no page has changed that should not;
+every answer is that of a lone run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from runtime.device.gpu import Gpu
+from runtime.dtype import float32
+from runtime.engine.build import build_engine
+from runtime.engine.config import EngineSettings
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.kv_cache import KVCache, KVCacheSpec
+from runtime.tensor import Tensor
+from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.fakes import Collected, collect, request, run_to_end
+from tests.runtime.engine.pages import PageChecker, slot_sums
+
+NEAR_TIE = 1e-3
+
+
+def templates(rng: random.Random, count: int, vocab_size: int, max_model_len: int) -> list[EngineRequest]:
+    """Requests of many kinds whose prompts share beginnings; each can be served again and again."""
+    stems = [[rng.randrange(3, vocab_size) for _ in range(max_model_len // 3)] for _ in range(3)]
+    kinds: list[dict[str, object]] = [
+        {},
+        {},
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {4: 2.0, 5: -3.0}},
+        {"stop_token_ids": list(range(3, vocab_size, 6)), "min_tokens": 2},
+        {"n": 2},
+    ]
+    made = []
+    for i in range(count):
+        stem = rng.choice(stems)
+        tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, max_model_len // 8))]
+        prompt = stem[: rng.randrange(len(stem))] + tail
+        params: dict[str, object] = {"max_tokens": rng.randrange(1, max_model_len // 2), **rng.choice(kinds)}
+        if i % 2 or "n" in params:
+            params |= {"temperature": rng.uniform(0.5, 1.2), "seed": rng.randrange(2**40)}
+        made.append(request(f"template{i}", prompt, eos=(2,), **params))
+    return made
+
+
+class Answers:
+    """What each template's lone run answers; computed once, without prefix cache."""
+
+    def __init__(self, lone: Engine) -> None:
+        self.lone = lone
+        self._results: dict[str, Collected] = {}
+
+    def check(self, template: EngineRequest, ours: Collected) -> None:
+        """All tokens that came are the lone run's, but after a near tie."""
+        if template.request_id not in self._results:
+            self.lone.add(template)
+            self._results[template.request_id] = run_to_end(self.lone)[template.request_id]
+        theirs = self._results[template.request_id]
+        for index in range(template.params.n):
+            if not ours.of(index):
+                continue  # ended before its prompt was computed
+            tokens, expected = ours.token_ids(index), theirs.token_ids(index)
+            ended = ours.finish_reason(index) in ("stop", "length")
+            if tokens == (expected if ended else expected[: len(tokens)]):
+                if ended:
+                    assert ours.finish_reason(index) == theirs.finish_reason(index)
+                continue
+            at = next((i for i, (a, b) in enumerate(zip(tokens, expected)) if a != b), None)
+            assert at is not None, f"{template.request_id} has {len(tokens)} tokens, not {len(expected)}"
+            assert template.params.temperature == 0.0, f"{template.request_id} draws another token {at}"
+            logits = self.lone.logits([*template.prompt_token_ids, *expected[:at]])[-1]
+            second, best = np.sort(logits)[-2:]
+            assert best - second <= NEAR_TIE, f"{template.request_id} parts at token {at}"
+
+
+class Failing:
+    """The model of an engine, which fails now and then after it has written its pages."""
+
+    def __init__(self, engine: Engine, rng: random.Random, rate: float) -> None:
+        model = engine.runner.model
+        forward = model.forward
+        self.num_failures = 0
+
+        def fail(batch: object, kv_cache: KVCache) -> Tensor:
+            hidden = forward(batch, kv_cache)  # type: ignore[arg-type]
+            if rng.random() < rate:
+                self.num_failures += 1
+                raise MemoryError("planted")
+            return hidden
+
+        model.forward = fail  # type: ignore[method-assign]
+
+
+def fuzz(
+    engine: Engine, answers: Answers, *, num_steps: int, seed: int, failure_rate: float, arrival_rate: float = 0.25
+) -> PageChecker:
+    rng = random.Random(seed)
+    made = templates(random.Random(1), 40, engine.info.vocab_size, engine.limits.max_model_len)
+    failing = Failing(engine, random.Random(seed), failure_rate)
+    pages = PageChecker(engine)
+    results: dict[str, Collected] = {}
+    of_template: dict[str, EngineRequest] = {}
+    is_ending = False
+
+    def happen() -> list[EngineOutput]:
+        """What users may do at any time."""
+        if not is_ending:
+            while rng.random() < arrival_rate and len(engine.scheduler.waiting) < 8:
+                template = rng.choice(made)
+                name = f"r{len(of_template)}"
+                of_template[name] = template
+                engine.add(msgspec.structs.replace(template, request_id=name, priority=rng.choice([0, 0, -1, 3])))
+        if engine.requests and rng.random() < 0.03:
+            return engine.cancel(rng.choice(list(engine.requests)), rng.choice([None, None, 0, 1]))
+        return []
+
+    for _ in range(num_steps):
+        collect(happen(), results)
+        collect(engine.step(happen), results)
+        engine.check_invariants()
+        pages.check()
+    is_ending = True
+    while engine.has_work:
+        collect(engine.step(happen), results)
+        engine.check_invariants()
+        pages.check()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    assert not engine.requests
+    reasons = set()
+    for name, template in of_template.items():
+        answers.check(template, results[name])
+        reasons |= {results[name].finish_reason(index) for index in range(template.params.n) if results[name].of(index)}
+    expected = {"length", "abort"} | ({"error"} if failing.num_failures else set())
+    assert expected <= reasons <= {"stop", *expected}
+    return pages
+
+
+@pytest.fixture(scope="module")
+def demo_answers() -> Answers:
+    return Answers(build_engine(max_model_len=96, max_num_seqs=2, block_size=8, seed=0, **LONE))
+
+
+LONE: EngineSettings = {"enable_prefix_caching": False, "num_blocks": 32, "overlap": "off"}
+TINY: EngineSettings = {
+    "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "block_size": 8, "num_blocks": 18, "seed": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps"),
+    [
+        ({"overlap": "on", "preemption": "swap", "swap_space_bytes": 20}, 1000),
+        ({"overlap": "on", "preemption": "recompute", "victim": "least-recently-used"}, 500),
+        ({"overlap": "off", "preemption": "auto", "swap_space_bytes": 9}, 500),
+    ],
+)
+def test_two_thousand_steps_of_the_demo_model(
+    settings: EngineSettings, num_steps: int, demo_answers: Answers
+) -> None:
+    """`swap_space_bytes` counts blocks here."""
+    block_bytes = demo_answers.lone.runner.kv_cache.spec.bytes_per_block
+    settings = {**settings, "swap_space_bytes": settings.get("swap_space_bytes", 0) * block_bytes}
+    engine = build_engine(**TINY, **settings)
+    pages = fuzz(engine, demo_answers, num_steps=num_steps, seed=3, failure_rate=0.01)
+    stats = engine.stats()
+    assert stats.num_preemptions > num_steps / 50
+    assert stats.prefix_cache_hits > 0.1 * stats.prefix_cache_queries
+    if settings["swap_space_bytes"]:
+        assert stats.num_swaps > 0
+        assert stats.swapped_in_blocks > 0
+    assert pages.num_compared > 50 * num_steps
+
+
+@pytest.mark.emulator
+def test_two_hundred_steps_on_the_emulated_gpu(tmp_path: Path) -> None:
+    """Its lone runs are the cpu's."""
+    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    lone = build_engine(folder, device="cpu", dtype="float32", **{**TINY, **LONE})
+    answers = Answers(lone)
+    engine = build_engine(
+        folder,
+        device="emulated:sm_80",
+        dtype="float32",
+        **TINY,
+        preemption="swap",
+        swap_space_bytes=16 * lone.runner.kv_cache.spec.bytes_per_block,
+    )
+    assert engine.overlaps
+    pages = fuzz(engine, answers, num_steps=200, seed=5, failure_rate=0.01)
+    stats = engine.stats()
+    assert stats.num_swaps > 0
+    assert stats.prefix_cache_hits > 0
+    assert pages.num_compared > 50 * 200
+    Gpu.of("emulated:sm_80").allocator.check_integrity()
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_page_written_by_a_stranger_is_found(overlap: Literal["on", "off"]) -> None:
+    engine = build_engine(**TINY, overlap=overlap)
+    for name in ("one", "two"):
+        engine.add(request(name, range(3, 30), max_tokens=30))
+    pages = PageChecker(engine)
+    for _ in range(4):
+        engine.step()
+        pages.check()
+    victim = engine.requests["two"].sequences[0]
+    position = victim.num_computed - 3
+    keys = engine.runner.kv_cache.layer(3)[0].array  # [num_blocks, num_kv_heads, head_dim, block_size]
+    lane = keys[victim.block_ids[position // 8], 1, 17, position % 8 : position % 8 + 1]
+    before = lane.copy()
+    lane.view(f"u{lane.itemsize}")[0] ^= 1  # the last bit of one number
+    with pytest.raises(AssertionError, match=rf"request two, choice 0: the pages of positions \[{position}\]"):
+        pages.check()
+    lane[:] = before
+    pages.check()
+    engine.cancel_all()
+    engine.close()
+
+
+def test_slot_sums_see_every_byte_of_a_slot_and_no_other() -> None:
+    kv_cache = KVCache(KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=3, block_size=8, dtype=float32), 4)
+    before = slot_sums(kv_cache)
+    for layer in range(2):
+        for which, index in ((0, (3, 1, 2, 5)), (1, (3, 1, 5, 2))):
+            kv_cache.layer(layer)[which].array[index] = 1.0
+            changed = np.flatnonzero(slot_sums(kv_cache) != before)
+            assert changed.tolist() == [3 * 8 + 5]
+            kv_cache.layer(layer)[which].array[index] = 0.0
+    assert np.array_equal(slot_sums(kv_cache), before)
