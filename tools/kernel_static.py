@@ -1,7 +1,7 @@
 """What the compilers say of every kernel on every architecture: registers, spills, shared memory, occupancy.
 
-Needs no GPU: NVVM makes the PTX and nvJitLink, which is ptxas, the machine code. Work is spread over processes by
-specialisation, since the compiler's front end runs once for all architectures of one.
+Needs no GPU: NVVM makes the PTX, which the cache of kernels keeps, and nvJitLink, which is ptxas, the machine code.
+Work is spread over processes by specialisation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
-from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
 from runtime.device.emulator.architectures import model_of
 from runtime.device.emulator.occupancy import blocks_per_sm
-from runtime.device.kernel_cache import is_meant_for
+from runtime.device.kernel_cache import KernelCache, is_meant_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
@@ -90,7 +89,7 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
     return 0
 
 
-def examine(specialisation: Specialisation, archs: Iterable[str]) -> list[StaticFacts]:
+def examine(specialisation: Specialisation, archs: Iterable[str], cache: KernelCache) -> list[StaticFacts]:
     """A kernel on those architectures that have its instructions.
 
     Raises RuntimeError where its PTX has dynamic shared memory that `dynamic_shared_bytes` does not know of.
@@ -100,7 +99,7 @@ def examine(specialisation: Specialisation, archs: Iterable[str]) -> list[Static
     for arch in archs:
         if not is_meant_for(specialisation, arch):
             continue
-        text = compile_ptx(specialisation, arch)
+        text = cache.get(specialisation, arch, is_ptx=True).image.rstrip(b"\0").decode()
         if bool(_DYNAMIC.search(text)) != bool(dynamic):
             raise RuntimeError(f"{specialisation.name}: {dynamic} bytes of dynamic shared memory, its PTX disagrees")
         code = assemble(text, arch)
@@ -120,8 +119,8 @@ def examine(specialisation: Specialisation, archs: Iterable[str]) -> list[Static
 
 def _examine_named(names: Sequence[str], archs: Sequence[str]) -> list[StaticFacts]:
     warnings.simplefilter("ignore")
-    wanted = set(names)
-    return [facts for each in specialisations() if each.name in wanted for facts in examine(each, archs)]
+    wanted, cache = set(names), KernelCache()
+    return [facts for each in specialisations() if each.name in wanted for facts in examine(each, archs, cache)]
 
 
 def examine_all(

@@ -176,5 +176,5 @@ def specialisations() -> Iterator[Specialisation]:
     """The usual head dims with pages of 16 tokens."""
     yield _copy_pages()
     for dtype in DTYPES:
-        for head_dim in (64, 128):
+        for head_dim in (32, 64, 128):
             yield _write_kv(dtype, head_dim, 16, True)

@@ -179,6 +179,6 @@ def specialisations() -> Iterator[Specialisation]:
     """GPT-2 (no rotation), Llama and Qwen3 (with head norms), pages of 16 tokens."""
     for dtype in DTYPES:
         yield _qkv_prepare(dtype, 64, 16, 0, False, False, True)
-        for head_dim in (64, 128):
+        for head_dim in (32, 64, 128):
             for has_norm in (False, True):
                 yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, has_norm, True)

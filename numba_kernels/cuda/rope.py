@@ -205,5 +205,5 @@ def plan_rope(
 def specialisations() -> Iterator[Specialisation]:
     """The usual head dims, all of a head rotated, half-split."""
     for dtype in DTYPES:
-        for head_dim in (64, 128):
+        for head_dim in (32, 64, 128):
             yield _rope(dtype, head_dim, head_dim, False, True)

@@ -167,7 +167,7 @@ def _parts(num_keys: int, num_blocks: int, num_sms: int) -> tuple[int, int]:
 def specialisations() -> Iterator[Specialisation]:
     """Every tier for the usual head dims, pages of 16 tokens."""
     for dtype in DTYPES:
-        for head_dim in (64, 128):
+        for head_dim in (32, 64, 128):
             yield naive.naive(dtype, head_dim, 16)
             yield parts.combine(dtype, head_dim)
             if dtype == "f32":
