@@ -13,7 +13,7 @@ import typer
 from runtime.commands.options import EngineOptions, with_options
 
 bench = typer.Typer(
-    name="bench", help="Measure: latency, throughput, serve, streaming, peers, allocator.", rich_markup_mode=None
+    name="bench", help="Measure: latency, throughput, serve, streaming, peers, allocator, exact.", rich_markup_mode=None
 )
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
@@ -22,7 +22,7 @@ OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to
 
 @bench.callback()
 def _bench() -> None:
-    """Measure: latency, throughput, serve, streaming, peers, allocator. What is timed has been verified first."""
+    """Measure what the commands below name. What is timed has been verified first."""
 
 
 def latency(
@@ -255,6 +255,38 @@ def allocator(
     deliver(report, {title: report[name] for name, title in names.items()}, as_json, output_json)
 
 
+def exact(
+    engine: EngineOptions,
+    num_requests: Annotated[int, typer.Option(help="How many requests.")] = 300,
+    num_schedules: Annotated[int, typer.Option(help="How many ways to serve them; the first serves each alone.")] = 13,
+    num_rounds: Annotated[int, typer.Option(help="Timed runs of the exact and of the default mode, in turns.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Whether answers are equal to the bit under every schedule, and what that costs. Exit status 1: they are not."""
+    from runtime.bench.exact import bench_exact, engine_maker
+
+    arguments = engine.arguments()
+    make_exact = engine_maker(arguments, exact=True)
+    make_default = engine_maker(arguments, exact=False)
+    report = bench_exact(
+        make_exact,
+        make_default,
+        num_requests=num_requests,
+        num_schedules=num_schedules,
+        num_rounds=num_rounds,
+        max_model_len=engine.max_model_len or 96,
+        seed=engine.seed or 0,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )
+    lines: dict[str, Any] = {row["name"]: f"{row['num_different']} differ" for row in report["schedules"]}
+    lines["choices"] = report["num_choices"]
+    lines["cost (exact time / default time)"] = report["cost"]
+    deliver(report, lines, as_json, output_json)
+    if not report["is_exact"]:
+        raise typer.Exit(1)
+
+
 def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: Path | None) -> None:
     """The report as JSON, or its lines for a person; and to a file when one is named."""
     if path is not None:
@@ -300,5 +332,5 @@ def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
     return lines
 
 
-for _command in (latency, throughput, serve, streaming, peers, allocator):
+for _command in (latency, throughput, serve, streaming, peers, allocator, exact):
     bench.command()(with_options(_command))
