@@ -251,9 +251,7 @@ class Engine:
         """Bring a planned step up to date: without those who have ended, with those who have arrived."""
         step, record = opened.step, opened.record
         begun = time.monotonic()
-        num_planned = len(step.chunks)
-        step.drop_finished()
-        num_left = len(step.chunks)
+        planned, num_left = step.chunks, len(step.chunks)
         self.scheduler.extend(step)
         extended = time.monotonic()
         record.schedule_s += extended - begun
@@ -261,7 +259,8 @@ class Engine:
             opened.prepared = None
             self._finish(self._start(opened), outputs)
             return self._plan(outputs)
-        if num_left < num_planned or len(step.chunks) > num_left:
+        if step.chunks is not planned or len(step.chunks) > num_left:
+            num_left = sum(not chunk.sequence.is_finished for chunk in planned[:num_left])
             self._lay_out(opened, num_left, outputs)
             record.prepare_s += time.monotonic() - extended
         return opened
@@ -278,12 +277,14 @@ class Engine:
     def _load_rows(self, step: Step, first_new: int, outputs: list[EngineOutput]) -> None:
         """Write the rows of sequences that start to run; one that cannot be written ends its request
         alone."""
+        starting = [chunk.sequence for chunk in step.chunks[first_new:] if chunk.is_first]
+        if not starting:
+            return
         now = time.monotonic()
-        for chunk in step.chunks[first_new:]:
-            sequence = chunk.sequence
-            if not chunk.is_first or sequence.is_finished:
-                continue
+        for sequence in starting:
             request, row = sequence.request, sequence.row
+            if sequence.is_finished:
+                continue  # a choice before it could not be started
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
             self._mark_scheduled(request)
@@ -306,6 +307,8 @@ class Engine:
             self._move_blocks(step, record)
         if opened.prepared is not None:
             opened.computation = self.runner.start(opened.prepared)
+            record.prepare_s += opened.prepared.started_s - opened.started_s
+            opened.started_s = opened.prepared.started_s
             self._running = opened
         return opened
 
@@ -353,44 +356,50 @@ class Engine:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries
         logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
+        finished = State.FINISHED
+        num_before = len(outputs)
         for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
-            if sequence.state is State.FINISHED:
+            if sequence.state is finished:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
-                if is_valid:
-                    outputs.append(self._commit_token(sequence, token_id, entry, now))
-                else:
+                if not is_valid:
                     outputs += self._end(sequence.request, "error", "the logits held NaN or allowed no token")
+                    continue
+                request = sequence.request
+                sequence.append(token_id)
+                sequence.last_token_s = now
+                if (
+                    entry is not None
+                    or token_id in request.stop_ids
+                    or not 1 < sequence.num_output_tokens < request.max_tokens
+                ):
+                    outputs.append(self._first_or_last(sequence, token_id, entry, now))
+                    continue
+                outputs.append(  # nearly always
+                    EngineOutput(
+                        request_id=request.request_id,
+                        index=sequence.index,
+                        new_token_ids=[token_id],
+                        num_prompt_tokens=sequence.num_prompt_tokens,
+                    )
+                )
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
                 outputs += self._end(sequence.request, "error", "the request failed")
+        self._counters.generation_tokens += sum(len(output.new_token_ids) for output in outputs[num_before:])
 
-    def _commit_token(
+    def _first_or_last(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
     ) -> EngineOutput:
+        """The output of the token just appended, with all that any token may bring."""
         request = sequence.request
-        sequence.append(token_id)
-        sequence.last_token_s = now
-        self._counters.generation_tokens += 1
-        finish_reason, stop_reason = finish_of(sequence)
-        is_plain = finish_reason is None and logprobs is None
-        if sequence.num_output_tokens > 1:
-            if is_plain:
-                return EngineOutput(
-                    request_id=request.request_id,
-                    index=sequence.index,
-                    new_token_ids=[token_id],
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                )
-            prompt_logprobs = num_cached_tokens = None
-        else:
+        is_first = sequence.num_output_tokens == 1
+        if is_first:
             sequence.first_token_s = now
-            num_cached_tokens = sequence.num_cached_tokens
-            prompt_logprobs = None
             if sequence.index == 0:
-                prompt_logprobs = request.prompt_logprobs
                 self._counters.prompt_tokens += request.num_prompt_tokens
                 self._release_held(request)
+        finish_reason, stop_reason = finish_of(sequence)
         if finish_reason is not None:
             self._finish_choice(sequence)
         return EngineOutput(
@@ -398,9 +407,9 @@ class Engine:
             index=sequence.index,
             new_token_ids=[token_id],
             num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else None,
             logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             times=None if finish_reason is None else sequence.times(),

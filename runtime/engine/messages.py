@@ -40,7 +40,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arrival_time_s: float = 0.0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token's log probability under the raw logits, its 1-based rank, and the most probable
     alternatives (as many as were asked for, most probable first)."""
 
@@ -60,7 +60,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_token_s: float | None
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """What one step gave to one choice of a request.
 
     index             the choice, 0 … n-1

@@ -11,10 +11,12 @@ computation; ``result`` waits for what it drew.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Never, Protocol
 
 import numpy as np
@@ -34,6 +36,9 @@ from runtime.tensor import Tensor
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
+
+_ROW = attrgetter("sequence.row")
+
 
 class Model(Protocol):
     """What the engine needs of a model; ``models.base.Model`` is one."""
@@ -90,14 +95,16 @@ class Layout:
 class Prepared:
     """A step's arrays, but for tokens that the step before it draws.
 
-    chunks     by row
+    chunks, sequences, rows  by row
     starts, counts  of each chunk: its first token and how many there are, int64
     drawing    the sequences that get a token, in the order of ``layout.logits_indices``
     drawing_rows  their rows
     unknown    where in ``layout.token_ids`` the last tokens of ``unknown_sequences`` belong
+    started_s  when it was complete and its computation began, of ``time.monotonic()``
     """
 
     chunks: list[Chunk]
+    sequences: list[Sequence]
     rows: list[int]
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -106,6 +113,7 @@ class Prepared:
     drawing_rows: NDArray[np.intp]
     unknown: NDArray[np.intp] | None
     unknown_sequences: list[Sequence]
+    started_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -187,15 +195,15 @@ class Runner:
 
     def prepare(self, chunks: list[Chunk]) -> Prepared:
         """Lay out a step, at least one chunk, whose sequences have been loaded."""
-        chunks = sorted(chunks, key=_row)
-        rows = [_row(chunk) for chunk in chunks]
+        chunks = sorted(chunks, key=_ROW)
+        sequences = [chunk.sequence for chunk in chunks]
+        rows: list[int] = [sequence.row for sequence in sequences]  # type: ignore[misc]  # all of them run
         tables = self._tables[self._num_prepared % len(self._tables)]
         self._num_prepared += 1
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
         is_last = [chunk.is_last for chunk in chunks]
-        drawing = [chunk.sequence for chunk in chunks]
-        drawing_rows = np.array(rows, np.intp)
+        drawing, drawing_rows = sequences, np.array(rows, np.intp)
         num_tokens = int(counts.sum())
         unknown: NDArray[np.intp] | None
         if num_tokens == len(chunks) and all(is_last):
@@ -206,13 +214,13 @@ class Runner:
             token_ids, unknown, unknown_sequences = _known_tokens(chunks, num_tokens)
             flags = np.array(is_last)
             logits_indices = (np.cumsum(counts) - 1)[flags].astype(np.int32)
-            drawing = [sequence for sequence, draws in zip(drawing, is_last) if draws]
+            drawing = [sequence for sequence, draws in zip(sequences, is_last) if draws]
             drawing_rows = drawing_rows[flags]
         layout = lay_out(
-            token_ids, starts, counts, tables.of(chunks, rows), self.limits.block_size, logits_indices
+            token_ids, starts, counts, tables.of(sequences, rows), self.limits.block_size, logits_indices
         )
         return Prepared(
-            chunks, rows, starts, counts, layout, drawing, drawing_rows, unknown, unknown_sequences
+            chunks, sequences, rows, starts, counts, layout, drawing, drawing_rows, unknown, unknown_sequences
         )
 
     def start(self, step: Prepared) -> Computation:
@@ -222,12 +230,14 @@ class Runner:
                 step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
             arrays = self.sampler.gather(step.drawing, step.drawing_rows)
             spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
+            step.started_s = time.monotonic()
             if self._worker is not None:
                 return self._worker.submit(self._compute, step, arrays, spans)
             if not self._overlaps:
                 return _Later(partial(self._compute, step, arrays, spans))
             hidden, logits = self._forward(step)
         except Exception as error:  # as if it had come a moment later
+            step.started_s = time.monotonic()
             return _Later(partial(_raise, error))
         return _Later(partial(self._draw, step, hidden, logits, arrays, spans))
 
@@ -338,15 +348,15 @@ class _BlockTables:
         self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = [0] * max_num_seqs
 
-    def of(self, chunks: list[Chunk], rows: list[int]) -> NDArray[np.int32]:
-        """A row for each chunk, in the order of ``rows``, which ascend; written where the sequence has got blocks."""
+    def of(self, sequences: list[Sequence], rows: list[int]) -> NDArray[np.int32]:
+        """The sequences' rows, which ascend; written where one has got blocks."""
         num_blocks = self.num_blocks
-        for chunk, row in zip(chunks, rows):
-            block_ids = chunk.sequence.block_ids
-            known, count = num_blocks[row], len(block_ids)
-            if known < count:
-                self.table[row, known:count] = block_ids[known:]
-                num_blocks[row] = count
+        for sequence, row in zip(sequences, rows):
+            block_ids = sequence.block_ids
+            known = num_blocks[row]
+            if known != len(block_ids):
+                self.table[row, known : len(block_ids)] = block_ids[known:]
+                num_blocks[row] = len(block_ids)
         if rows[-1] == len(rows) - 1:  # dense: no copy
             return self.table[: len(rows)]
         return self.table[:, : max(num_blocks[row] for row in rows)].take(rows, axis=0)
@@ -405,9 +415,3 @@ def _known_tokens(
 
 def _raise(error: Exception) -> Never:
     raise error
-
-
-def _row(chunk: Chunk) -> int:
-    row = chunk.sequence.row
-    assert row is not None
-    return row
