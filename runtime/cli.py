@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands.bench import bench
+from runtime.commands.bench_scheduling import COMMANDS as SCHEDULING_COMMANDS
 from runtime.commands.chat import chat
 from runtime.commands.generate import generate
 from runtime.commands.group import CommandGroup
@@ -35,6 +36,8 @@ def _program(
 
 for _command in (chat, generate, serve, tokenize, info):
     app.command()(with_options(_command))
+for _command in SCHEDULING_COMMANDS:
+    bench.command()(with_options(_command))
 app.add_typer(kernels)
 app.add_typer(bench)
 

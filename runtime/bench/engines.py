@@ -1,0 +1,116 @@
+"""Engines to measure: several with other limits on one loaded model, stepped by hand or behind a client."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from runtime.bench.metrics import BenchmarkError
+
+if TYPE_CHECKING:
+    from runtime.engine.client import EngineClient
+    from runtime.engine.engine import Engine
+    from runtime.engine.messages import EngineOutput
+
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128, "vocab_size": 151936, "hidden_size": 1024,
+    "max_position_embeddings": 40960, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@contextmanager
+def model_arguments(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """`build_engine`'s arguments as given; where they name no model, random weights of Qwen3-0.6B's shapes."""
+    if "model" in arguments:
+        yield dict(arguments)
+        return
+    with tempfile.TemporaryDirectory(prefix="qwen3-0.6b-shapes-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_0_6B))
+        yield {**arguments, "model": folder, "load_format": "dummy"}
+
+
+def like(engine: Engine, **settings: Any) -> Engine:
+    """An engine on the same model and the same KV pages, with other settings: fields of `EngineLimits` or of its
+    `scheduling`. The given engine must be idle, and stay so while this one works."""
+    from runtime.engine.engine import Engine
+
+    if engine.has_work:
+        raise BenchmarkError("the engine has work: another on its KV pages would overwrite them")
+    old, names = engine.limits, {field.name for field in fields(engine.limits.scheduling)}
+    scheduling = replace(old.scheduling, **{name: settings[name] for name in settings if name in names})
+    limits = replace(old, scheduling=scheduling, **{name: settings[name] for name in settings if name not in names})
+    limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    changed = {"max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens}
+    info = msgspec.structs.replace(engine.info, **changed)
+    return Engine(engine.runner.model, engine.runner.kv_cache, limits, info, seed=0)
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[EngineClient]:
+    """A client to the engine in a thread of its own, closed at the end."""
+    from runtime.engine.client import ThreadEngineClient
+
+    client = ThreadEngineClient(engine)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class Stepper:
+    """An engine stepped by hand, with requests that are greedy and end by length alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._count = 0
+
+    def add(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """Queue a prompt; returns the request's id."""
+        from runtime.engine.messages import EngineRequest
+        from runtime.engine.sampling_params import SamplingParams
+
+        request_id = f"bench-{self._count}"
+        self._count += 1
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self.engine.add(EngineRequest(request_id=request_id, prompt_token_ids=list(prompt), params=params))
+        return request_id
+
+    def step(self) -> tuple[float, list[EngineOutput]]:
+        """One step: its seconds and its outputs. Raises `BenchmarkError` when a request failed."""
+        start = time.perf_counter()
+        outputs = self.engine.step()
+        seconds = time.perf_counter() - start
+        for output in outputs:
+            if output.finish_reason not in (None, "length"):
+                raise BenchmarkError(f"{output.request_id} ended by {output.finish_reason!r}: {output.error}")
+        return seconds, outputs
+
+    def first_token(self, request_id: str) -> tuple[list[float], int]:
+        """Step until this request has a token: the seconds of each step, and the token."""
+        times = []
+        while self.engine.has_work:
+            seconds, outputs = self.step()
+            times.append(seconds)
+            for output in outputs:
+                if output.request_id == request_id and output.new_token_ids:
+                    return times, output.new_token_ids[0]
+        raise BenchmarkError(f"{request_id} ended without a token")
+
+    def drain(self) -> None:
+        """Step until there is no work."""
+        while self.engine.has_work:
+            self.step()
+
+    def cancel_all(self) -> None:
+        """End every open request."""
+        self.engine.cancel_all()

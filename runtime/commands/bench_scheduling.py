@@ -1,0 +1,233 @@
+"""`xserv bench schedule|budget|chunked|stalls|simulation`: what scheduling does to latency, measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from runtime.commands.bench import JsonFlag, OutputJson, deliver
+from runtime.commands.options import EngineOptions
+
+TraceFile = Annotated[
+    Path | None, typer.Option("--replay", help="A recorded trace: .csv (Azure) or .jsonl (Mooncake).")
+]
+
+
+def schedule(
+    engine: EngineOptions,
+    replay: TraceFile = None,
+    num_requests: Annotated[int, typer.Option(help="With --replay: only the first.")] = 32,
+    rate: Annotated[float, typer.Option(help="With --replay: arrivals this many times as dense.")] = 1.0,
+    length: Annotated[float, typer.Option(help="With --replay: prompts and answers this many times as long.")] = 1.0,
+    num_decodes: Annotated[int, typer.Option(help="Without --replay: answers under way from the start.")] = 8,
+    decode_len: Annotated[int, typer.Option(help="Their tokens.")] = 128,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt that comes beside them.")] = 1024,
+    num_prompts: Annotated[int, typer.Option(help="How many of those.")] = 4,
+    first_s: Annotated[float, typer.Option(help="When the first comes, in seconds.")] = 0.2,
+    gap_s: Annotated[float, typer.Option(help="Seconds between two.")] = 0.2,
+    styles: Annotated[str, typer.Option(help="Ways of batching.")] = "stall-free,staged,prefill-first,orca,static",
+    num_rounds: Annotated[int, typer.Option(help="Rounds, in turns; medians are reported.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the styles side by side to this SVG.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline for Perfetto; NAME.STYLE.json with several styles.")
+    ] = None,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
+    from runtime.bench.schedule import bench_schedule, styles_named
+    from runtime.bench.schedule_plot import svg
+    from runtime.bench.traces import beside_decodes, read_trace
+    from runtime.engine.build import build_engine
+
+    if replay is not None:
+        requests = read_trace(replay).head(num_requests).scaled(rate=rate, length=length, max_len=engine.max_model_len)
+    else:
+        requests = beside_decodes(
+            num_decodes=num_decodes,
+            decode_len=decode_len,
+            context_len=16,
+            prompt_len=prompt_len,
+            num_prompts=num_prompts,
+            first_s=first_s,
+            gap_s=gap_s,
+        )
+    longest_prompt = max(request.input_len for request in requests.requests)
+    chosen = styles_named(styles, budget=engine.max_num_batched_tokens, longest_prompt=longest_prompt)
+    report, timelines = bench_schedule(
+        build_engine(**engine.arguments()), requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0
+    )
+    if plot is not None:
+        plot.write_text(svg(report))
+    if trace is not None:
+        for name, events in timelines.items():
+            path = trace if len(timelines) == 1 else trace.with_name(f"{trace.stem}.{name}{trace.suffix}")
+            path.write_text(json.dumps(events) + "\n")
+    if output_json is not None:
+        output_json.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(report))
+        return
+    columns = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "worst_stall_ms", "output_throughput")
+    titles = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "worst stall", "tokens/s")
+    print(f"{'':<15}" + "".join(f"{title:>13}" for title in titles))
+    for result in report["results"]:
+        print(f"{result['style']:<15}" + "".join(f"{result[name]:>13,.2f}" for name in columns))
+    print(f"milliseconds; medians of {num_rounds} rounds of {report['num_requests']} requests ({report['trace']})")
+
+
+def budget(
+    engine: EngineOptions,
+    tpot_target_ms: Annotated[
+        float | None, typer.Option("--tpot-target-ms", help="Milliseconds a step may take, the decodes' TPOT.")
+    ] = None,
+    tpot_ratio: Annotated[
+        float | None, typer.Option(help="Instead: this many times a step of the decodes alone.")
+    ] = None,
+    num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
+    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 256,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt whose chunks come beside them.")] = 1024,
+    num_rounds: Annotated[int, typer.Option(help="Steps timed for each size.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """A TPOT target in, `max_num_batched_tokens` out, from measured step times."""
+    from runtime.bench.budget import bench_budget
+    from runtime.engine.build import build_engine
+
+    report = bench_budget(
+        build_engine(**engine.arguments()),
+        tpot_target_s=None if tpot_target_ms is None else tpot_target_ms / 1e3,
+        tpot_ratio=tpot_ratio,
+        num_decodes=num_decodes,
+        context_len=context_len,
+        prompt_len=prompt_len,
+        num_rounds=num_rounds,
+        seed=engine.seed or 0,
+    )
+    lines: dict[str, Any] = {"decodes alone (ms)": report["bare_decode_ms"]}
+    for size in report["sizes"]:
+        lines[f"with {size['chunk']} prompt tokens (ms)"] = size["step_ms"]
+    lines |= {"TPOT target (ms)": report["tpot_target_ms"], "max_num_batched_tokens": report["max_num_batched_tokens"]}
+    deliver(report, lines, as_json, output_json)
+
+
+def chunked(
+    engine: EngineOptions,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
+    num_rounds: Annotated[int, typer.Option(help="Prompts, each whole and in chunks, in turns.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """What computing a prompt in chunks costs; without --model, on Qwen3-0.6B's shapes."""
+    from runtime.bench.chunked import bench_chunked
+    from runtime.bench.engines import model_arguments
+    from runtime.engine.build import build_engine
+
+    with model_arguments(engine.arguments()) as arguments:
+        arguments["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, prompt_len)
+        arguments.setdefault("max_model_len", prompt_len + 1)
+        report = bench_chunked(
+            build_engine(**arguments),
+            prompt_len=prompt_len,
+            chunk=chunk,
+            num_rounds=num_rounds,
+            seed=engine.seed or 0,
+        )
+    lines = {"whole (s)": report["whole_s"], f"in chunks of {chunk} (s)": report["chunked_s"]}
+    deliver(report, {**lines, "overhead (times)": report["overhead"]}, as_json, output_json)
+
+
+def stalls(
+    engine: EngineOptions,
+    budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None,
+    tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7,
+    num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
+    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 256,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt that comes beside them.")] = 4096,
+    num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
+    num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """How long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
+
+    Without --model, on Qwen3-0.6B's shapes.
+    """
+    from runtime.bench.engines import model_arguments
+    from runtime.bench.stalls import bench_stalls
+    from runtime.engine.build import build_engine
+
+    with model_arguments(engine.arguments()) as arguments:
+        arguments.setdefault("max_model_len", prompt_len + 1024)
+        report = bench_stalls(
+            build_engine(**arguments),
+            budget=budget,
+            tpot_ratio=tpot_ratio,
+            num_decodes=num_decodes,
+            context_len=context_len,
+            prompt_len=prompt_len,
+            num_usual_steps=num_usual_steps,
+            num_rounds=num_rounds,
+            seed=engine.seed or 0,
+        )
+    lines: dict[str, Any] = {"budget (tokens a step)": report["budget"]}
+    for name, result in report["results"].items():
+        lines[f"{name}: usual TPOT (ms)"] = result["usual_tpot_ms"]
+        lines[f"{name}: p99 gap (ms)"] = result["p99_gap_ms"]
+        lines[f"{name}: p99 gap / usual"] = result["p99_ratio"]
+        lines[f"{name}: TTFT of the prompt (s)"] = result["ttft_s"]
+    deliver(report, lines, as_json, output_json)
+
+
+def simulation(
+    engine: EngineOptions,
+    replay: TraceFile = None,
+    length: Annotated[float, typer.Option(help="With --replay: prompts and answers this many times as long.")] = 1.0,
+    rate: Annotated[
+        float | None, typer.Option(help="Arrivals this many times as dense; default: for a busy engine.")
+    ] = None,
+    prompt_len: Annotated[int, typer.Option(help="Without --replay: median tokens of a prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Without --replay: median tokens of an answer.")] = 64,
+    num_requests: Annotated[int, typer.Option(help="Requests of each run.")] = 48,
+    num_pairs: Annotated[int, typer.Option(help="Runs and their predictions.")] = 5,
+    most_error: Annotated[float, typer.Option(help="Exit status 1 when a median error is larger.")] = 0.15,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
+    from runtime.bench.prediction import bench_simulation, poisson_trace
+    from runtime.bench.traces import read_trace
+    from runtime.engine.build import build_engine
+
+    built = build_engine(**engine.arguments())
+    max_len = built.limits.max_model_len
+    count = num_requests * (num_pairs + 1)
+    if replay is not None:
+        requests = read_trace(replay).head(count).scaled(length=length, max_len=max_len)
+    else:
+        requests = poisson_trace(
+            count, prompt_len=prompt_len, output_len=output_len, max_len=max_len, seed=engine.seed or 0
+        )
+    report = bench_simulation(
+        built, requests, rate=rate, num_requests=num_requests, num_pairs=num_pairs, seed=engine.seed or 0
+    )
+    lines: dict[str, Any] = {"requests a run": num_requests, "arrivals, times as dense": report["rate"]}
+    for index, pair in enumerate(report["pairs"]):
+        for name, title in (("median_ttft_s", "median TTFT (s)"), ("output_throughput", "tokens/s")):
+            values = f"{pair['predicted'][name]:.4g} / {pair['measured'][name]:.4g}"
+            lines[f"pair {index}: {title}, predicted / run"] = values
+    lines["median error of median TTFT"] = report["median_ttft_s_error"]
+    lines["median error of throughput"] = report["output_throughput_error"]
+    deliver(report, lines, as_json, output_json)
+    if not max(report["median_ttft_s_error"], report["output_throughput_error"]) <= most_error:
+        print(f"the prediction is off by more than {most_error:.0%}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+COMMANDS = (schedule, budget, chunked, stalls, simulation)
