@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runtime.bench.environment import describe_machine
 from runtime.bench.metrics import BenchmarkError, check_finite
 
 if TYPE_CHECKING:
@@ -139,4 +140,9 @@ def bench_overhead(
     ]
     for result in results:
         check_finite(result)
-    return {"num_steps": num_steps, "block_size": BLOCK_SIZE, "results": results}
+    return {
+        "num_steps": num_steps,
+        "block_size": BLOCK_SIZE,
+        "results": results,
+        "environment": describe_machine(),
+    }

@@ -13,7 +13,9 @@ import typer
 from runtime.commands.options import EngineOptions, with_options
 
 bench = typer.Typer(
-    name="bench", help="Measure: latency, throughput, serve, streaming, peers, allocator, exact.", rich_markup_mode=None
+    name="bench",
+    help="Measure: latency, throughput, serve, streaming, peers, allocator, exact, overhead.",
+    rich_markup_mode=None,
 )
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
@@ -287,6 +289,22 @@ def exact(
         raise typer.Exit(1)
 
 
+def overhead(
+    batch_sizes: Annotated[str, typer.Option(help="Sequences in a step, comma-separated.")] = "32,256",
+    context_lens: Annotated[str, typer.Option(help="Tokens of each, comma-separated.")] = "64,4096",
+    num_steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 200,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """What a decode step costs the host beside the computation."""
+    from runtime.bench.overhead import bench_overhead
+
+    sizes, lens = _integers("batch-sizes", batch_sizes), _integers("context-lens", context_lens)
+    report = bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)
+    lines = {f"{r['num_seqs']} x {r['context_len']} tokens, host (ms a step)": r["host_ms"] for r in report["results"]}
+    deliver(report, lines, as_json, output_json)
+
+
 def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: Path | None) -> None:
     """The report as JSON, or its lines for a person; and to a file when one is named."""
     if path is not None:
@@ -311,6 +329,13 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return values
 
 
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--{name} must be whole numbers, comma-separated, got {text!r}") from None
+
+
 def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
     """vLLM's lines."""
     titles = {
@@ -332,5 +357,5 @@ def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
     return lines
 
 
-for _command in (latency, throughput, serve, streaming, peers, allocator, exact):
+for _command in (latency, throughput, serve, streaming, peers, allocator, exact, overhead):
     bench.command()(with_options(_command))
