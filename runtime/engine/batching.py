@@ -38,8 +38,9 @@ class Orca:
     def fill(self, scheduler: Scheduler, step: Step) -> None:
         if scheduler.waiting and scheduler.waiting[0].num_tokens > step.max_tokens:
             scheduler.admit(step, most=1)
-        scheduler.decode(step)
-        scheduler.admit(step)
+        if not step.chunks:
+            scheduler.decode(step)
+            scheduler.admit(step)
 
     def extend(self, scheduler: Scheduler, step: Step) -> None:
         scheduler.admit(step)

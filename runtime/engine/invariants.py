@@ -69,7 +69,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert sequence.num_computed < end, "a running sequence has nothing to compute"
     assert len(scheduler.open_steps) <= 2, "too many steps are open"
     assert not pool.offloads, "evicted blocks are in no step"
-    holds = [[block_id] for step in scheduler.open_steps for block_id in step.held_blocks]
+    holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
     pool.check_invariants([*(sequence.block_ids for sequence in scheduler.running), *holds])
     if pool.host_pool is not None:
         returned = [step.returned_slots for step in scheduler.open_steps]

@@ -2,7 +2,7 @@
 
     step = scheduler.schedule()   # may be called while the step before it runs, never further ahead
     scheduler.extend(step)        # only if time has passed: leaves out who has ended, lets in who has arrived
-    ...                           # the engine executes the step
+    ...                           # the engine executes the step, unless it has no work
     scheduler.commit(step)        # or abandon(step); then the drawn tokens are appended
 
 Both queues are kept in the order that the policy gives. A sequence gets the blocks of all its known tokens when it
@@ -219,7 +219,7 @@ class Scheduler:
         fresh = pool.allocate(needed)
         step.swap_in += zip(hit.host_slots, fresh)
         if hit.partial is not None:
-            step.held_blocks.append(hit.partial[0])
+            step.held_blocks.append((hit.partial[0], fresh[0]))
             step.copies.append((hit.partial[0], fresh[0]))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
@@ -271,6 +271,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Free a running sequence's blocks, which stay findable as far as they were committed, and its row."""
         assert sequence.row is not None
+        for step in self.open_steps:
+            if step.held_blocks:
+                self.pool.release(step.let_go(sequence.block_ids))
         self.pool.record(sequence.chain, sequence.block_ids, sequence.num_committed, sequence, is_final=True)
         self.pool.release(sequence.block_ids)
         sequence.chain.reset()
@@ -285,14 +288,17 @@ class Scheduler:
         if self.pool.offloads:
             step.swap_out += self.pool.offloads
             self.pool.offloads.clear()
-        if step.has_work and step not in self.open_steps:
+        is_open = any(each is step for each in self.open_steps)
+        if step.has_work and not is_open:
             self.open_steps.append(step)
+        elif is_open and not step.has_work:  # all its sequences have ended
+            self._settle(step)
         check_step(self, step)
 
     def _settle(self, step: Step) -> None:
         """Free what was held for the time of the step."""
         self.open_steps = [each for each in self.open_steps if each is not step]
-        self.pool.release(step.held_blocks)
+        self.pool.release(source for source, _ in step.held_blocks)
         host_pool = self.pool.host_pool
         if host_pool is not None:
             for slots in step.held_slots:

@@ -36,7 +36,7 @@ class Step:
     swap_in         (host slot, block): copied before any chunk reads the block
     copies          (source block, target block), on the device
     preempted       the sequences that gave up their blocks for this step, and how they will get them back
-    held_blocks     sources of ``copies``, kept until the step has run
+    held_blocks     of ``copies``: sources are kept until the step has run, or until the owner of the target is gone
     held_slots      host slots of prefixes that ``swap_in`` reads, kept until the step has run
     returned_slots  host slots of swapped sequences that ``swap_in`` reads: free when the step has run
     """
@@ -49,7 +49,7 @@ class Step:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[tuple[Sequence, PreemptionWay]] = field(default_factory=list)
-    held_blocks: list[int] = field(default_factory=list)
+    held_blocks: list[tuple[int, int]] = field(default_factory=list)
     held_slots: list[list[int]] = field(default_factory=list)
     returned_slots: list[int] = field(default_factory=list)
 
@@ -96,3 +96,11 @@ class Step:
         if self.swap_out and host_slots:
             slots = set(host_slots)
             self.swap_out = [pair for pair in self.swap_out if pair[1] not in slots]
+
+    def let_go(self, block_ids: list[int]) -> list[int]:
+        """The held sources of copies into these blocks, which are about to be free: held no longer. What comes to lie
+        in them comes after the copies."""
+        targets = set(block_ids)
+        sources = [source for source, target in self.held_blocks if target in targets]
+        self.held_blocks = [pair for pair in self.held_blocks if pair[1] not in targets]
+        return sources

@@ -1,150 +1,141 @@
-"""The scheduler and the block pool alone, driven by hypothesis: invariants after each step, no deadlock, no
-leak."""
+"""The pure scheduler under random load: every invariant after each step, every page read is the reader's own, no
+deadlock, no leak."""
 
 from __future__ import annotations
 
-import numpy as np
-from hypothesis import HealthCheck, settings
+import itertools
+import random
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from runtime.engine.block_pool import BlockPool
-from runtime.engine.config import EngineLimits
-from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence, State
+from runtime.engine.config import BATCHING, POLICIES, VICTIMS
+from tests.runtime.engine.scheduler_driver import Driver, add_random_request, random_limits
 
-BLOCK_SIZE = 4
+NUM_SCENARIOS = 10_000
+SCENARIOS_PER_TEST = 1_000
+STEPS_PER_SCENARIO = 20
+STEPS_PER_STYLE = 4_000
+ROUNDS_PER_DRIVER = 120
+
+CHUNKINGS = {
+    "budget": {},
+    "fixed": {"prefill_chunk": 3},
+    "staged": {"prefill_chunk_stages": (64, 32, 2, 16)},
+}
+
+
+def sometimes_add(driver: Driver, rng: random.Random, most: int) -> None:
+    if driver.num_requests < most and rng.random() < 0.4:
+        add_random_request(driver, rng)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCENARIOS, SCENARIOS_PER_TEST))
+def test_a_near_full_pool_never_deadlocks(first: int) -> None:
+    """Every request ends, or was refused since it is longer than the context."""
+    num_steps = num_preemptions = num_swaps = num_refused = 0
+    for seed in range(first, first + SCENARIOS_PER_TEST):
+        rng = random.Random(seed)
+        driver = Driver(rng, random_limits(rng), overlaps=rng.random() < 0.5, eos=rng.choice((0.0, 0.1)))
+        num_wanted = rng.randrange(2, 7)
+        for _ in range(num_wanted // 2):
+            add_random_request(driver, rng)
+        driver.arrivals = partial(sometimes_add, driver, rng, num_wanted)  # type: ignore[method-assign]
+        try:
+            driver.drain()
+        except Exception as error:
+            raise AssertionError(f"scenario {seed} with {driver.limits}") from error
+        assert (driver.outcome.aborted, driver.outcome.failed) == (0, 0)
+        assert driver.outcome.finished >= driver.num_requests > 0 or driver.outcome.refused > 0
+        num_steps += driver.num_steps
+        num_preemptions += driver.scheduler.num_preemptions
+        num_swaps += driver.scheduler.num_swaps
+        num_refused += driver.outcome.refused
+    assert num_steps >= STEPS_PER_SCENARIO * SCENARIOS_PER_TEST
+    assert min(num_preemptions, 5 * num_swaps, 5 * num_refused) > 250, "the pools are not near full"
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steady_load(batching: str, policy: str) -> None:
+    """Arrivals, aborts and failing steps all the time, for every victim rule and every way to cut prompts."""
+    chunkings = CHUNKINGS if batching == "stall-free" else {"budget": {}}
+    num_steps = 0
+    combinations = itertools.cycle(itertools.product(VICTIMS, chunkings, (False, True)))
+    for number in itertools.count():
+        victim, chunking, overlaps = next(combinations)
+        if num_steps >= STEPS_PER_STYLE:
+            break
+        rng = random.Random(f"{batching} {policy} {number}")
+        fixed = {"prefill_chunk": None, "prefill_chunk_stages": None, **CHUNKINGS[chunking]}
+        limits = random_limits(rng, batching=batching, policy=policy, victim=victim, **fixed)
+        driver = Driver(rng, limits, overlaps=overlaps, eos=0.03, failure=0.005)
+        for _ in range(ROUNDS_PER_DRIVER):
+            if len(driver.open) < 8 and rng.random() < 0.4:
+                add_random_request(driver, rng)
+            if driver.open and rng.random() < 0.03:
+                driver.abort(rng.choice(driver.open))
+            driver.step()
+        driver.drain()
+        assert driver.outcome.finished > 0
+        num_steps += driver.num_steps
+    assert number >= 2 * len(VICTIMS) * len(chunkings), "not every combination was tried"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rng=st.randoms(use_true_random=False), overlaps=st.booleans(), failure=st.sampled_from((0.0, 0.05)))
+def test_any_scenario_ends(rng: random.Random, overlaps: bool, failure: float) -> None:
+    """As above, with aborts between planning and running a step, in a form that hypothesis can make smaller."""
+    driver = Driver(rng, random_limits(rng), overlaps=overlaps, eos=0.05, failure=failure)
+
+    def arrivals() -> None:
+        if driver.num_requests < 6 and rng.random() < 0.4:
+            add_random_request(driver, rng)
+        if driver.open and rng.random() < 0.1:
+            driver.abort(rng.choice(driver.open))
+
+    driver.arrivals = arrivals  # type: ignore[method-assign]
+    for _ in range(3):
+        add_random_request(driver, rng)
+    driver.drain()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Plays the engine: adds requests, runs steps with random draws, cancels."""
+    """Any order of arrivals, steps and aborts."""
 
-    @initialize(
-        num_blocks=st.integers(4, 24),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-    )
-    def start(self, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.limits = EngineLimits(
-            max_model_len=num_blocks * BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_waiting=1000,
-        )
-        self.scheduler = Scheduler(self.limits, BlockPool(num_blocks, BLOCK_SIZE))
-        self.open: list[Sequence] = []
-        self.number = 0
-        self.steps_since_finish = 0
+    @initialize(seed=st.integers(0, 10**6), overlaps=st.booleans())
+    def start(self, seed: int, overlaps: bool) -> None:
+        self.rng = random.Random(seed)
+        self.driver = Driver(self.rng, random_limits(self.rng), overlaps=overlaps, eos=0.05)
 
     @rule(
-        prompt_len=st.integers(1, 60),
-        max_tokens=st.integers(1, 40),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 20),
         n=st.integers(1, 3),
-        priority=st.integers(-1, 1),
+        salt=st.sampled_from((None, "a")),
     )
-    def add(self, prompt_len: int, max_tokens: int, n: int, priority: int) -> None:
-        prompt_len = min(prompt_len, self.limits.max_model_len - 1)
-        request = Request(
-            f"r{self.number}",
-            np.arange(prompt_len, dtype=np.int32),
-            SamplingParams(n=n),
-            priority=priority,
-            max_tokens=min(max_tokens, self.limits.max_model_len - prompt_len),
-            arrival_s=0.0,
-        )
-        request.number = self.number
-        self.number += 1
-        request.sequences = [Sequence(request, index) for index in range(n)]
-        self.open += request.sequences
-        self.scheduler.add(request.sequences[0])
+    def add(self, prompt: list[int], max_tokens: int, n: int, salt: str | None) -> None:
+        self.driver.add(prompt, max_tokens=max_tokens, n=n, cache_salt=salt)
 
-    @precondition(lambda self: self.open)
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.run_one()
-            self.scheduler.check_invariants()
+            self.driver.step()
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.driver.open)
     @rule(choice=st.integers(0, 10**6))
-    def cancel(self, choice: int) -> None:
-        request = self.open[choice % len(self.open)].request
-        for sequence in request.sequences:
-            self.end(sequence)
+    def abort(self, choice: int) -> None:
+        self.driver.abort(self.driver.open[choice % len(self.driver.open)])
 
-    @precondition(lambda self: self.open)
-    @rule()
-    def drain(self) -> None:
-        """Without newcomers everything ends: no deadlock, no livelock."""
-        bound = 50 + 20 * sum(sequence.num_prompt_tokens + 40 for sequence in self.open)
-        for _ in range(bound):
-            if not self.open:
-                break
-            self.run_one()
-            self.scheduler.check_invariants()
-        assert not self.open, "no progress"
-        assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_free == self.limits.num_blocks
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.check_invariants()
-
-    def run_one(self) -> None:
-        had_work = self.scheduler.has_work
-        step = self.scheduler.schedule()
-        chunks = step.chunks
-        assert bool(chunks) == had_work, "work was left undone"
-        assert sum(chunk.num_tokens for chunk in chunks) <= self.limits.max_num_batched_tokens
-        assert len({chunk.sequence.order for chunk in chunks}) == len(chunks) <= self.limits.max_num_seqs
-        kinds = [chunk.num_tokens == 1 and chunk.is_last and not chunk.is_first for chunk in chunks]
-        assert kinds == sorted(kinds, reverse=True) or self.has_short_prompt(chunks), "decodes come first"
-        for chunk in chunks:
-            sequence = chunk.sequence
-            assert sequence.state is State.RUNNING
-            end = chunk.start + chunk.num_tokens
-            assert end == sequence.num_computed
-            assert chunk.is_last == (end == sequence.num_tokens)
-            assert end <= len(sequence.block_ids) * BLOCK_SIZE, "a token has no slot"
-        self.check_writes_are_private(chunks)
-        self.scheduler.commit(step)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if not chunk.is_last:
-                continue
-            if sequence.num_output_tokens == 0 and sequence.index == 0:
-                for sibling in sequence.request.sequences[1:]:
-                    self.scheduler.add(sibling)
-            sequence.append(0)
-            if sequence.num_output_tokens == sequence.request.max_tokens:
-                self.end(sequence)
-
-    def has_short_prompt(self, chunks: list) -> bool:
-        """A prompt whose last chunk is one token looks like a decode."""
-        return any(chunk.num_tokens == 1 and chunk.sequence.num_output_tokens == 0 for chunk in chunks)
-
-    def check_writes_are_private(self, chunks: list) -> None:
-        holders: dict[int, int] = {}
-        for sequence in self.scheduler.running:
-            for block_id in sequence.block_ids:
-                holders[block_id] = holders.get(block_id, 0) + 1
-        for chunk in chunks:
-            first, last = chunk.start // BLOCK_SIZE, (chunk.start + chunk.num_tokens - 1) // BLOCK_SIZE
-            for block_id in chunk.sequence.block_ids[first : last + 1]:
-                assert holders[block_id] == 1, "a step writes into a shared block"
-
-    def end(self, sequence: Sequence) -> None:
-        if sequence.is_finished:
-            return
-        self.scheduler.finish(sequence)
-        self.open.remove(sequence)
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase

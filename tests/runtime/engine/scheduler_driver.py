@@ -1,0 +1,378 @@
+"""The pure scheduler under load, without a model: a driver that plays the engine, and pages that remember who wrote
+them.
+
+A slot of a page holds a digest of the token written there and of all before it, the salt first. So a chunk that reads a
+stranger's page, a page with another history, or one that was never written is found before the chunk is "computed".
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+
+import pytest
+
+from runtime.engine.admission import prepare
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, EngineLimits, SchedulingConfig
+from runtime.engine.errors import ContextLengthExceededError
+from runtime.engine.host_pool import HostPool
+from runtime.engine.messages import EngineInfo, EngineRequest, TokenLogprobs
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduler import Scheduler
+from runtime.engine.sequence import Request, Sequence, State
+from runtime.engine.step import Chunk, Step
+
+VOCAB_SIZE = 4
+GARBAGE = -1
+LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
+
+
+class Pages:
+    """What lies in each slot of each block, on the device and on the host."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
+        self.host = [[GARBAGE] * block_size for _ in range(num_host_blocks)]
+        self.block_size = block_size
+
+    def move(self, step: Step) -> None:
+        for block_id, slot in step.swap_out:
+            self.host[slot] = list(self.blocks[block_id])
+        for slot, block_id in step.swap_in:
+            self.blocks[block_id] = list(self.host[slot])
+        for source, target in step.copies:
+            self.blocks[target] = list(self.blocks[source])
+
+    def check(self, chunk: Chunk, history: list[int]) -> None:
+        """Before the chunk's tokens are computed, those before them must lie there."""
+        size = self.block_size
+        for place, block_id in enumerate(chunk.sequence.block_ids):
+            first = place * size
+            if first >= chunk.start:
+                break
+            expected = history[first : min(first + size, chunk.start)]
+            found = self.blocks[block_id][: len(expected)]
+            assert found == expected, f"tokens {first} … of {chunk} are not in block {block_id}"
+
+    def write(self, chunk: Chunk, history: list[int]) -> None:
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            place, offset = divmod(position, self.block_size)
+            self.blocks[chunk.sequence.block_ids[place]][offset] = history[position]
+
+
+@dataclass
+class Outcome:
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+
+
+class Driver:
+    """Plays the engine: admits, runs steps plainly or one ahead, draws random tokens, ends sequences.
+
+    rng      everything that is random comes from here
+    eos      probability that a drawn token ends its sequence
+    failure  probability that a step fails after its transfers
+    """
+
+    def __init__(
+        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0
+    ) -> None:
+        self.rng = rng
+        self.limits = limits
+        self.overlaps = overlaps
+        self.eos = eos
+        self.failure = failure
+        host_pool = HostPool(limits.num_host_blocks) if limits.num_host_blocks else None
+        self.pool = BlockPool(
+            limits.num_blocks,
+            limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            host_pool=host_pool,
+        )
+        self.scheduler = Scheduler(limits, self.pool)
+        self.pages = Pages(limits.num_blocks, limits.num_host_blocks, limits.block_size)
+        self.info = _info(limits)
+        self.open: list[Sequence] = []
+        self.histories: dict[Sequence, list[int]] = {}
+        self.outcome = Outcome()
+        self.clock_s = 0.0
+        self.num_steps = 0
+        self.num_requests = 0
+        self._current: Step | None = None
+        self._idle_rounds = 0
+
+    def add(self, prompt: list[int], **fields: object) -> Request | None:
+        """Admit a request as the engine does; None when it was refused since it is too long."""
+        params = {name: fields.pop(name) for name in ("n", "max_tokens", "prompt_logprobs") if name in fields}
+        message = EngineRequest(
+            request_id=f"r{self.num_requests}",
+            prompt_token_ids=prompt,
+            params=SamplingParams(**params),  # type: ignore[arg-type]
+            arrival_time_s=self.clock_s + 1e-9,
+            **fields,  # type: ignore[arg-type]
+        )
+        if len(prompt) >= self.limits.max_model_len:
+            with pytest.raises(ContextLengthExceededError, match=f"{len(prompt)} tokens.*{self.limits.max_model_len}"):
+                prepare(message, self.info)
+            self.outcome.refused += 1
+            return None
+        request = prepare(message, self.info)
+        request.number = self.num_requests
+        self.num_requests += 1
+        request.sequences = [Sequence(request, index) for index in range(request.params.n)]
+        salt = request.cache_salt
+        history = [0 if salt is None else zlib.crc32(salt.encode()) + 1]
+        for token_id in prompt:
+            history.append(hash((history[-1], token_id)))
+        for sequence in request.sequences:
+            self.histories[sequence] = history[1:]
+        self.open += request.sequences
+        self.scheduler.add(request.sequences[0])
+        return request
+
+    def abort(self, sequence: Sequence) -> None:
+        """End one choice; the first's end lets the others queue, as in the engine."""
+        self._end(sequence)
+        self.outcome.aborted += 1
+        if sequence.index == 0:
+            self._release_held(sequence.request)
+
+    def step(self) -> None:
+        """One round of the loop. All invariants are checked once a step: when one is open, the one before committed."""
+        scheduler = self.scheduler
+        self.clock_s += 0.01
+        before = self.outcome.finished + sum(sequence.num_output_tokens for sequence in self.open)
+        current, self._current = self._current, None
+        if current is None:
+            current = self._begin(self._plan())
+        if self.overlaps:
+            planned = self._plan()
+            self._end_step(current)
+            self.arrivals()
+            scheduler.extend(planned)
+            scheduler.check_invariants()
+            self._check_budget(planned)
+            if planned.has_work:
+                self._current = self._begin(planned)
+        else:
+            self._end_step(current)
+            self.arrivals()
+        after = self.outcome.finished + sum(sequence.num_output_tokens for sequence in self.open)
+        self._idle_rounds = self._idle_rounds + 1 if self.open and after == before else 0
+        assert self._idle_rounds < 40 + 4 * self.limits.max_model_len, "no token for so long: a deadlock or a livelock"
+
+    def drain(self) -> None:
+        """Without newcomers everything ends, and nothing is left behind."""
+        while self.open or self._current is not None:
+            self.step()
+        self.scheduler.check_invariants()
+        assert not self.scheduler.has_work
+        assert not self.scheduler.open_steps
+        assert self.pool.num_free == self.limits.num_blocks, "blocks leaked"
+        host_pool = self.pool.host_pool
+        assert host_pool is None or host_pool.num_free == host_pool.num_slots, "host slots leaked"
+
+    def arrivals(self) -> None:
+        """Called between two steps; for subclasses and tests to replace."""
+
+    def _plan(self) -> Step:
+        scheduler = self.scheduler
+        decoding = [s for s in scheduler.running if s.num_tokens + s.num_pending == s.num_computed + 1]
+        decoding = [s for s in decoding if not s.is_drawing_last]
+        had_work = bool(decoding or scheduler.waiting or self._prefilling())
+        first = scheduler.running[0] if scheduler.running else None
+        step = scheduler.schedule()
+        assert all(sequence is not first for sequence, _ in step.preempted), "the first in order was a victim"
+        if not self.overlaps:
+            scheduler.check_invariants()
+        self._check_budget(step)
+        assert step.has_work or not had_work or scheduler.open_steps, "work was left undone"
+        if self.limits.scheduling.batching == "stall-free":
+            chosen = {id(chunk.sequence) for chunk in step.chunks}
+            for sequence in decoding:
+                is_paused = scheduler.open_steps and self.pool.num_free == 0
+                assert id(sequence) in chosen or sequence.state is State.WAITING or is_paused, "a decode stalled"
+        return step
+
+    def _prefilling(self) -> bool:
+        return any(sequence.num_tokens - sequence.num_computed > 1 for sequence in self.scheduler.running)
+
+    def _check_budget(self, step: Step) -> None:
+        chunks = step.chunks
+        is_whole = self.limits.scheduling.batching != "stall-free"
+        assert step.num_tokens == sum(chunk.num_tokens for chunk in chunks)
+        assert step.num_tokens <= step.max_tokens or (is_whole and len(chunks) == 1), "beyond the budget"
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks) <= self.limits.max_num_seqs
+        batching = self.limits.scheduling.batching
+        starts = [chunk.is_first for chunk in chunks]
+        if batching in ("prefill-first", "static"):
+            assert all(starts) or not any(starts), "prompts and decodes are mixed"
+        if batching == "static" and any(starts):
+            assert len(starts) == len(self.scheduler.running), "a batch began before the last had ended"
+        most = self.limits.scheduling.prefill_chunk
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert chunk.num_tokens >= 1
+            assert sequence.num_output_tokens + sequence.num_pending <= sequence.request.max_tokens, "one too many"
+            assert most is None or chunk.num_tokens <= most
+            if is_whole:
+                assert chunk.is_last, "a whole prompt was cut"
+
+    def _begin(self, step: Step) -> Step:
+        """Run the step's transfers and chunks: every token of them is known by now."""
+        self.pages.move(step)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            assert chunk.start + chunk.num_tokens <= sequence.num_tokens, "a token is computed that is not known"
+            self.pages.check(chunk, self.histories[sequence])
+        for chunk in step.chunks:
+            self.pages.write(chunk, self.histories[chunk.sequence])
+        return step
+
+    def _end_step(self, step: Step) -> None:
+        if not step.has_work:
+            return
+        self.num_steps += 1
+        if step.chunks and self.rng.random() < self.failure:
+            self.scheduler.abandon(step)
+            for chunk in step.chunks:
+                for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                    self._spoil(chunk.sequence, position)
+                for sequence in chunk.sequence.request.sequences:
+                    if not sequence.is_finished:
+                        self.outcome.failed += 1
+                        self._end(sequence)
+            return
+        self.scheduler.commit(step)
+        self.scheduler.observe(step.num_tokens, 0.001 + 0.0001 * step.num_tokens)
+        if step.swap_out or step.swap_in:
+            num_blocks = len(step.swap_out) + len(step.swap_in)
+            self.scheduler.observe_transfer(num_blocks, self.rng.choice((1e-6, 1e-2)) * num_blocks)
+        for chunk in step.chunks:
+            if not chunk.sequence.is_finished:
+                self._add_prompt_logprobs(chunk)
+                if chunk.is_last:
+                    self._append(chunk.sequence)
+
+    def _spoil(self, sequence: Sequence, position: int) -> None:
+        place, offset = divmod(position, self.limits.block_size)
+        if place < len(sequence.block_ids):
+            self.pages.blocks[sequence.block_ids[place]][offset] = GARBAGE
+
+    def _append(self, sequence: Sequence) -> None:
+        if sequence.num_output_tokens == 0 and sequence.index == 0:
+            self._release_held(sequence.request)
+        token_id = self.rng.randrange(VOCAB_SIZE)
+        sequence.append(token_id)
+        history = self.histories[sequence]
+        history.append(hash((history[-1], token_id)))
+        is_end = self.eos > 0.0 and self.rng.random() < self.eos
+        if is_end or sequence.num_output_tokens == sequence.request.max_tokens:
+            self.outcome.finished += 1
+            self._end(sequence)
+
+    def _add_prompt_logprobs(self, chunk: Chunk) -> None:
+        """Every position of the prompt must be computed, none taken over from elsewhere."""
+        request = chunk.sequence.request
+        if chunk.sequence.needs_prompt_logprobs:
+            assert request.prompt_logprobs is not None
+            end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
+            first = len(request.prompt_logprobs) - 1
+            assert chunk.start <= first, "a part of the prompt was not computed"
+            request.prompt_logprobs += [LOGPROBS] * (end - first)
+
+    def _release_held(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence.state is State.HELD:
+                self.scheduler.add(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.open.remove(sequence)
+        del self.histories[sequence]
+
+
+def random_limits(rng: random.Random, **fixed: object) -> EngineLimits:
+    """Small in every way; ``fixed`` names fields of ``SchedulingConfig``."""
+    batching = fixed.get("batching", rng.choice(BATCHING))
+    block_size = rng.choice((1, 2, 4))
+    num_blocks = rng.randrange(2, 14)
+    chunks: dict[str, object] = {}
+    if batching == "stall-free":
+        kind = rng.randrange(3)
+        if kind == 1:
+            chunks["prefill_chunk"] = rng.randrange(1, 9)
+        elif kind == 2:
+            chunks["prefill_chunk_stages"] = (64, 32, rng.randrange(1, 4), rng.randrange(1, 40))
+    scheduling: dict[str, object] = {
+        "batching": batching,
+        "policy": rng.choice(POLICIES),
+        "preemption": rng.choice(PREEMPTIONS),
+        "victim": rng.choice(VICTIMS),
+        "ageing_s": rng.choice((0.05, 10.0)),
+        **chunks,
+        **fixed,
+    }
+    max_num_batched_tokens = rng.randrange(1, 24)
+    return EngineLimits(
+        max_model_len=max(2, num_blocks * block_size - rng.randrange(0, 3)),
+        max_num_seqs=min(rng.randrange(1, 6), max_num_batched_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_waiting=1000,
+        scheduling=SchedulingConfig(**scheduling),  # type: ignore[arg-type]
+        enable_prefix_caching=rng.random() < 0.8,
+        num_host_blocks=rng.choice((0, 1, 4, 12)),
+    )
+
+
+def add_random_request(driver: Driver, rng: random.Random) -> None:
+    """A request that often shares its beginning with others, sometimes fills the context, sometimes does not fit."""
+    limits = driver.limits
+    longest = limits.max_model_len
+    num_prompt_tokens = rng.choice((1, rng.randrange(1, longest + 1), rng.randrange(1, max(2, longest // 2))))
+    prompt = [(position * position) % VOCAB_SIZE for position in range(num_prompt_tokens)]
+    for _ in range(rng.randrange(0, 3)):
+        position = rng.randrange(0, num_prompt_tokens)
+        prompt[position] = rng.randrange(VOCAB_SIZE)
+    fields: dict[str, object] = {
+        "n": rng.choice((1, 1, 1, 2, 3)),
+        "max_tokens": rng.choice((1, 2, rng.randrange(1, longest + 1), longest)),
+    }
+    if rng.random() < 0.1:
+        fields["prompt_logprobs"] = 0
+    if rng.random() < 0.3:
+        fields["cache_salt"] = rng.choice(("a", "b"))
+    policy = limits.scheduling.policy
+    if policy == "priority":
+        fields["priority"] = rng.randrange(-2, 3)
+    elif policy == "deadline":
+        fields["ttft_target_s"] = rng.choice((None, 0.01, 1.0))
+        fields["tpot_target_s"] = rng.choice((None, 0.001, 0.1))
+    driver.add(prompt, **fields)
+
+
+def _info(limits: EngineLimits) -> EngineInfo:
+    return EngineInfo(
+        model_name="none",
+        model_path="none",
+        architecture="None",
+        device="cpu",
+        dtype="float32",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_waiting=limits.max_waiting,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_cache_bytes=0,
+        weight_bytes=0,
+        scheduling_policy=limits.scheduling.policy,
+    )
