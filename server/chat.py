@@ -18,7 +18,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta
 from server.body import decode_body, read_body
 from server.errors import invalid
-from server.generation import Generation, GenerationError, Piece
+from server.generation import Generation, GenerationError, Piece, Scheduling
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.prompt import conversation_prompt
 from server.responses import (
@@ -79,7 +79,10 @@ class _Chat:
         )
 
     def usage(self) -> Usage:
-        return Usage.of(self.generation.num_prompt_tokens, self.generation.num_completion_tokens)
+        generation = self.generation
+        return Usage.of(
+            generation.num_prompt_tokens, generation.num_completion_tokens, generation.num_cached_tokens
+        )
 
 
 @dataclass(slots=True)
@@ -126,7 +129,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Chat:
         prompts=[token_ids],
         params=params,
         arrival_time_s=arrival_time_s,
-        priority=asked.priority or 0,
+        scheduling=Scheduling.of(asked),
     )
     return _Chat(
         service=service,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from runtime.text.pipeline import TextDelta
 from server.body import decode_body, read_body
 from server.errors import invalid
-from server.generation import Generation, GenerationError
+from server.generation import Generation, GenerationError, Scheduling
 from server.logprobs import Echo, join_logprobs, legacy_logprobs, prompt_logprobs
 from server.prompt import completion_prompts
 from server.responses import Completion, CompletionChoice, Usage
@@ -57,7 +57,7 @@ class _Completion:
     def envelope(self, choices: list[CompletionChoice], *, has_usage: bool) -> Completion:
         generation = self.generation
         num_completion_tokens = 0 if self.drops_output else generation.num_completion_tokens
-        usage = Usage.of(generation.num_prompt_tokens, num_completion_tokens)
+        usage = Usage.of(generation.num_prompt_tokens, num_completion_tokens, generation.num_cached_tokens)
         return Completion(
             id=self.request_id,
             created=self.created,
@@ -103,7 +103,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
         prompts=prompts,
         params=params,
         arrival_time_s=arrival_time_s,
-        priority=asked.priority or 0,
+        scheduling=Scheduling.of(asked),
     )
     echoes = None
     if asked.echo:

@@ -20,6 +20,7 @@ from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from server.bridge import LoopBridge
+from server.schema import GenerationRequest
 from tokenizer import Tokenizer
 
 
@@ -29,6 +30,25 @@ class GenerationError(Exception):
     def __init__(self, message: str, *, is_shutdown: bool) -> None:
         super().__init__(message)
         self.is_shutdown = is_shutdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What a request says of its turn and of its prefix; the meanings are `EngineRequest`'s."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+
+    @classmethod
+    def of(cls, asked: GenerationRequest) -> Scheduling:
+        return cls(
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt,
+            ttft_target_s=asked.ttft_target_s,
+            tpot_target_s=asked.tpot_target_s,
+        )
 
 
 @dataclass(slots=True)
@@ -60,8 +80,8 @@ class Generation:
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
 
-    `num_prompt_tokens` and `num_completion_tokens` count over all of them; `prompt_logprobs(i)` is there
-    before the first piece of prompt i."""
+    `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had) and
+    `num_completion_tokens` count over all of them; `prompt_logprobs(i)` is there before the first piece of prompt i."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -70,8 +90,9 @@ class Generation:
     prompts: Sequence[list[int]]
     params: SamplingParams
     arrival_time_s: float
-    priority: int = 0
+    scheduling: Scheduling = Scheduling()
     num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
     has_left: bool = False
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
@@ -101,7 +122,10 @@ class Generation:
                 prompt_token_ids=prompt.token_ids,
                 params=self.params,
                 eos_token_ids=eos_token_ids,
-                priority=self.priority,
+                priority=self.scheduling.priority,
+                cache_salt=self.scheduling.cache_salt,
+                ttft_target_s=self.scheduling.ttft_target_s,
+                tpot_target_s=self.scheduling.tpot_target_s,
                 arrival_time_s=self.arrival_time_s,
             )
             try:
@@ -161,6 +185,8 @@ class Generation:
             raise GenerationError("the engine was stopped", is_shutdown=True)
         if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it
             prompt.logprobs = output.prompt_logprobs
+        if output.index == 0 and output.num_cached_tokens is not None:
+            self.num_cached_tokens += output.num_cached_tokens
         delta = prompt.pipelines[output.index].push(output)
         self.num_completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

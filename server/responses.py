@@ -14,14 +14,22 @@ from msgspec import UNSET, UnsetType
 from runtime.engine.messages import FinishReason
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """cached_tokens: those that the prefix cache had, so that they were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-        return cls(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens)
+    def of(cls, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Usage:
+        total = num_prompt_tokens + num_completion_tokens
+        return cls(num_prompt_tokens, num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
 
 
 class TopLogprob(msgspec.Struct):

@@ -31,7 +31,10 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common. Meanings and ranges: `runtime.engine.SamplingParams`.
 
-    priority            smaller is admitted first
+    priority            smaller is admitted first; the "deadline" and "fcfs" policies take none
+    cache_salt          cached prefixes are shared only with requests of the same salt
+    ttft_target_s, tpot_target_s  seconds until the first token is due, and from each to the next (an extension of
+                        ours, for the "deadline" policy)
     return_token_ids    choices carry `token_ids`, the answer `prompt_token_ids`; always so for a model
                         without tokenizer
     """
@@ -62,6 +65,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     echo: bool | None = None
     priority: Int | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     return_token_ids: bool | None = None
 
 

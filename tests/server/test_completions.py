@@ -201,11 +201,13 @@ def test_every_sampling_parameter_reaches_the_engine(served: Served) -> None:
         "allowed_token_ids": [120, 121],
         "prompt_logprobs": 1,
     }
-    complete(served, "Hi", **asked, logit_bias={"120": 2}, extra_body={**extra, "priority": 3})
+    scheduling = {"priority": 3, "cache_salt": "tenant", "ttft_target_s": 0.5, "tpot_target_s": 0.05}
+    complete(served, "Hi", **asked, logit_bias={"120": 2}, extra_body={**extra, **scheduling})
     (request,) = served.engine.requests
     for name, value in {**asked, **extra, "stop": ["stop"], "logit_bias": {120: 2.0}}.items():
         assert getattr(request.params, name) == value, name
-    assert request.priority == 3
+    for name, value in scheduling.items():
+        assert getattr(request, name) == value, name
     assert request.eos_token_ids == (END_OF_TURN,)
     assert request.arrival_time_s > 0
 

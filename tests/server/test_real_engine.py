@@ -265,6 +265,49 @@ def test_one_choice_that_stops_frees_its_blocks(tiny: Real) -> None:
     assert answer.usage.completion_tokens < 400
 
 
+def test_the_usage_names_the_tokens_that_were_cached(tiny: Real) -> None:
+    """Prompts of one token each, of the same salt and of another; chats and completions, streamed or not."""
+
+    def cached(prompt: str, salt: str | None, **options: Any) -> int:
+        extra: Any = {} if salt is None else {"extra_body": {"cache_salt": salt}}
+        answer = tiny.openai.completions.create(model=tiny.model, prompt=prompt, max_tokens=2, **extra, **options)
+        usage = [chunk.usage for chunk in answer][-1] if options.get("stream") else answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens is not None
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    prompt = "A prompt that nobody has sent before and that fills several blocks. " * 2
+    length = len(prompt)
+    assert cached(prompt, None) == 0
+    assert cached(prompt, None) == length - 1, "all but the last, whose logits are wanted"
+    assert cached(prompt, None, stream=True, stream_options={"include_usage": True}) == length - 1
+    assert 100 <= cached(prompt[:100] + "another end", None) < length
+    assert cached(prompt, "tenant") == 0
+    assert cached(prompt, "tenant") == length - 1
+    messages: Any = [{"role": "user", "content": prompt}]
+    chats = [tiny.openai.chat.completions.create(model=tiny.model, messages=messages, max_tokens=2) for _ in range(2)]
+    details = [chat.usage.prompt_tokens_details for chat in chats if chat.usage is not None]
+    counts = [detail.cached_tokens for detail in details if detail is not None]
+    assert counts[1] == chats[1].usage.prompt_tokens - 1 > counts[0]  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ttft_target_s": 1.0}, "ttft_target_s"),  # the policy would ignore it
+        ({"tpot_target_s": -1.0}, "tpot_target_s"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"priority": 1.5}, "priority"),
+    ],
+)
+def test_scheduling_fields_are_checked(tiny: Real, fields: dict[str, Any], param: str) -> None:
+    answer = tiny.http.post("/v1/completions", json={"model": tiny.model, "prompt": "x", **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_bad_requests_change_nothing(tiny: Real) -> None:
     for fields in ({"n": 10**9}, {"temperature": -1}, {"logit_bias": {"259": 1}}, {"prompt": [259]}):
         body = {"model": tiny.model, "prompt": "x", **fields}
