@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+"""A text, its token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. Such a mapping may also have
+``EngineRequest``'s "cache_salt", "priority", "ttft_target_s" and "tpot_target_s"."""
+
+_SCHEDULING_KEYS = ("cache_salt", "priority", "ttft_target_s", "tpot_target_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its choices. ``prompt`` is None when ids were given; ``prompt_logprobs[0]`` is None."""
+    """A prompt and its choices. ``prompt`` is None when ids were given; ``prompt_logprobs[0]`` is None;
+    ``num_cached_tokens`` of the prompt were in the prefix cache (None: nothing was computed)."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
 
 class LLM:
@@ -184,9 +189,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``."""
+        """Answer one conversation, or several: see ``chat_prompt``, ``generate`` and ``EngineRequest``."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [
@@ -200,7 +207,10 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        scheduling = {"cache_salt": cache_salt, "priority": priority}
+        return self.generate(
+            [{"prompt_token_ids": ids, **scheduling} for ids in prompts], params, use_tqdm=use_tqdm
+        )
 
     def chat_prompt(
         self,
@@ -250,6 +260,7 @@ class LLM:
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self.client.info.eos_token_ids,
+            **_scheduling_of(prompt),
         )
         return _Job(request, text, self.tokenizer)
 
@@ -345,6 +356,7 @@ class _Job:
         self.pipelines = [TextPipeline(tokenizer, params, request.prompt_token_ids) for _ in range(params.n)]
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached_tokens: int | None = None
         has_logprobs = params.logprobs is not None
         self._choices = [
             CompletionOutput(
@@ -363,6 +375,8 @@ class _Job:
             self._prompt_logprobs = [
                 None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs
             ]
+        if output.index == 0 and output.num_cached_tokens is not None:
+            self._num_cached_tokens = output.num_cached_tokens
         choice = self._choices[output.index]
         if output.times is not None:
             choice.times = output.times
@@ -381,7 +395,12 @@ class _Job:
 
     def result(self) -> RequestOutput:
         return RequestOutput(
-            self.request_id, self.prompt, self.request.prompt_token_ids, self._choices, self._prompt_logprobs
+            self.request_id,
+            self.prompt,
+            self.request.prompt_token_ids,
+            self._choices,
+            self._prompt_logprobs,
+            self._num_cached_tokens,
         )
 
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
@@ -395,6 +414,16 @@ class _Job:
         if self._tokenizer is None or not self.params.detokenize:
             return None
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _scheduling_of(prompt: Prompt) -> dict[str, Any]:
+    """What a prompt that is a mapping says of its turn and its prefix. Raises ``RequestError`` for unknown keys."""
+    if not isinstance(prompt, Mapping):
+        return {}
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids", *_SCHEDULING_KEYS}
+    if unknown:
+        raise RequestError(f"a prompt has no {sorted(map(str, unknown))[0]!r}", param="prompt")
+    return {name: prompt[name] for name in _SCHEDULING_KEYS if name in prompt}
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

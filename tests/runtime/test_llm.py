@@ -134,6 +134,29 @@ def test_a_bad_prompt_is_found_before_any_is_computed(llm: LLM) -> None:
     assert llm.client.stats().num_requests == before
 
 
+def test_a_prompt_may_name_its_turn_and_its_salt(llm: LLM) -> None:
+    ids = [7 + i % 90 for i in range(40)]
+    prompt = {"prompt_token_ids": ids, "priority": -3}
+    (first,) = llm.generate(prompt, GREEDY)
+    assert first.num_cached_tokens == 0
+    again, other = llm.generate([prompt, {**prompt, "cache_salt": "tenant"}], GREEDY)
+    assert (again.num_cached_tokens, other.num_cached_tokens) == (39, 0)
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids == other.outputs[0].token_ids
+    messages = [{"role": "user", "content": "Hello to everybody out there, how are you today?"}]
+    for salt, is_new in ((None, True), (None, False), ("tenant", True), ("tenant", False)):
+        (answer,) = llm.chat(messages, GREEDY, cache_salt=salt, priority=2)
+        assert (answer.num_cached_tokens == 0) == is_new
+    for wrong, param in (
+        ({"prompt": "a", "prioriti": 1}, "prompt"),
+        ({"prompt": "a", "priority": "high"}, "priority"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "ttft_target_s": 1.0}, "ttft_target_s"),  # only the deadline policy takes targets
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.generate(wrong, GREEDY)
+        assert caught.value.param == param
+
+
 def test_params_for_each_prompt_and_order(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (9, 1, 5)]
     results = llm.generate(["the", "abc", "end"], params)
