@@ -24,14 +24,13 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     problem = ""
     for chunk in step.chunks:
         sequence = chunk.sequence
-        if sequence.state is not State.RUNNING or sequence.row is None:
-            problem = "has a chunk but does not run"
-        elif chunk.start + chunk.num_tokens != sequence.num_computed:
-            problem = f"has a chunk that ends at {chunk.start + chunk.num_tokens}, not at {sequence.num_computed}"
-        elif sequence.num_computed > len(sequence.block_ids) * block_size:
-            problem = f"computes {sequence.num_computed} tokens in {len(sequence.block_ids)} blocks of {block_size}"
-        if problem:
-            problem = f"choice {sequence.index} of request {sequence.request.request_id!r} {problem}"
+        end = chunk.start + chunk.num_tokens
+        if sequence.row is None or end != sequence.num_computed or end > len(sequence.block_ids) * block_size:
+            problem = (
+                f"choice {sequence.index} of request {sequence.request.request_id!r} has a chunk that ends at {end}, but "
+                f"{sequence.num_computed} computed tokens in {len(sequence.block_ids)} blocks of {block_size}, "
+                f"row {sequence.row}"
+            )
             break
     num_running, num_rows = len(scheduler.running), scheduler.limits.max_num_seqs
     if not problem and num_running + len(scheduler.free_rows) != num_rows:

@@ -113,9 +113,9 @@ class Scheduler:
         records = pool.enable_prefix_caching
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if sequence.state is State.RUNNING:  # else preempted since: these blocks are no longer its own
+            if sequence.row is not None:  # else preempted since: these blocks are no longer its own
                 end = sequence.num_committed = chunk.start + chunk.num_tokens
-                if records and end // block_size > sequence.chain.num_blocks:
+                if records and end >= (sequence.chain.num_blocks + 1) * block_size:
                     pool.record(sequence.chain, sequence.block_ids, end, sequence)
         self._settle(step)
 
@@ -141,19 +141,19 @@ class Scheduler:
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
         for sequence in self.running:
-            end = sequence.num_tokens + sequence.num_pending
-            if end - sequence.num_computed != 1 or sequence.is_drawing_last:
+            pending, computed = sequence.num_pending, sequence.num_computed
+            if (
+                sequence.num_tokens + pending - computed != 1
+                or sequence.num_output_tokens + pending >= sequence.max_tokens
+            ):
                 continue
             decodes.append(sequence)
-            if end > len(sequence.block_ids) * block_size:
+            if computed >= len(sequence.block_ids) * block_size:
                 wanting.append(sequence)
         if wanting:
             self._add_blocks(wanting, step)
-        for sequence in decodes:
-            if step.num_tokens >= step.max_tokens:
-                break
-            if sequence.state is State.RUNNING and sequence.num_computed < len(sequence.block_ids) * block_size:
-                step.add(sequence, 1, is_first=False)
+            decodes = [s for s in decodes if s.block_ids and s.num_computed < len(s.block_ids) * block_size]
+        step.add_decodes(decodes[: max(0, step.budget)])
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""

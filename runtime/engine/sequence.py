@@ -108,6 +108,7 @@ class Sequence:
     """One choice of a request.
 
     order          its place in every queue; the scheduler's policy gives it
+    max_tokens     most output tokens, the request's
     num_tokens     known tokens, prompt and output
     num_pending    tokens that planned steps will draw: 0, 1, or 2 while a step runs and the next is planned
     num_computed   tokens whose keys and values lie in ``block_ids`` (in ``host_slots`` while it is swapped out) when
@@ -131,6 +132,7 @@ class Sequence:
         "last_step",
         "last_token_id",
         "last_token_s",
+        "max_tokens",
         "num_cached_tokens",
         "num_committed",
         "num_computed",
@@ -148,6 +150,7 @@ class Sequence:
         self.request = request
         self.index = index
         self.order: tuple[float, int, int] = (0.0, request.number, index)
+        self.max_tokens = request.max_tokens
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_output_tokens = 0
         self.num_tokens = self.num_prompt_tokens
@@ -180,7 +183,7 @@ class Sequence:
     @property
     def is_drawing_last(self) -> bool:
         """Whether the planned steps draw the last token that it may have: it only waits for them."""
-        return self.num_output_tokens + self.num_pending >= self.request.max_tokens
+        return self.num_output_tokens + self.num_pending >= self.max_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:

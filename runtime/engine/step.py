@@ -80,6 +80,17 @@ class Step:
         self.num_tokens += count
         self.chunks.append(Chunk(sequence, start, count, is_first, is_last))
 
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """``add`` one token of each: the last, known or pending."""
+        number, chunks = self.number, self.chunks
+        for sequence in sequences:
+            start = sequence.num_computed
+            sequence.num_computed = start + 1
+            sequence.num_pending += 1
+            sequence.last_step = number
+            chunks.append(Chunk(sequence, start, 1, False, True))
+        self.num_tokens += len(sequences)
+
     def drop_finished(self) -> None:
         """Leave out the chunks of sequences that have ended since the step was planned."""
         chunks = [chunk for chunk in self.chunks if not chunk.sequence.is_finished]
