@@ -27,8 +27,8 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
         end = chunk.start + chunk.num_tokens
         if sequence.row is None or end != sequence.num_computed or end > len(sequence.block_ids) * block_size:
             problem = (
-                f"choice {sequence.index} of request {sequence.request.request_id!r} has a chunk that ends at {end}, but "
-                f"{sequence.num_computed} computed tokens in {len(sequence.block_ids)} blocks of {block_size}, "
+                f"choice {sequence.index} of request {sequence.request.request_id!r} has a chunk that ends at {end}, "
+                f"but {sequence.num_computed} computed tokens in {len(sequence.block_ids)} blocks of {block_size}, "
                 f"row {sequence.row}"
             )
             break

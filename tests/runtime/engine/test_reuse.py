@@ -1,0 +1,122 @@
+"""What a sequence takes over instead of computing it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
+from tests.runtime.engine.scheduler_driver import Driver
+
+PROMPT = [0, 1, 2, 3, 3, 2, 1, 0, 1, 1]
+
+
+def first_chunk(driver: Driver, prompt: list[int], **fields: object) -> tuple[int, int]:
+    """(start, number of tokens) of the prompt's only chunk."""
+    request = driver.add(prompt, max_tokens=2, **fields)
+    assert request is not None
+    (step,) = run(driver)
+    (chunk,) = [chunk for chunk in step.chunks if chunk.sequence.request is request]
+    driver.drain()
+    return chunk.start, chunk.num_tokens
+
+
+def test_a_prompt_is_found_again_but_for_its_last_token() -> None:
+    driver = make_driver()
+    assert first_chunk(driver, PROMPT) == (0, 10)
+    assert first_chunk(driver, PROMPT) == (9, 1)
+    assert first_chunk(driver, PROMPT[:8]) == (7, 1)
+    assert first_chunk(driver, PROMPT[:5] + [0, 0]) == (5, 2)
+    assert driver.pool.counters.hit_tokens == 9 + 7 + 5
+    assert driver.pool.counters.queried_tokens == 10 + 10 + 8 + 7
+
+
+def test_salts_share_nothing() -> None:
+    driver = make_driver()
+    assert first_chunk(driver, PROMPT, cache_salt="a") == (0, 10)
+    assert first_chunk(driver, PROMPT, cache_salt="b") == (0, 10)
+    assert first_chunk(driver, PROMPT) == (0, 10)
+    assert first_chunk(driver, PROMPT, cache_salt="a") == (9, 1)
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    driver = make_driver(enable_prefix_caching=False)
+    assert first_chunk(driver, PROMPT) == first_chunk(driver, PROMPT) == (0, 10)
+
+
+def test_a_chat_goes_on_from_its_answer() -> None:
+    driver = make_driver()
+    request = driver.add(PROMPT, max_tokens=7)
+    assert request is not None
+    (sequence,) = request.sequences
+    driver.drain()
+    answer = sequence.output_ids.tolist()
+    assert first_chunk(driver, [*PROMPT, *answer, 2, 2]) == (16, 3)  # the answer's last token was never computed
+
+
+def test_prompt_logprobs_need_the_whole_prompt() -> None:
+    driver = make_driver()
+    assert first_chunk(driver, PROMPT) == (0, 10)
+    assert first_chunk(driver, PROMPT, prompt_logprobs=0) == (0, 10)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_choices_share_full_blocks_and_copy_the_last(enable_prefix_caching: bool) -> None:
+    driver = make_driver(enable_prefix_caching=enable_prefix_caching)
+    request = driver.add(PROMPT, n=3, max_tokens=4)
+    assert request is not None
+    first, second = run(driver, 2)
+    assert chunks_of(first) == [(0, 0, 10)]
+    assert chunks_of(second) == [(0, 10, 1), (0, 9, 1), (0, 9, 1)]
+    tables = [sequence.block_ids for sequence in request.sequences]
+    assert [table[:2] for table in tables] == [tables[0][:2]] * 3
+    assert second.copies == [(tables[0][2], tables[1][2]), (tables[0][2], tables[2][2])]
+    driver.drain()
+
+
+def test_an_evicted_prefix_comes_back_from_the_host() -> None:
+    driver = make_driver(num_blocks=4, max_model_len=16, num_host_blocks=16)
+    assert first_chunk(driver, PROMPT) == (0, 10)
+    assert first_chunk(driver, [3] * 14) == (0, 14)
+    request = driver.add(PROMPT, max_tokens=1)
+    assert request is not None
+    (step,) = run(driver)
+    assert len(step.swap_in) == 2
+    assert chunks_of(step) == [(2, 8, 2)]
+
+
+def test_a_full_pool_does_not_wait_for_the_copy_it_would_make() -> None:
+    """One request that needs every block cannot keep the source of a copy, too."""
+    driver = make_driver(num_blocks=3, max_model_len=12)
+    assert first_chunk(driver, PROMPT[:6]) == (0, 6)
+    assert first_chunk(driver, PROMPT[:5] + [0, 0, 0, 0, 0])[0] in (4, 5)
+
+
+def test_cached_tokens_are_counted_once() -> None:
+    driver = make_driver()
+    assert first_chunk(driver, PROMPT) == (0, 10)
+    sequence = add(driver, 10)
+    assert sequence.num_cached_tokens is None
+    run(driver)
+    assert sequence.num_cached_tokens == 0
+    request = driver.add(PROMPT)
+    assert request is not None
+    run(driver)
+    assert request.sequences[0].num_cached_tokens == 9
+
+
+def test_an_abort_before_the_copy_was_made_leaves_nothing_to_find() -> None:
+    """The plan's copy is dropped, so the target block must not be found later."""
+    driver = make_driver()
+    assert first_chunk(driver, PROMPT[:6], cache_salt="a") == (0, 6)
+    request = driver.add(PROMPT[:5] + [0, 1], cache_salt="a")
+    assert request is not None
+    step = driver.scheduler.schedule()
+    assert step.copies
+    assert chunks_of(step) == [(1, 5, 2)]
+    driver.scheduler.finish(request.sequences[0])
+    assert not step.copies
+    driver.scheduler.extend(step)
+    assert not step.has_work
+    driver.scheduler.check_invariants()
+    driver.open.clear()
+    assert first_chunk(driver, PROMPT[:5] + [0, 2], cache_salt="a") == (5, 2)
