@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -91,6 +92,9 @@ def run_burst(
 ) -> Burst:
     """Submits every prompt (greedy, EOS ignored) and waits for the last token.
 
+    The prompts of a burst may share cached beginnings with each other, never with an earlier burst: it has a cache salt
+    of its own.
+
     max_tokens  new tokens of all, or of each
     arrivals_s  seconds from now at which each is submitted, ascending; None: all at once
 
@@ -104,8 +108,11 @@ def run_burst(
         length: SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in set(lengths)
     }
+    salt = uuid.uuid4().hex
     requests = [
-        EngineRequest(request_id=f"burst-{index}", prompt_token_ids=list(prompt), params=params[length])
+        EngineRequest(
+            request_id=f"burst-{index}", prompt_token_ids=list(prompt), params=params[length], cache_salt=salt
+        )
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     records: list[RequestRecord] = []

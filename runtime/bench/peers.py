@@ -47,6 +47,7 @@ class Workload:
 
     measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the first
     new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
+    `is_also_sequential`: ours is measured once more with one request after another.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Workload:
     prompt_len: int
     new_tokens: int
     measure: str
+    is_also_sequential: bool = False
 
 
 WORKLOADS = (
@@ -62,6 +64,7 @@ WORKLOADS = (
     Workload("decode-32", "decode, batch 32", 32, 16, 17, "decode"),
     Workload("prefill", "prefill 512", 1, 512, 1, "prefill"),
     Workload("burst", "burst 32 x 4 -> 8", 32, 4, 8, "burst"),
+    Workload("concurrent-8", "8 x 32 -> 32 at once", 8, 32, 32, "burst", is_also_sequential=True),
 )
 
 
@@ -201,7 +204,16 @@ def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, 
             raise BenchmarkError(f"{workload.name}: the peer gave other tokens than before")
         return Turn(_peer_rate(reply, workload), used / reply["total_s"], others)
 
+    def sequential_rate() -> float:
+        """Ours, one request after another; tokens per second."""
+        time.sleep(SETTLE_S)
+        bursts = [run_burst(llm.client, [prompt], workload.new_tokens) for prompt in prompts]
+        tokens = [burst.token_ids[0] for burst in bursts]
+        check_same_greedy(f"{workload.name}, one by one", prompts, tokens, expected, llm.logits)
+        return workload.num_prompts * workload.new_tokens / sum(burst.wall_s for burst in bursts)
+
     rounds: list[tuple[Turn, Turn]] = []  # ours, the peer's
+    sequential: list[float] = []
     num_quiet = 0
     while num_quiet < num_rounds and len(rounds) < MOST_ATTEMPTS * num_rounds:
         is_ours_first = len(rounds) % 2 == 1
@@ -211,6 +223,8 @@ def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, 
             turns.append(measure())
         rounds.append((turns[0], turns[1]) if is_ours_first else (turns[1], turns[0]))
         num_quiet += _others_in(rounds[-1]) <= QUIET_SHARE
+        if workload.is_also_sequential and len(sequential) < num_rounds:
+            sequential.append(sequential_rate())
     idle_share = max(turn.idle_share for each in rounds for turn in each)
     if idle_share > IDLE_SHARE:
         raise BenchmarkError(
@@ -219,7 +233,7 @@ def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, 
         )
     best = sorted(rounds, key=_others_in)[:num_rounds]
     ours, theirs = (Side([each[side].rate for each in best]) for side in (0, 1))
-    return {
+    result: dict[str, Any] = {
         "workload": workload.name,
         "num_prompts": workload.num_prompts,
         "prompt_len": workload.prompt_len,
@@ -235,6 +249,10 @@ def _measure(llm: LLM, peer: ChildProcess, workload: Workload, num_rounds: int, 
         "largest_others_share": max(map(_others_in, best)),
         "num_rounds_tried": len(rounds),
     }
+    if sequential:
+        result["one_after_another"] = Side(sequential).report()
+        result["times_one_after_another"] = statistics.median(ours.tokens_per_second) / statistics.median(sequential)
+    return result
 
 
 def _others_in(turns: tuple[Turn, Turn]) -> float:

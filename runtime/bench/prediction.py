@@ -1,7 +1,7 @@
 """`bench simulation`: does the simulator say what the engine does? Pairs of a real run and its prediction.
 
-The step-time model is fitted to the steps of one real run; then, pair by pair, a stretch of the trace that the fit has
-not seen goes through the simulator and through the engine. The prediction is made before the run.
+The step-time model is fitted to the steps of a first stretch of the trace; then, pair by pair, a stretch that the fit
+has not seen goes through the simulator and through the engine. The prediction is made before the run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 BUSY_SHARE = 0.7
 """Of the time in which the engine steps, at the rate that is chosen when none is named."""
+
+
+AT_ONCE = 1e6  # a rate
+NUM_ALONE = 6
+"""Requests that run alone for the fit, beside those that run all at once and at the chosen rate."""
 
 
 def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_len: int, seed: int) -> Trace:
@@ -75,10 +80,14 @@ def bench_simulation(
     if len(trace.requests) < (num_pairs + 1) * num_requests:
         raise BenchmarkError(f"{num_pairs} pairs and a fit of {num_requests} requests need a longer trace")
     stretches = [_stretch(trace, index * num_requests, num_requests) for index in range(num_pairs + 1)]
-    warm = _run(engine, stretches[0].scaled(rate=1e6), seed)  # all at once: compiles, and fills the batch
-    fitted = _fit(warm.timeline)
-    chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, stretches[0], fitted)
-    fitted = _fit([*warm.timeline, *_run(engine, stretches[0].scaled(rate=chosen), seed).timeline])
+    first = stretches[0]
+    at_once = first.scaled(rate=AT_ONCE)
+    _run(engine, at_once, seed)  # warms up
+    records = list(_run(engine, at_once, seed).timeline)
+    for index in range(min(NUM_ALONE, num_requests)):
+        records += _run(engine, _stretch(first, index, 1), seed + index).timeline
+    chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, first, _fit(records))
+    fitted = _fit([*records, *_run(engine, first.scaled(rate=chosen), seed).timeline])
     pairs: list[dict[str, Any]] = []
     for index, stretch in enumerate(stretches[1:]):
         scaled = stretch.scaled(rate=chosen)

@@ -148,7 +148,7 @@ def stalls(
     budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None,
     tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7,
     num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
-    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 256,
+    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 128,
     prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt that comes beside them.")] = 4096,
     num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
     num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
