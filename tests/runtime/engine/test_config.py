@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 
-from runtime.engine.config import EngineConfig, available_memory_bytes, resolve
+from runtime.engine.config import EngineConfig, SchedulingConfig, available_memory_bytes, resolve
 from runtime.engine.errors import RequestError
 
 GIB = 1 << 30
 
 
-def sized(positions: int = 4096, bytes_per_block: int = 1 << 20, available: int = 64 * GIB, **config: int):
+def sized(positions: int = 4096, bytes_per_block: int = 1 << 20, available: int = 64 * GIB, **config: Any):
     return resolve(
         EngineConfig(**config),
         max_position_embeddings=positions,
@@ -69,12 +71,66 @@ def test_every_sequence_can_decode_in_each_step() -> None:
         "num_blocks",
         "kv_cache_bytes",
         "max_waiting",
+        "prefill_chunk",
     ],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, math.nan, "1"])
 def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name):
         EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["scheduling_policy", "batching", "preemption", "victim", "overlap"])
+@pytest.mark.parametrize("value", ["", "FCFS", None, 1])
+def test_unknown_choices_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{name} must be one of .*, got {value!r}") as caught:
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", ["ageing_s", "ttft_target_s", "tpot_target_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1", None])
+def test_bad_seconds_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{name} must be a positive number of seconds"):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"swap_space_bytes": -1}, "swap_space_bytes must be an integer, at least 0, got -1"),
+        ({"swap_space_bytes": 1.5}, "swap_space_bytes must be an integer, at least 0, got 1.5"),
+        ({"preemption": "swap"}, "preemption='swap' needs swap_space_bytes"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, got 1"),
+        ({"exact": "yes"}, "exact must be True or False, got 'yes'"),
+        ({"prefill_chunk": 8, "prefill_chunk_stages": (64, 32, 2, 99)}, "not both"),
+        ({"prefill_chunk": 8, "batching": "static"}, "prefill_chunk cuts prompts, which batching='static'"),
+        ({"prefill_chunk_stages": (64, 32, 2)}, "must be (high, low, stages, over_tokens), got (64, 32, 2)"),
+        ({"prefill_chunk_stages": [64, 32, 2, 99]}, "must be (high, low, stages, over_tokens)"),
+        ({"prefill_chunk_stages": (64, 32, 0, 99)}, "prefill_chunk_stages must be a positive integer, got 0"),
+        ({"prefill_chunk_stages": (64, 33, 2, 99)}, "low=33 must be multiples of 32"),
+        ({"prefill_chunk_stages": (32, 64, 2, 99)}, "high=32 and low=64"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        EngineConfig(**settings)
+
+
+def test_the_limits_carry_the_scheduling() -> None:
+    limits = sized(
+        scheduling_policy="fcfs",
+        batching="orca",
+        victim="shortest-remaining",
+        swap_space_bytes=(10 << 20) + 1,
+        enable_prefix_caching=False,
+        exact=True,
+        overlap="on",
+    )
+    assert limits.scheduling == SchedulingConfig(policy="fcfs", batching="orca", victim="shortest-remaining")
+    assert (limits.num_host_blocks, limits.enable_prefix_caching, limits.exact, limits.overlap) == (
+        10, False, True, "on",
+    )  # fmt: skip
 
 
 def test_available_memory_is_plausible() -> None:
