@@ -302,6 +302,74 @@ def test_logits_between_steps(client: ThreadEngineClient) -> None:
     assert sink.wait().token_ids() == greedy([1, 2], 40)
 
 
+def test_a_burst_shares_its_first_step(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause is long enough here for any machine; a longer one in the burst ends the waiting."""
+    monkeypatch.setattr("runtime.engine.client.BURST_PAUSE_S", 0.5)
+    monkeypatch.setattr("runtime.engine.client.BURST_MOST_S", 60.0)
+    sizes: list[int] = []
+    model.before_forward = lambda batch: sizes.append(batch.num_seqs)
+    client = ThreadEngineClient(make_engine(model=model, max_num_seqs=32, max_num_batched_tokens=128))
+    sinks = [Sink() for _ in range(32)]
+    for i, sink in enumerate(sinks):
+        client.submit(request(f"r{i}", [i, 1, 2, 3], max_tokens=2), sink)
+    for i, sink in enumerate(sinks):
+        assert sink.wait().token_ids() == greedy([i, 1, 2, 3], 2)
+    assert sizes == [32, 32]
+    client.close()
+
+
+def test_the_wait_for_a_burst_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.engine.client.BURST_PAUSE_S", 0.001)
+    monkeypatch.setattr("runtime.engine.client.BURST_MOST_S", 0.05)
+    client = ThreadEngineClient(make_engine(max_num_seqs=1, max_waiting=10**6))
+    first = Sink()
+    client.submit(request("first", [1], max_tokens=1), first)
+    number = 0
+    end = time.monotonic() + TIMEOUT_S
+    while not first.done.is_set():  # they come without a pause
+        assert time.monotonic() < end
+        client.submit(request(f"r{number}", [2], max_tokens=1), lambda output: None)
+        number += 1
+    assert first.token_ids() == greedy([1], 1)
+    client.close()
+
+
+def test_who_submits_while_a_step_runs_is_in_the_next(model: FakeModel) -> None:
+    gate = Gate(model)
+    client = ThreadEngineClient(make_engine(model=model))
+    running, arriving = Sink(), Sink()
+    client.submit(request("running", [1, 2], max_tokens=6), running)
+    assert gate.entered.wait(TIMEOUT_S)
+    client.submit(request("arriving", [3, 4], max_tokens=6), arriving)
+    sizes: list[int] = []
+    model.before_forward = lambda batch: sizes.append(batch.num_tokens)
+    gate.opened.set()
+    assert running.wait().token_ids() == greedy([1, 2], 6)
+    assert arriving.wait().token_ids() == greedy([3, 4], 6)
+    assert sizes[0] == 3, "one decode and the new prompt"
+    client.close()
+
+
+def test_a_transfer_that_fails_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are in doubt: every request is told, and none is taken any more."""
+    engine = make_engine(num_blocks=16, max_num_seqs=6, preemption="swap", swap_space_bytes=10 * 8 * 17 * 4)
+
+    def run(*pairs: object) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(engine.transfer, "run", run)
+    client = ThreadEngineClient(engine)
+    sinks = [Sink() for _ in range(6)]
+    for i, sink in enumerate(sinks):
+        client.submit(request(f"r{i}", [i], max_tokens=60), sink)
+    for sink in sinks:
+        assert sink.wait().finish_reason() in ("error", "length")
+    assert sinks[-1].finish_reason() == "error"
+    with pytest.raises(EngineDeadError, match="died"):
+        client.stats()
+    client.close()
+
+
 def test_an_idle_engine_sleeps(client: ThreadEngineClient) -> None:
     sink = Sink()
     client.submit(request("x", [1], max_tokens=1), sink)
