@@ -9,13 +9,13 @@ from runtime.engine.sequence import Sequence, State
 
 
 def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
-    """Where the first tokens of a waiting sequence lie: its own swapped blocks, a choice of the same request that
-    runs, or the prefix cache.
+    """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have the
+    first), a choice of the same request that runs, or the prefix cache.
 
-    At most all tokens but the last, whose logits are wanted; nothing where the prompt's log probabilities are wanted,
-    for they come from computing it.
+    At most all tokens but the last, whose logits are wanted; only its own where the prompt's log probabilities are
+    wanted, for they come from computing it.
     """
-    if sequence.needs_prompt_logprobs:
+    if sequence.needs_prompt_logprobs and not sequence.host_slots:
         return Hit()
     tokens = np.empty(sequence.num_tokens - 1, np.int32)
     sequence.copy_tokens(0, tokens)

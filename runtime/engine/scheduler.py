@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from runtime.engine.batching import BATCHING_STYLES
-from runtime.engine.block_pool import BlockPool
+from runtime.engine.block_pool import BlockPool, Hit
 from runtime.engine.chunking import chunking_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.invariants import check_scheduler, check_step
@@ -31,6 +31,18 @@ from runtime.engine.preemption import VICTIM_RULES, CostModel
 from runtime.engine.reuse import reusable
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.step import PreemptionWay, Step
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The head of the queue could not start; it need not be asked again before so many blocks are free (or others have
+    left, which the scheduler notices)."""
+
+    sequence: Sequence
+    num_blocks: int
+
+    def holds(self, sequence: Sequence, pool: BlockPool) -> bool:
+        return sequence is self.sequence and pool.num_free < self.num_blocks
 
 
 class Scheduler:
@@ -57,7 +69,7 @@ class Scheduler:
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
-        self._refused: tuple[Sequence, int] | None = None  # the head of the queue, and how many free blocks it lacked
+        self._refused: _Refusal | None = None
 
     @property
     def has_work(self) -> bool:
@@ -179,7 +191,12 @@ class Scheduler:
         remaining = sequence.num_tokens - sequence.num_computed
         if self._batching.cuts_prompts:
             return min(remaining, step.budget, self._chunking.most(sequence.num_computed))
-        return remaining if remaining <= step.budget or not step.chunks else 0
+        return remaining if self._has_room(step, remaining) else 0
+
+    def _has_room(self, step: Step, num_tokens: int) -> bool:
+        """Whether the step can take the prompt whose last tokens these are: as much of it as fits, or, if it may not
+        be cut, all of it, beyond the budget only alone."""
+        return self._batching.cuts_prompts or num_tokens <= step.budget or not step.chunks
 
     def _start(self, sequence: Sequence, step: Step) -> bool:
         """Give a waiting sequence its row and the blocks of all its tokens, if there are enough and if the step has
@@ -187,28 +204,33 @@ class Scheduler:
 
         While others run, one more free block is left for each of them, lest the newcomer be preempted at once.
         """
-        pool = self.pool
-        if not self.free_rows:
+        pool, spare = self.pool, len(self.running)
+        if not self.free_rows or (self._refused is not None and self._refused.holds(sequence, pool)):
             return False
-        if self._refused is not None and self._refused[0] is sequence and pool.num_free < self._refused[1]:
-            return False
-        hit = reusable(sequence, pool)
         num_free = pool.num_free
+        hit = reusable(sequence, pool)
         needed = -(-sequence.num_tokens // self.limits.block_size) - len(hit.block_ids)
         pool.share(hit.block_ids)
         if hit.partial is not None:
             pool.share([hit.partial[0]])
-            if needed + len(self.running) > pool.num_free:  # to keep its source might be what is too much
+            if needed + spare > pool.num_free:  # to keep its source might be what is too much
                 pool.release([hit.partial[0]])
                 hit = replace(hit, partial=None, num_tokens=hit.num_tokens - hit.partial[1])
-        is_too_long = not self._batching.cuts_prompts and sequence.num_tokens - hit.num_tokens > step.budget
-        if needed + len(self.running) > pool.num_free or (is_too_long and step.chunks):
-            if not is_too_long:
-                self._refused = (sequence, needed + len(self.running) + num_free - pool.num_free)
+        has_blocks = needed + spare <= pool.num_free
+        if not has_blocks or not self._has_room(step, sequence.num_tokens - hit.num_tokens):
+            if not has_blocks:
+                self._refused = _Refusal(sequence, needed + spare + num_free - pool.num_free)
             if hit.partial is not None:
                 pool.release([hit.partial[0]])
             pool.release(hit.block_ids)
             return False
+        self._place(sequence, hit, needed, step)
+        return True
+
+    def _place(self, sequence: Sequence, hit: Hit, needed: int, step: Step) -> None:
+        """Start a sequence with the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit
+        is copied."""
+        pool = self.pool
         if sequence.host_slots:
             step.returned_slots += sequence.host_slots
             sequence.host_slots = []
@@ -229,7 +251,6 @@ class Scheduler:
         sequence.num_committed = len(hit.block_ids) * self.limits.block_size
         sequence.row = heapq.heappop(self.free_rows)
         sequence.state = State.RUNNING
-        return True
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> None:
         """Give each of these running sequences one more block, in order; preempt others until there are enough. The
