@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from runtime.bench.burst import Burst, run_burst
@@ -30,6 +31,10 @@ def bench_streaming(
     `ttft_ms`, `tpot_ms`, `e2el_ms`; `latency_percentiles_ms`. `completion_throughput` is output tokens per
     second of the whole burst. Each round's tokens must equal the warm-up's, which is verified first. The
     median round is that of the median wall time; `wall_times_s` gives them all.
+
+    Before each burst one request of as many tokens as the burst's prompts together is timed alone, as far as the model
+    takes so many: `lone_ttft_ms` is the median, `ttft_ratio` that of the rounds' ratios of the median TTFT to it (1.0:
+    the burst shared one forward pass; None: not measured).
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
@@ -40,7 +45,15 @@ def bench_streaming(
     for _ in range(num_warmup_rounds - 1):
         run_burst(client, prompts, max_tokens)
     rounds: list[Burst] = []
+    lone_ttfts_s: list[float] = []
+    num_tokens = min(num_requests * prompt_len, info.max_num_batched_tokens)
+    is_comparable = num_tokens == num_requests * prompt_len < info.max_model_len
+    lone_prompt = random_prompts(1, num_tokens, info.vocab_size, seed)
+    if is_comparable:
+        run_burst(client, lone_prompt, 1)
     for index in range(num_rounds):
+        if is_comparable:
+            lone_ttfts_s.append(run_burst(client, lone_prompt, 1).records[0].ttft_s)
         burst = run_burst(client, prompts, max_tokens)
         what = f"round {index} against the warm-up"
         check_same_greedy(what, prompts, burst.token_ids, expected, llm.logits)
@@ -49,6 +62,10 @@ def bench_streaming(
     median = sorted(rounds, key=lambda burst: burst.wall_s)[len(rounds) // 2]
     records = median.records
     latencies = [record.latency_s for record in records]
+    ratios = [
+        statistics.median(record.ttft_s for record in burst.records) / lone_s
+        for burst, lone_s in zip(rounds, lone_ttfts_s)
+    ]
     report = {
         "num_requests": num_requests,
         "prompt_len": prompt_len,
@@ -59,6 +76,8 @@ def bench_streaming(
         "submit_wall_ms": median.submit_wall_s * 1e3,
         **summarize("add_request", [record.add_latency_s for record in records], (50, 99)),
         **summarize("ttft", [record.ttft_s for record in records], (50, 99)),
+        "lone_ttft_ms": 1e3 * statistics.median(lone_ttfts_s) if lone_ttfts_s else None,
+        "ttft_ratio": statistics.median(ratios) if ratios else None,
         **summarize("tpot", [t for record in records if (t := record.tpot_s) is not None], (50, 99)),
         **summarize("e2el", latencies, (50, 99)),
         "latency_percentiles_ms": {

@@ -107,6 +107,8 @@ def streaming(
     for name, title in (("add_request", "add request"), ("ttft", "TTFT"), ("e2el", "latency")):
         for kind in ("mean", "p50", "p99"):
             lines[f"{kind} {title} (ms)"] = report[f"{kind}_{name}_ms"]
+    if report["ttft_ratio"] is not None:
+        lines["p50 TTFT / one request of as many tokens"] = report["ttft_ratio"]
     lines["completion throughput (tokens/s)"] = report["completion_throughput"]
     deliver(report, lines, as_json, output_json)
 

@@ -108,6 +108,8 @@ def test_streaming(folder: Path) -> None:
         for kind in ("mean", "median", "std", "p50", "p99"):
             assert f"{kind}_{name}_ms" in report
     assert report["p50_ttft_ms"] <= report["p99_ttft_ms"] <= report["p99_e2el_ms"]
+    assert report["lone_ttft_ms"] > 0
+    assert report["ttft_ratio"] > 0
     assert set(report["latency_percentiles_ms"]) == {"10", "25", "50", "75", "90", "99"}
     check_environment(report)
 
@@ -159,7 +161,8 @@ def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     def faulty_burst(*arguments: Any, **options: Any) -> Any:
         burst = run_burst(*arguments, **options)
-        bursts.append(burst)
+        if len(burst.records) == 3:  # else the lone request
+            bursts.append(burst)
         if len(bursts) == 3:
             burst.records[1].token_ids[2] = (burst.records[1].token_ids[2] + 1) % SHAPE.vocab_size
         return burst
@@ -188,7 +191,7 @@ def test_peer_python_is_asked_for(tmp_path: Path) -> None:
 WORKLOADS = (
     Workload("d", "decode", 2, 5, 4, "decode"),
     Workload("p", "prefill", 1, 20, 1, "prefill"),
-    Workload("b", "burst", 3, 4, 3, "burst"),
+    Workload("b", "burst", 3, 4, 3, "burst", is_also_sequential=True),
 )
 
 
@@ -213,6 +216,13 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
             result["ours"]["median_tokens_per_second"] / result["peer"]["median_tokens_per_second"]
         )
         assert result["peer_cache"] in ("dynamic", "static")
+    burst = report["results"][2]
+    alone = burst["one_after_another"]
+    assert len(alone["tokens_per_second"]) == 2
+    assert burst["times_one_after_another"] == pytest.approx(
+        burst["ours"]["median_tokens_per_second"] / alone["median_tokens_per_second"]
+    )
+    assert "one_after_another" not in report["results"][0]
 
 
 FAKE_PEER = """#!{python}
