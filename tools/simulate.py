@@ -22,9 +22,18 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.simulation import ROUTERS, simulate
 from runtime.bench.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
 from runtime.bench.traces import Trace, read_trace
-from runtime.engine.config import EngineConfig, EngineLimits, resolve
+from runtime.engine.config import (
+    BATCHING,
+    POLICIES,
+    PREEMPTIONS,
+    VICTIMS,
+    EngineConfig,
+    EngineLimits,
+    resolve,
+)
 from runtime.errors import XservError
 
+_CONFIG = EngineConfig()
 MEMORY_SHARE = 0.9  # of a GPU's memory, for weights and KV cache together
 
 
@@ -62,6 +71,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "block_size": limits.block_size,
         "num_blocks": limits.num_blocks,
+        "batching": options.batching,
+        "scheduling_policy": options.scheduling_policy,
         **simulation.report(),
         "wall_s": wall_s,
         "processor_s": processor_s,
@@ -92,6 +103,14 @@ def _limits(options: argparse.Namespace, trace: Trace, model: StepModel, config:
         max_num_batched_tokens=options.max_num_batched_tokens,
         block_size=options.block_size,
         num_blocks=num_blocks,
+        scheduling_policy=options.scheduling_policy,
+        batching=options.batching,
+        prefill_chunk=options.prefill_chunk,
+        prefill_chunk_stages=options.prefill_chunk_stages,
+        enable_prefix_caching=options.enable_prefix_caching,
+        preemption=options.preemption,
+        victim=options.victim,
+        swap_space_bytes=options.swap_blocks,  # a block counts as one byte here
     )
     positions = config.max_position_embeddings if config is not None else trace.longest
     return resolve(
@@ -100,6 +119,11 @@ def _limits(options: argparse.Namespace, trace: Trace, model: StepModel, config:
         bytes_per_block=1,
         available_bytes=num_blocks,
     )
+
+
+def _stages(text: str) -> tuple[int, int, int, int]:
+    high, low, stages, over_tokens = map(int, text.split(","))
+    return high, low, stages, over_tokens
 
 
 def _as_text(report: dict[str, Any]) -> str:
@@ -133,6 +157,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, help="KV blocks of each replica; default: what the GPU holds")
+    parser.add_argument("--scheduling-policy", choices=POLICIES, default=_CONFIG.scheduling_policy)
+    parser.add_argument("--batching", choices=BATCHING, default=_CONFIG.batching)
+    parser.add_argument("--prefill-chunk", type=int, help="most tokens of one prompt in a step")
+    parser.add_argument(
+        "--prefill-chunk-stages", type=_stages, metavar="HIGH,LOW,STAGES,TOKENS", help="chunks that shrink in stages"
+    )
+    parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    parser.add_argument("--preemption", choices=PREEMPTIONS, default=_CONFIG.preemption)
+    parser.add_argument("--victim", choices=VICTIMS, default=_CONFIG.victim)
+    parser.add_argument("--swap-blocks", type=int, default=0, help="KV blocks that each replica's host memory holds")
+    parser.add_argument("--block-transfer-ms", type=float, default=0.0, help="of one block between device and host")
     parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     parser.add_argument("--output-json", type=Path, help="write the report to this file, too")
     return parser

@@ -69,3 +69,20 @@ def test_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_are_one_line(trace: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main([trace, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_settings_reach_the_scheduler(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({**dict.fromkeys(TERMS, 0.0), "constant": 1.0, "tokens": 0.1}))
+    arguments = (trace, "--step-model", str(model), "--num-blocks", "64", "--rate", "100", "--max-num-seqs", "10")
+    chunks = run(capsys, *arguments, "--prefill-chunk", "10")
+    whole = run(capsys, *arguments, "--batching", "prefill-first", "--scheduling-policy", "fcfs")
+    assert chunks["num_steps"] > whole["num_steps"]
+    assert (whole["batching"], whole["scheduling_policy"]) == ("prefill-first", "fcfs")
+    staged = run(capsys, *arguments, "--prefill-chunk-stages", "64,32,2,64")
+    assert whole["num_steps"] < staged["num_steps"] < chunks["num_steps"]
+    tight = ("--num-blocks", "9", "--swap-blocks", "20", "--preemption", "swap", "--block-transfer-ms", "1")
+    swapped = run(capsys, *arguments, *tight, "--victim", "shortest-remaining", "--no-enable-prefix-caching")
+    assert swapped["num_requests"] == 10
+    with pytest.raises(SystemExit):
+        simulate.main([trace, "--prefill-chunk-stages", "64,32"])

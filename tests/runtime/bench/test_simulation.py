@@ -87,3 +87,33 @@ def test_what_cannot_run_is_refused() -> None:
         simulate(trace((0.0, 100, 1)), limits(), TenthOfASecondPerToken())
     with pytest.raises(BenchmarkError, match="0 replicas"):
         simulate(trace((0.0, 1, 1)), limits(), TenthOfASecondPerToken(), num_replicas=0)
+
+
+def test_prefix_hits_and_the_prefix_aware_router() -> None:
+    """Two conversations, four turns each: in turns over three replicas most beginnings are computed again, a
+    prefix-aware router finds nearly all of them."""
+    turns = [
+        TraceRequest(10.0 * i, 16 * (i // 2 + 1), 1, tuple(range(100 * (i % 2), 100 * (i % 2) + i // 2 + 1)))
+        for i in range(8)
+    ]
+    chats = Trace("chats", tuple(turns), hash_block_len=16)
+    rates = {}
+    for name in ("round-robin", "prefix-aware"):
+        run = simulate(chats, limits(), TenthOfASecondPerToken(), num_replicas=3, router=ROUTERS[name]())
+        rates[name] = run.report()["hit_rate"]
+    # Of 2 x (16 + 32 + 48 + 64) tokens the turn before has all but the new block, or none.
+    assert rates["prefix-aware"] == pytest.approx(2 * (16 + 32 + 48) / 320)
+    assert rates["round-robin"] < 0.5
+    without = simulate(chats, limits(enable_prefix_caching=False), TenthOfASecondPerToken())
+    assert without.report()["hit_rate"] == 0.0
+
+
+def test_swapped_blocks_take_their_time() -> None:
+    settings: dict[str, Any] = {"num_blocks": 5, "max_model_len": 20, "preemption": "swap", "swap_space_bytes": 8}
+    requests = trace((0.0, 4, 12), (0.0, 4, 12))
+    quick, slow = (
+        simulate(requests, limits(**settings), TenthOfASecondPerToken(), block_transfer_s=seconds).report()
+        for seconds in (0.0, 100.0)
+    )
+    assert quick["num_swaps"] == slow["num_swaps"] >= 1
+    assert slow["duration_s"] > quick["duration_s"] + 200.0
