@@ -393,9 +393,9 @@ import time
 import urllib.request
 from runtime.engine.engine import Engine
 step = Engine.step
-def slow_step(self):
+def slow_step(self, *arguments):
     time.sleep(0.05)
-    return step(self)
+    return step(self, *arguments)
 Engine.step = slow_step
 from runtime.cli import main
 main()
