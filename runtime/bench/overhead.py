@@ -105,16 +105,18 @@ def hollow_engine(num_seqs: int, max_model_len: int) -> Engine:
 
 def measure_overhead(num_seqs: int, context_len: int, num_steps: int, seed: int = 0) -> dict[str, float]:
     """Medians over `num_steps` steps that decode `num_seqs` sequences of `context_len` tokens and more: milliseconds
-    `schedule_ms`, `prepare_ms`, `commit_ms`, of their sum `host_ms` and `host_p90_ms`."""
+    `schedule_ms`, `prepare_ms`, `commit_ms`, of their sum `host_ms` and `host_p90_ms`. The lengths are spread over a
+    block, so that in each step the same share of sequences fills its last one."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
-    output_len = num_steps + 2 + -(-num_seqs * context_len // STEP_TOKENS)  # some decode while others prefill
-    engine = hollow_engine(num_seqs, context_len + output_len)
+    longest = context_len + BLOCK_SIZE
+    output_len = num_steps + 2 + -(-num_seqs * longest // STEP_TOKENS)  # some decode while others prefill
+    engine = hollow_engine(num_seqs, longest + output_len)
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     for index in range(num_seqs):
-        prompt = rng.choices(range(VOCAB_SIZE), k=context_len)
+        prompt = rng.choices(range(VOCAB_SIZE), k=context_len + index % BLOCK_SIZE)
         engine.add(EngineRequest(request_id=f"overhead-{index}", prompt_token_ids=prompt, params=params))
     while engine.has_work:
         engine.step()
