@@ -12,13 +12,11 @@ and read ``timeline``.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +24,13 @@ from numpy.typing import NDArray
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
-from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.errors import ContextLengthExceededError
 from runtime.engine.host_pool import HostPool
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from runtime.engine.open_requests import OpenRequests
 from runtime.engine.runner import Computation, Drawn, Model, Prepared, Runner
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence, State
+from runtime.engine.sequence import Request
 from runtime.engine.step import Step
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 from runtime.kv_cache import HostPages, KVCache
@@ -46,10 +45,6 @@ Poll = Callable[[], list[EngineOutput]]
 @dataclass(slots=True)
 class _Counters:
     steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    requests: int = 0
-    errors: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
 
@@ -94,18 +89,26 @@ class Engine:
         self.scheduler = Scheduler(limits, self.pool)
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and model.device.kind != "cpu")
         self.runner = Runner(model, kv_cache, limits, info.vocab_size, overlaps=self.overlaps)
-        self.requests: dict[str, Request] = {}
-        self.num_unscheduled = 0
+        self.opened = OpenRequests(self.scheduler, seed)
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._running: _OpenStep | None = None
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0)] * limits.max_num_seqs  # by row
-        self._seeds = random.Random(seed)
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
     @property
     def has_work(self) -> bool:
         return self._running is not None or self.scheduler.has_work
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The open ones, by id."""
+        return self.opened.by_id
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Requests of which nothing was scheduled yet: those that count against ``max_waiting``."""
+        return self.opened.num_unscheduled
 
     def prepare(self, request: EngineRequest) -> Request:
         """See ``runtime.engine.admission.prepare``. Thread-safe."""
@@ -116,40 +119,18 @@ class Engine:
         self.admit(self.prepare(request))
 
     def admit(self, request: Request) -> None:
-        """Put a prepared request in the waiting queue.
-
-        Its first choice computes the prompt; the others join the queue when that is done, and share its
-        blocks. Raises ``RequestError`` when the id is in use.
-        """
-        if request.request_id in self.requests:
-            raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-        request.number = self._counters.requests
-        self._counters.requests += 1
-        seed = request.params.seed
-        request.seed = (self._seeds.getrandbits(64) if seed is None else seed) & (2**64 - 1)
-        request.sequences = [Sequence(request, index) for index in range(request.params.n)]
-        self.requests[request.request_id] = request
-        self.num_unscheduled += 1
-        self.scheduler.add(request.sequences[0])
+        """Put a prepared request in the waiting queue. Raises ``RequestError`` when its id is in use."""
+        self.opened.admit(request)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
 
         Returns one output with "abort" for each choice that it ended; none for unknown ids.
         """
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        if index is None or request.params.n == 1:
-            return self._end(request, "abort")
-        outputs = [
-            self._end_choice(sequence, "abort") for sequence in request.open_sequences if sequence.index == index
-        ]
-        if request.sequences[0].is_finished:
-            self._release_held(request)
-        return outputs
+        return self.opened.cancel(request_id, index)
 
     def cancel_all(self) -> list[EngineOutput]:
+        """End every request."""
         return [output for request_id in list(self.requests) for output in self.cancel(request_id)]
 
     def step(self, poll: Poll = list) -> list[EngineOutput]:
@@ -196,7 +177,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
-        cache, counters = self.pool.counters, self._counters
+        cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -206,10 +187,10 @@ class Engine:
             kv_cache_usage=(num_blocks - num_free) / num_blocks,
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            num_requests=counters.requests,
-            num_errors=counters.errors,
+            prompt_tokens=requests.prompt_tokens,
+            generation_tokens=requests.generation_tokens,
+            num_requests=requests.requests,
+            num_errors=requests.errors,
             last_step_s=self._last_step_s,
             num_cached_blocks=self.pool.num_cached,
             prefix_cache_queries=cache.queried_tokens,
@@ -287,14 +268,14 @@ class Engine:
                 continue  # a choice before it could not be started
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
-            self._mark_scheduled(request)
+            self.opened.mark_scheduled(request)
             assert row is not None
             self._keys[row] = ChunkKey(request.request_id, sequence.index, sequence.num_prompt_tokens)
             try:
                 self.runner.load(sequence)
             except Exception:
                 logger.exception("request %s could not be started", request.request_id)
-                outputs += self._end(request, "error", "the request could not be started")
+                outputs += self.opened.end(request, "error", "the request could not be started")
         step.drop_finished()
 
     def _start(self, opened: _OpenStep) -> _OpenStep:
@@ -335,11 +316,11 @@ class Engine:
         if record.has_failed:
             self.scheduler.abandon(step)
             for chunk in step.chunks:
-                outputs += self._end(chunk.sequence.request, "error", "the model failed in this step")
+                outputs += self.opened.end(chunk.sequence.request, "error", "the model failed in this step")
         else:
             self.scheduler.commit(step)
             if drawn is not None:
-                self._commit(drawn, ended, outputs)
+                self.opened.append(drawn, ended, outputs)
                 self.scheduler.observe(record.num_tokens, record.run_s)
             num_blocks, seconds = self.transfer.take_timed()
             if num_blocks:
@@ -349,115 +330,3 @@ class Engine:
         record.commit_s = record.end_s - ended
         if opened.computation is not None or step.has_transfers:
             self.timeline.append(record)
-
-    def _commit(self, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
-        """Append and hand out the drawn tokens."""
-        for request, entries in drawn.prompt_logprobs:
-            assert request.prompt_logprobs is not None
-            request.prompt_logprobs += entries
-        logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
-        finished = State.FINISHED
-        num_before = len(outputs)
-        for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
-            if sequence.state is finished:
-                continue  # cancelled, or ended by a failure of a sibling in this very step
-            try:
-                if not is_valid:
-                    outputs += self._end(sequence.request, "error", "the logits held NaN or allowed no token")
-                    continue
-                request = sequence.request
-                sequence.append(token_id)
-                sequence.last_token_s = now
-                if (
-                    entry is not None
-                    or token_id in request.stop_ids
-                    or not 1 < sequence.num_output_tokens < request.max_tokens
-                ):
-                    outputs.append(self._first_or_last(sequence, token_id, entry, now))
-                    continue
-                outputs.append(  # nearly always
-                    EngineOutput(
-                        request_id=request.request_id,
-                        index=sequence.index,
-                        new_token_ids=[token_id],
-                        num_prompt_tokens=sequence.num_prompt_tokens,
-                    )
-                )
-            except Exception:
-                logger.exception("request %s failed", sequence.request.request_id)
-                outputs += self._end(sequence.request, "error", "the request failed")
-        self._counters.generation_tokens += sum(len(output.new_token_ids) for output in outputs[num_before:])
-
-    def _first_or_last(
-        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
-    ) -> EngineOutput:
-        """The output of the token just appended, with all that any token may bring."""
-        request = sequence.request
-        is_first = sequence.num_output_tokens == 1
-        if is_first:
-            sequence.first_token_s = now
-            if sequence.index == 0:
-                self._counters.prompt_tokens += request.num_prompt_tokens
-                self._release_held(request)
-        finish_reason, stop_reason = finish_of(sequence)
-        if finish_reason is not None:
-            self._finish_choice(sequence)
-        return EngineOutput(
-            request_id=request.request_id,
-            index=sequence.index,
-            new_token_ids=[token_id],
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens if is_first else None,
-            logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            times=None if finish_reason is None else sequence.times(),
-        )
-
-    def _release_held(self, request: Request) -> None:
-        """Let the choices queue that waited for the first one to compute the prompt."""
-        for sequence in request.sequences:
-            if sequence.state is State.HELD:
-                self.scheduler.add(sequence)
-
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
-        """End every open choice of a request."""
-        return [self._end_choice(sequence, reason, error) for sequence in request.open_sequences]
-
-    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineOutput:
-        self._finish_choice(sequence)
-        self._counters.errors += reason == "error"
-        return EngineOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            new_token_ids=[],
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            finish_reason=reason,
-            error=error,
-            times=sequence.times(),
-        )
-
-    def _finish_choice(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self.scheduler.finish(sequence)
-        if not request.open_sequences:
-            del self.requests[request.request_id]
-            self._mark_scheduled(request)
-
-    def _mark_scheduled(self, request: Request) -> None:
-        """The request no longer counts against ``max_waiting``."""
-        if not request.was_scheduled:
-            request.was_scheduled = True
-            self.num_unscheduled -= 1
-
-
-def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
-    """Whether the token just appended ends the choice: (finish_reason, stop_reason), in vLLM's order."""
-    request = sequence.request
-    token_id, count = sequence.last_token_id, sequence.num_output_tokens
-    if token_id in request.stop_ids and count >= request.params.min_tokens:
-        return "stop", request.stop_ids[token_id]
-    if count >= request.max_tokens:
-        return "length", None
-    return None, None

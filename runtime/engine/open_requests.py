@@ -1,0 +1,191 @@
+"""The open requests: how they come in, grow token by token, and end.
+
+It queues choices at the scheduler and takes them out, and makes the outputs; when steps run is the engine's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from itertools import repeat
+
+from runtime.engine.errors import RequestError
+from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
+from runtime.engine.runner import Drawn
+from runtime.engine.scheduler import Scheduler
+from runtime.engine.sequence import Request, Sequence, State
+
+logger = logging.getLogger("xserv.engine")
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """Since the engine's start: requests admitted, prompt tokens of those that have drawn their first, tokens drawn,
+    choices that ended with an error."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    errors: int = 0
+
+
+class OpenRequests:
+    """Requests that have choices without an end. Not thread-safe: it belongs to the engine's loop.
+
+    by_id            the requests
+    num_unscheduled  those of which nothing was scheduled yet
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.num_unscheduled = 0
+        self.counters = RequestCounters()
+        self._scheduler = scheduler
+        self._seeds = random.Random(seed)
+
+    def admit(self, request: Request) -> None:
+        """Put a prepared request in the waiting queue.
+
+        Its first choice computes the prompt; the others join the queue when that is done, and share its
+        blocks. Raises ``RequestError`` when the id is in use.
+        """
+        if request.request_id in self.by_id:
+            raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
+        request.number = self.counters.requests
+        self.counters.requests += 1
+        seed = request.params.seed
+        request.seed = (self._seeds.getrandbits(64) if seed is None else seed) & (2**64 - 1)
+        request.sequences = [Sequence(request, index) for index in range(request.params.n)]
+        self.by_id[request.request_id] = request
+        self.num_unscheduled += 1
+        self._scheduler.add(request.sequences[0])
+
+    def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
+        """End a request (or one choice of it) now and free its blocks.
+
+        Returns one output with "abort" for each choice that it ended; none for unknown ids.
+        """
+        request = self.by_id.get(request_id)
+        if request is None:
+            return []
+        if index is None or request.params.n == 1:
+            return self.end(request, "abort")
+        outputs = [
+            self._end_choice(sequence, "abort") for sequence in request.open_sequences if sequence.index == index
+        ]
+        if request.sequences[0].is_finished:
+            self._release_held(request)
+        return outputs
+
+    def append(self, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
+        """Append and hand out the drawn tokens."""
+        for request, entries in drawn.prompt_logprobs:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs += entries
+        logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
+        finished = State.FINISHED
+        num_before = len(outputs)
+        for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
+            if sequence.state is finished:
+                continue  # cancelled, or ended by a failure of a sibling in this very step
+            try:
+                if not is_valid:
+                    outputs += self.end(sequence.request, "error", "the logits held NaN or allowed no token")
+                    continue
+                request = sequence.request
+                sequence.append(token_id)
+                sequence.last_token_s = now
+                if (
+                    entry is not None
+                    or token_id in request.stop_ids
+                    or not 1 < sequence.num_output_tokens < request.max_tokens
+                ):
+                    outputs.append(self._first_or_last(sequence, token_id, entry, now))
+                    continue
+                outputs.append(  # nearly always
+                    EngineOutput(
+                        request_id=request.request_id,
+                        index=sequence.index,
+                        new_token_ids=[token_id],
+                        num_prompt_tokens=sequence.num_prompt_tokens,
+                    )
+                )
+            except Exception:
+                logger.exception("request %s failed", sequence.request.request_id)
+                outputs += self.end(sequence.request, "error", "the request failed")
+        self.counters.generation_tokens += sum(len(output.new_token_ids) for output in outputs[num_before:])
+
+    def _first_or_last(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
+    ) -> EngineOutput:
+        """The output of the token just appended, with all that any token may bring."""
+        request = sequence.request
+        is_first = sequence.num_output_tokens == 1
+        if is_first:
+            sequence.first_token_s = now
+            if sequence.index == 0:
+                self.counters.prompt_tokens += request.num_prompt_tokens
+                self._release_held(request)
+        finish_reason, stop_reason = finish_of(sequence)
+        if finish_reason is not None:
+            self._finish_choice(sequence)
+        return EngineOutput(
+            request_id=request.request_id,
+            index=sequence.index,
+            new_token_ids=[token_id],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else None,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            times=None if finish_reason is None else sequence.times(),
+        )
+
+    def _release_held(self, request: Request) -> None:
+        """Let the choices queue that waited for the first one to compute the prompt."""
+        for sequence in request.sequences:
+            if sequence.state is State.HELD:
+                self._scheduler.add(sequence)
+
+    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """End every open choice of a request."""
+        return [self._end_choice(sequence, reason, error) for sequence in request.open_sequences]
+
+    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineOutput:
+        self._finish_choice(sequence)
+        self.counters.errors += reason == "error"
+        return EngineOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            new_token_ids=[],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            finish_reason=reason,
+            error=error,
+            times=sequence.times(),
+        )
+
+    def _finish_choice(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._scheduler.finish(sequence)
+        if not request.open_sequences:
+            del self.by_id[request.request_id]
+            self.mark_scheduled(request)
+
+    def mark_scheduled(self, request: Request) -> None:
+        """The request no longer counts against ``max_waiting``."""
+        if not request.was_scheduled:
+            request.was_scheduled = True
+            self.num_unscheduled -= 1
+
+
+def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
+    """Whether the token just appended ends the choice: (finish_reason, stop_reason), in vLLM's order."""
+    request = sequence.request
+    token_id, count = sequence.last_token_id, sequence.num_output_tokens
+    if token_id in request.stop_ids and count >= request.params.min_tokens:
+        return "stop", request.stop_ids[token_id]
+    if count >= request.max_tokens:
+        return "length", None
+    return None, None
