@@ -13,32 +13,30 @@ import pytest
 from numba_kernels.cuda.registry import specialisations
 from runtime.device.emulator.architectures import A100, H200
 from runtime.device.emulator.ptx import parse
+from runtime.device.kernel_cache import KernelCache, is_meant_for
 from tools import kernel_plots, kernel_report
 from tools.kernel_cases import cases
 from tools.kernel_counts import Bench, Counts, Work, loops
 from tools.kernel_report import Allowed, main, offences_of, offenders
-from tools.kernel_static import ARCHS, StaticFacts, examine_all
+from tools.kernel_static import ARCHS, StaticFacts, examine
 
-SHARES = 6
-
-
-def _examined_here() -> list[str]:
-    """What a test run has time for: a kernel of f16 is that of bf16 with other conversions, and the operations of
-    `elementwise` share all but one line. `tools/kernel_report.py --check` leaves nothing out."""
-    names = [each.name for each in specialisations() if each.constants.get("dtype") != "f16"]
-    simple = [name for name in names if name.startswith("elementwise")]
-    return [name for name in names if name not in simple or name in simple[::4]]
+SHARES = 16  # of the kernels, so that no worker is left with much more than the others
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "share", [0, *(pytest.param(share, marks=pytest.mark.exhaustive) for share in range(1, SHARES))]
-)
+@pytest.mark.exhaustive  # what other tests launch is examined there: `tests/conftest.py`
+@pytest.mark.parametrize("share", range(SHARES))
 def test_no_kernel_spills_on_any_architecture(share: int) -> None:
-    names = _examined_here()[share::SHARES]
-    facts = examine_all(names=names)
-    assert [(each.kernel, each.arch) for each in facts] == [(name, arch) for name in names for arch in ARCHS]
+    """Every registered kernel, on each architecture that it is meant for."""
+    cache, kernels = KernelCache(), list(specialisations())[share::SHARES]
+    facts = [found for each in kernels for found in examine(each, ARCHS, cache)]
+    meant = [(each.name, arch) for each in kernels for arch in ARCHS if is_meant_for(each, arch)]
+    assert [(found.kernel, found.arch) for found in facts] == meant
     assert offenders(facts, []) == []
+
+
+def test_every_kernel_is_examined_somewhere() -> None:
+    for each in specialisations():
+        assert any(is_meant_for(each, arch) for arch in ARCHS), each.name
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import attention
-from numba_kernels.cuda.attention.decode_tensor_core import decode_tensor_core
-from numba_kernels.cuda.attention.flash_tensor_core import flash_tensor_core
 from numba_kernels.cuda.qkv import plan_qkv_prepare
 from numba_kernels.cuda.specialisation import Specialisation
-from runtime.device.assemble import assemble
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import both_archs
 from tests.numba_kernels.cuda.paged import paged_batch
@@ -163,20 +160,6 @@ def test_plan_chooses_by_chunk_and_exactness() -> None:
         named = "num_q_heads" if field == "num_kv_heads" else field
         with pytest.raises(ValueError, match=rf"{named} is '?{value if named == field else 8}'?, must be"):
             tier(**({"max_query_len": 1} | {field: value}))
-
-
-@pytest.mark.parametrize("gpu", ["emulated:sm_80"], indirect=True)
-def test_no_spills_no_local_memory_no_float64(gpu: Gpu) -> None:
-    """Head dim 64 of each tier, and the largest, whose accumulators fill most of the registers."""
-    kernels = [kernel for kernel in attention.specialisations() if kernel.constants["head_dim"] == 64]
-    kernels += [flash_tensor_core("f16", 256, 16), decode_tensor_core("f16", 256, 16, True), _qkv_prepare()]
-    for kernel in kernels:
-        text = gpu.kernel_cache.get(kernel, gpu.arch, is_ptx=True).image.rstrip(b"\0").decode()
-        assert ".f64" not in text, kernel.name
-        assert ".local" not in text, kernel.name
-        for arch in ("sm_80", "sm_90"):
-            made = assemble(text, arch)
-            assert made.spill_store_bytes == made.spill_load_bytes == made.stack_bytes == 0, f"{kernel.name} on {arch}"
 
 
 def _qkv_prepare() -> Specialisation:

@@ -1,0 +1,47 @@
+"""What every test is under: a kernel that it launches on an emulated device must be fit for hardware, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_cache import KernelCache
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import Specialisation
+    from runtime.device.kernel import Kernel
+
+OURS = "numba_kernels.cuda."  # tests have kernels of their own, which may do as they like
+
+_loaded: list[tuple[Specialisation, str]] = []
+_examined: set[tuple[Specialisation, str]] = set()
+_load = Gpu.kernel
+
+
+def _record(gpu: Gpu, specialisation: Specialisation) -> Kernel:
+    kernel = _load(gpu, specialisation)
+    key = specialisation, gpu.arch
+    if key not in _examined and gpu.driver.is_emulated and specialisation.kernel.py_func.__module__.startswith(OURS):
+        _examined.add(key)
+        _loaded.append(key)
+    return kernel
+
+
+Gpu.kernel = _record  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_fit_for_hardware() -> Iterator[None]:
+    """Fails a test that is the first to load a kernel which spills, uses local memory or float64, or about which ptxas
+    complains: the emulator would not mind. `tests/tools/test_kernel_report.py` examines those that no test loads."""
+    yield
+    if _loaded:
+        from tools.kernel_report import offenders
+        from tools.kernel_static import examine
+
+        facts = [found for each, arch in _loaded for found in examine(each, (arch,), KernelCache())]
+        _loaded.clear()
+        assert offenders(facts, []) == []
