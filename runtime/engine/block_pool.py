@@ -97,7 +97,7 @@ class BlockPool:
         *,
         enable_prefix_caching: bool = True,
         host_pool: HostPool | None = None,
-        eviction: str = "lru",
+        eviction: str = "reuse-gap",
         digest: Digest = block_digest,
     ) -> None:
         self.num_blocks = num_blocks
@@ -144,8 +144,7 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 node = self._nodes[block_id]
                 assert node is not None, f"block {block_id} is empty and cannot be shared"
-                self._idle.remove(node)
-                node.times_hit += 1
+                self._idle.reuse(node)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -281,14 +280,13 @@ class BlockPool:
             node.copies.append(block_id)
             return node
         else:  # the block that somebody holds takes over from the one that nobody does
-            self._idle.remove(node)
-            node.times_hit += 1
+            self._idle.reuse(node)
             old, node.block_id = node.block_id, block_id
             self._nodes[old] = None
             self._empty.append(old)
         for beginning in self._cache.beginnings_of(node):
             if beginning.block_id is not None and not self._is_held(beginning):
-                self._idle.remove(beginning)
+                self._idle.discard(beginning)
                 self._clear(beginning.block_id)
         return node
 

@@ -42,10 +42,21 @@ class CachedBlock:
     host_slot  where it lies in the host pool
     copies     other blocks on the device with this content, each held by a sequence that computed it on its own
     children   by their first token: those that continue it
-    times_hit  how often a sequence began with it after its first one (for the eviction policy)
+    was_reused, last_used  for the eviction policy: whether it was held again after its first holders had left, and
+               when the last holder left
     """
 
-    __slots__ = ("block_id", "children", "copies", "digest", "host_slot", "parent", "times_hit", "tokens")
+    __slots__ = (
+        "block_id",
+        "children",
+        "copies",
+        "digest",
+        "host_slot",
+        "last_used",
+        "parent",
+        "tokens",
+        "was_reused",
+    )
 
     def __init__(self, parent: CachedBlock | None, tokens: bytes, digest: int) -> None:
         self.parent = parent
@@ -55,7 +66,8 @@ class CachedBlock:
         self.host_slot: int | None = None
         self.copies: list[int] = []
         self.children: dict[bytes, dict[CachedBlock, None]] = {}
-        self.times_hit = 0
+        self.was_reused = False
+        self.last_used = 0
 
     @property
     def num_tokens(self) -> int:
