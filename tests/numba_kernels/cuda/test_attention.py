@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import attention
-from numba_kernels.cuda.qkv import plan_qkv_prepare
-from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import both_archs
 from tests.numba_kernels.cuda.paged import paged_batch
@@ -160,7 +158,3 @@ def test_plan_chooses_by_chunk_and_exactness() -> None:
         named = "num_q_heads" if field == "num_kv_heads" else field
         with pytest.raises(ValueError, match=rf"{named} is '?{value if named == field else 8}'?, must be"):
             tier(**({"max_query_len": 1} | {field: value}))
-
-
-def _qkv_prepare() -> Specialisation:
-    return plan_qkv_prepare(1, 1, 1, 64, 16, "bf16", rotary=64).specialisation
