@@ -162,10 +162,9 @@ class Scheduler:
             decodes.append(sequence)
             if computed >= len(sequence.block_ids) * block_size:
                 wanting.append(sequence)
-        if wanting:
-            self._add_blocks(wanting, step)
+        if wanting and not self._add_blocks(wanting, step):
             decodes = [s for s in decodes if s.block_ids and s.num_computed < len(s.block_ids) * block_size]
-        step.add_decodes(decodes[: max(0, step.budget)])
+        step.add_decodes(decodes if len(decodes) <= step.budget else decodes[: max(0, step.budget)])
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
@@ -252,15 +251,19 @@ class Scheduler:
         sequence.row = heapq.heappop(self.free_rows)
         sequence.state = State.RUNNING
 
-    def _add_blocks(self, wanting: list[Sequence], step: Step) -> None:
-        """Give each of these running sequences one more block, in order; preempt others until there are enough. The
-        first in order can be left without one only by what a step under way holds."""
+    def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
+        """Give each of these running sequences one more block, in order; preempt others until there are enough. False
+        when not all run on: preempted, or, if it is the first in order, left without a block by what a step under way
+        holds."""
+        num_wanting = len(wanting)
         while len(wanting) > self.pool.num_free and len(self.running) > 1:
             victim = self._victim_of(self.running)
             self._preempt(victim, step)
             wanting = [sequence for sequence in wanting if sequence is not victim]
-        for sequence in wanting[: self.pool.num_free]:
-            sequence.block_ids += self.pool.allocate(1)
+        block_ids = self.pool.allocate(min(len(wanting), self.pool.num_free))
+        for sequence, block_id in zip(wanting, block_ids):
+            sequence.block_ids.append(block_id)
+        return len(block_ids) == num_wanting and not step.preempted
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take a running sequence's blocks and row, and let it wait."""
