@@ -85,7 +85,7 @@ class OpenRequests:
             request.prompt_logprobs += entries
         logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
         finished = State.FINISHED
-        num_before = len(outputs)
+        num_appended = 0
         for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
             if sequence.state is finished:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
@@ -95,6 +95,7 @@ class OpenRequests:
                     continue
                 request = sequence.request
                 sequence.append(token_id)
+                num_appended += 1
                 sequence.last_token_s = now
                 if (
                     entry is not None
@@ -114,7 +115,7 @@ class OpenRequests:
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
                 outputs += self.end(sequence.request, "error", "the request failed")
-        self.counters.generation_tokens += sum(len(output.new_token_ids) for output in outputs[num_before:])
+        self.counters.generation_tokens += num_appended
 
     def _first_or_last(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float

@@ -111,7 +111,7 @@ class Prepared:
     layout: Layout
     drawing: list[Sequence]
     drawing_rows: NDArray[np.intp]
-    unknown: NDArray[np.intp] | None
+    unknown: NDArray[np.intp] | slice | None
     unknown_sequences: list[Sequence]
     started_s: float = 0.0
 
@@ -182,6 +182,8 @@ class Runner:
             _BlockTables(limits.max_num_seqs, max_blocks) for _ in range(1 if self._worker is None else 2)
         ]
         self._num_prepared = 0
+        self._ones = np.ones(limits.max_num_seqs, np.int64)
+        self._numbers = np.arange(limits.max_num_seqs, dtype=np.int32)
         self._wants_prompt_logprobs = np.zeros(limits.max_num_seqs, np.bool_)
 
     def load(self, sequence: Sequence) -> None:
@@ -201,16 +203,17 @@ class Runner:
         tables = self._tables[self._num_prepared % len(self._tables)]
         self._num_prepared += 1
         starts = np.array([chunk.start for chunk in chunks], np.int64)
-        counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+        lengths = [chunk.num_tokens for chunk in chunks]
         is_last = [chunk.is_last for chunk in chunks]
         drawing, drawing_rows = sequences, np.array(rows, np.intp)
-        num_tokens = int(counts.sum())
-        unknown: NDArray[np.intp] | None
+        num_tokens = sum(lengths)
+        unknown: NDArray[np.intp] | slice | None
         if num_tokens == len(chunks) and all(is_last):
-            token_ids = np.empty(num_tokens, np.int32)
-            unknown, unknown_sequences = np.arange(num_tokens), drawing
-            logits_indices = np.arange(num_tokens, dtype=np.int32)
+            token_ids, counts = np.empty(num_tokens, np.int32), self._ones[:num_tokens]
+            unknown, unknown_sequences = slice(None), drawing
+            logits_indices = self._numbers[:num_tokens]
         else:
+            counts = np.array(lengths, np.int64)
             token_ids, unknown, unknown_sequences = _known_tokens(chunks, num_tokens)
             flags = np.array(is_last)
             logits_indices = (np.cumsum(counts) - 1)[flags].astype(np.int32)
@@ -372,24 +375,29 @@ def lay_out(
 ) -> Layout:
     """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, in the order of their
     sequences' ``block_tables``."""
-    query_start = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    if len(token_ids) == len(counts):
-        sequence_of_token, positions = np.arange(len(counts)), starts
+    num_seqs, num_tokens = len(counts), len(token_ids)
+    if num_tokens == num_seqs:
+        query_start = np.arange(num_seqs + 1, dtype=np.int32)
+        sequence_of_token, positions, max_query_len = query_start[:-1], starts, 1
     else:
-        sequence_of_token = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
+        query_start = np.zeros(num_seqs + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        sequence_of_token = np.repeat(np.arange(num_seqs), counts)
+        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
+        max_query_len = int(counts.max())
     block, offset = np.divmod(positions, block_size)
-    slots = block_tables[sequence_of_token, block].astype(np.int64) * block_size + offset
+    slots = block_tables[sequence_of_token, block].astype(np.int64)
+    slots *= block_size
+    slots += offset
     return Layout(
         token_ids,
         positions.astype(np.int32),
-        query_start.astype(np.int32),
+        query_start,
         (starts + counts).astype(np.int32),
         slots,
         block_tables,
         logits_indices,
-        max_query_len=int(counts.max()),
+        max_query_len,
     )
 
 

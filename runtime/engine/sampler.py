@@ -18,15 +18,8 @@ from runtime.engine.sequence import Sequence
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor import Tensor
 
-_COLUMNS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""The parameters that are kept as rows of one array, so that one call gathers them."""
 
 
 class Sampler:
@@ -34,24 +27,23 @@ class Sampler:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._columns = SamplingArrays.neutral(max_num_seqs)
+        self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
+        self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        # Rows that cost more than their numbers: penalties; bias or ids that min_tokens may mask; allowed ids.
+        self._flags = np.zeros((3, max_num_seqs), np.bool_)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
         self._masked_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
-        # Rows that cost more than their numbers:
-        self._has_penalties = np.zeros(max_num_seqs, np.bool_)
-        self._has_bias = np.zeros(max_num_seqs, np.bool_)  # or ids that min_tokens may mask
-        self._has_allowed = np.zeros(max_num_seqs, np.bool_)
 
     def load(self, row: int, sequence: Sequence) -> None:
         """Write a sequence's parameters into its row."""
-        request, params, columns = sequence.request, sequence.request.params, self._columns
-        for name in _COLUMNS:
-            getattr(columns, name)[row] = getattr(params, name)
-        columns.seed[row] = request.seed
-        columns.choice_index[row] = sequence.index
+        request, params = sequence.request, sequence.request.params
+        self._floats[:, row] = [getattr(params, name) for name in _FLOATS]
+        self._integers[:, row] = params.top_k, sequence.index
+        self._seeds[row] = request.seed
         # A repetition penalty counts an id once, however often the prompt has it.
         self._prompt_ids[row] = np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else _NO_IDS
         bias = params.logit_bias or {}
@@ -61,23 +53,20 @@ class Sampler:
         self._masked_ids[row] = np.fromiter(masked, np.int32, len(masked))
         allowed = params.allowed_token_ids
         self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
-        self._has_penalties[row] = params.has_penalties
-        self._has_bias[row] = bool(bias or masked)
-        self._has_allowed[row] = allowed is not None
+        self._flags[:, row] = params.has_penalties, bool(bias or masked), allowed is not None
 
     def gather(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> SamplingArrays:
         """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``."""
-        columns, no_entries = self._columns, np.zeros(len(rows) + 1, np.int32)
+        no_entries = np.zeros(len(rows) + 1, np.int32)
+        floats = dict(zip(_FLOATS, self._floats.take(rows, axis=1)))  # each contiguous
+        top_k, choice_index = self._integers.take(rows, axis=1)
+        flags = self._flags.take(rows, axis=1)
+        any_penalties, any_bias, any_allowed = np.logical_or.reduce(flags, axis=1)
         arrays = SamplingArrays(
-            temperature=columns.temperature[rows],
-            top_k=columns.top_k[rows],
-            top_p=columns.top_p[rows],
-            min_p=columns.min_p[rows],
-            repetition_penalty=columns.repetition_penalty[rows],
-            presence_penalty=columns.presence_penalty[rows],
-            frequency_penalty=columns.frequency_penalty[rows],
-            seed=columns.seed[rows],
-            choice_index=columns.choice_index[rows],
+            **floats,
+            top_k=top_k,
+            seed=self._seeds.take(rows),
+            choice_index=choice_index,
             position=np.array([sequence.num_output_tokens for sequence in sequences], np.int32),
             prompt_ids=_NO_IDS,
             prompt_start=no_entries,
@@ -87,14 +76,14 @@ class Sampler:
             bias_values=_NO_VALUES,
             bias_start=no_entries,
         )
-        if (has_penalties := self._has_penalties[rows]).any():
+        if any_penalties:
             arrays.prompt_ids, arrays.prompt_start = _ragged([self._prompt_ids[row] for row in rows], np.int32)
             arrays.output_ids, arrays.output_start = _ragged(
-                [s.output_ids if wanted else _NO_IDS for s, wanted in zip(sequences, has_penalties)], np.int32
+                [s.output_ids if wanted else _NO_IDS for s, wanted in zip(sequences, flags[0])], np.int32
             )
-        if self._has_bias[rows].any():
+        if any_bias:
             self._gather_bias(arrays, sequences, rows)
-        if self._has_allowed[rows].any():
+        if any_allowed:
             everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
