@@ -15,9 +15,9 @@ from runtime.engine.errors import RequestError
 from runtime.engine.prefix_cache import CachedBlock
 
 _GHOSTS_PER_BLOCK = 4  # evicted contents that are remembered, for each block of the pool
-_MOST_RESPITES = 2.0  # in typical gaps: how much longer a reused block is kept than one that was not
+_RESPITES = (0.0, 1.5, 2.5, 3.5, 4.5)  # in typical gaps, by times reused: how much longer than a new block one is kept
 _GAP_RATE = 0.002  # weight of one observation in the running mean of the gaps
-_LEAST_NEW_SHARE = 0.1  # of the pool: what reused blocks leave to those that were not, or old favourites could fill it
+_LEAST_NEW_SHARE = 0.02  # of the pool: what reused blocks leave to those that were not, or old favourites could fill it
 
 
 class EvictionPolicy(Protocol):
@@ -67,66 +67,67 @@ class LeastRecentlyUsed:
 
 
 class ReuseGap:
-    """Least recently used, but blocks that came back once are given longer to come back again.
+    """Least recently used, but blocks that came back are given longer to come back again.
 
-    Most blocks are never asked for again; one that was is likely to be. How long that takes is learned: the running
-    mean of the gaps between a block's last use and its next, in blocks evicted meanwhile. A reused block counts as
-    younger by a small multiple of it. The digests of the latest victims are remembered with their time, so a block that
-    comes back too late is known as reused, and its gap counts, too (the ghosts of 2Q, Johnson and Shasha 1994, and ARC,
-    Megiddo and Modha 2003). Where nothing comes back, or all at once, this is least recently used.
+    Most blocks are never asked for again; one that was is likely to be, the more often the likelier. How long that
+    takes is learned: the running mean of the gaps between a block's last use and its next, in blocks evicted meanwhile.
+    A reused block counts as younger by a small multiple of it. The digests of the latest victims are remembered, so a
+    block that comes back too late is known as reused, and its gap counts, too (the ghosts of 2Q, Johnson and Shasha
+    1994, and ARC, Megiddo and Modha 2003). Where nothing comes back, or all at once, this is least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_ghosts = _GHOSTS_PER_BLOCK * num_blocks
         self._least_new = _LEAST_NEW_SHARE * num_blocks
-        self._new: OrderedDict[CachedBlock, None] = OrderedDict()  # never reused
-        self._reused: OrderedDict[CachedBlock, None] = OrderedDict()
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # digests of victims: when they were last used
+        self._queues = [OrderedDict[CachedBlock, None]() for _ in _RESPITES]  # by times reused
+        self._ghosts: OrderedDict[int, tuple[int, int]] = OrderedDict()  # victims' digests: last use, times reused
         self._clock = 0  # evictions so far
         self._gap = 0.0
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._reused)
+        return sum(map(len, self._queues))
 
     def __contains__(self, node: CachedBlock, /) -> bool:
-        return node in self._new or node in self._reused
+        return node in self._queues[node.times_reused]
 
     def add(self, node: CachedBlock) -> None:
-        last_used = self._ghosts.pop(node.digest, None)
-        if last_used is not None:
-            self._observe(last_used)
-            node.was_reused = True
-        if node.was_reused and node.parent is not None:
-            node.parent.was_reused = True  # the parent is still held; its own ghost may be gone, or hidden by another
+        ghost = self._ghosts.pop(node.digest, None)
+        if ghost is not None:
+            last_used, times_reused = ghost
+            node.times_reused = max(node.times_reused, times_reused)
+            self._count(node, last_used)
+        parent = node.parent  # still held; its own ghost may be gone, or hidden by one with the same digest
+        if parent is not None and parent.times_reused < node.times_reused:
+            parent.times_reused = node.times_reused
         node.last_used = self._clock
-        (self._reused if node.was_reused else self._new)[node] = None
+        self._queues[node.times_reused][node] = None
 
     def reuse(self, node: CachedBlock) -> None:
         self.discard(node)
-        self._observe(node.last_used)
-        node.was_reused = True
+        self._count(node, node.last_used)
 
     def discard(self, node: CachedBlock) -> None:
-        del (self._reused if node.was_reused else self._new)[node]
+        del self._queues[node.times_reused][node]
 
     def pop(self) -> CachedBlock:
-        victim = (self._new if self._is_new_next() else self._reused).popitem(last=False)[0]
+        victim = self._next_queue().popitem(last=False)[0]
         self._clock += 1
-        self._ghosts[victim.digest] = victim.last_used
+        self._ghosts[victim.digest] = victim.last_used, victim.times_reused
         if len(self._ghosts) > self._num_ghosts:
             self._ghosts.popitem(last=False)
         return victim
 
-    def _is_new_next(self) -> bool:
-        """Whether the next victim is one that was never reused."""
-        if not self._new or not self._reused:
-            return bool(self._new)
-        new, reused = next(iter(self._new)).last_used, next(iter(self._reused)).last_used
-        if len(self._new) < self._least_new:
-            return new <= reused
-        return new <= reused + _MOST_RESPITES * self._gap
+    def _next_queue(self) -> OrderedDict[CachedBlock, None]:
+        """The queue whose head is due first; of equals, the least reused."""
+        gap = 0.0 if len(self._queues[0]) < self._least_new else self._gap
+        best, earliest = self._queues[0], float("inf")
+        for queue, respite in zip(self._queues, _RESPITES):
+            if queue and (due := next(iter(queue)).last_used + respite * gap) < earliest:
+                best, earliest = queue, due
+        return best
 
-    def _observe(self, last_used: int) -> None:
+    def _count(self, node: CachedBlock, last_used: int) -> None:
+        node.times_reused = min(node.times_reused + 1, len(_RESPITES) - 1)
         self._gap += _GAP_RATE * (self._clock - last_used - self._gap)
 
 

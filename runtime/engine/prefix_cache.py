@@ -42,8 +42,8 @@ class CachedBlock:
     host_slot  where it lies in the host pool
     copies     other blocks on the device with this content, each held by a sequence that computed it on its own
     children   by their first token: those that continue it
-    was_reused, last_used  for the eviction policy: whether it was held again after its first holders had left, and
-               when the last holder left
+    times_reused, last_used  for the eviction policy: how often it was held again after all holders had left, and when
+               the last one left
     """
 
     __slots__ = (
@@ -54,8 +54,8 @@ class CachedBlock:
         "host_slot",
         "last_used",
         "parent",
+        "times_reused",
         "tokens",
-        "was_reused",
     )
 
     def __init__(self, parent: CachedBlock | None, tokens: bytes, digest: int) -> None:
@@ -66,7 +66,7 @@ class CachedBlock:
         self.host_slot: int | None = None
         self.copies: list[int] = []
         self.children: dict[bytes, dict[CachedBlock, None]] = {}
-        self.was_reused = False
+        self.times_reused = 0
         self.last_used = 0
 
     @property
