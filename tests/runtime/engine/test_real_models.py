@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal, Unpack
 
 import numpy as np
 import pytest
 
 from runtime.engine.build import build_engine
+from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineRequest
 from tests.models.folders import load_golden, write_model
@@ -30,8 +32,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return STORIES
 
 
-def build(folder: Path, max_model_len: int, **limits: int) -> Engine:
-    return build_engine(folder, dtype="float32", max_model_len=max_model_len, block_size=8, seed=0, **limits)
+def build(folder: Path, max_model_len: int, **settings: Unpack[EngineSettings]) -> Engine:
+    return build_engine(folder, dtype="float32", max_model_len=max_model_len, block_size=8, seed=0, **settings)
 
 
 def hundred_requests(rng: random.Random, max_model_len: int, vocab_size: int) -> list[EngineRequest]:
@@ -63,10 +65,15 @@ def hundred_requests(rng: random.Random, max_model_len: int, vocab_size: int) ->
     return requests
 
 
-def test_a_hundred_requests_equal_their_lone_runs(folder: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_hundred_requests_equal_their_lone_runs(folder: Path, overlap: Literal["off", "on"]) -> None:
+    if folder == STORIES and overlap == "off":
+        pytest.skip("the golden model shows it, too")
     rng = random.Random(1)
     max_model_len, num_blocks = (160, 40) if folder == STORIES else (64, 16)
-    engine = build(folder, max_model_len, num_blocks=num_blocks, max_num_seqs=16, max_num_batched_tokens=64)
+    engine = build(
+        folder, max_model_len, num_blocks=num_blocks, max_num_seqs=16, max_num_batched_tokens=64, overlap=overlap
+    )
     requests = hundred_requests(rng, max_model_len, engine.info.vocab_size)
     results: dict[str, Collected] = {}
     arriving = list(requests)
