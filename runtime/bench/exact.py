@@ -129,7 +129,7 @@ def serve(engine: Engine, requests: Sequence[EngineRequest], arrivals: str, seed
         if arrivals == "together":
             count = len(waiting)
         elif arrivals == "trickling":
-            count = rng.choice((0, 1, 1, 3))
+            count = rng.choice((0, 2, 4))
         else:
             count = 0 if engine.has_work else 1
         for _ in range(min(count, len(waiting))):

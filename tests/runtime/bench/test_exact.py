@@ -14,10 +14,10 @@ from tests.models.folders import load_golden, write_model
 
 def test_three_hundred_requests_of_the_demo_model_give_the_same_bits_under_every_schedule() -> None:
     make = engine_maker({"device": "cpu", "seed": 0}, exact=True)
-    report = bench_exact(make, make, num_requests=300, num_rounds=0, max_model_len=96)
+    report = bench_exact(make, make, num_requests=300, num_rounds=0, max_model_len=64)
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
     assert report["is_exact"]
-    assert report["num_choices"] > 400
+    assert report["num_choices"] > 350
     preempted = [row["name"] for row in report["schedules"] if row["num_preemptions"] >= 5]
     assert len(preempted) >= 4, preempted
     assert len(report["schedules"]) >= 12
@@ -33,7 +33,7 @@ def test_a_qwen3_gives_the_same_bits_on_an_emulated_gpu(tmp_path: Path) -> None:
         num_requests=12, num_schedules=5, num_rounds=0, max_model_len=64,
     )  # fmt: skip
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
-    assert sum(row["num_preemptions"] for row in report["schedules"]) > 2
+    assert sum(row["num_preemptions"] for row in report["schedules"]) >= 2
 
     answers = []
     for schedule in (SCHEDULES[0], SCHEDULES[1]):
