@@ -124,6 +124,10 @@ class BlockPool:
         """Blocks that nobody holds and whose content can be found."""
         return len(self._idle)
 
+    def num_holders(self, block_id: int) -> int:
+        """The block's reference count."""
+        return self._ref_counts[block_id]
+
     def count_query(self, num_tokens: int, hit_tokens: int) -> None:
         """Count an admitted sequence that looked for ``num_tokens`` and took over ``hit_tokens``."""
         self.counters.queried_tokens += num_tokens

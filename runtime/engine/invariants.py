@@ -20,17 +20,23 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
 
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
-    block_size = scheduler.limits.block_size
+    block_size, num_holders = scheduler.limits.block_size, scheduler.pool.num_holders
+    copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
     for chunk in step.chunks:
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
         if sequence.row is None or end != sequence.num_computed or end > len(sequence.block_ids) * block_size:
             problem = (
-                f"choice {sequence.index} of request {sequence.request.request_id!r} has a chunk that ends at {end}, "
-                f"but {sequence.num_computed} computed tokens in {len(sequence.block_ids)} blocks of {block_size}, "
-                f"row {sequence.row}"
+                f"a chunk that ends at {end}, but {sequence.num_computed} computed tokens in "
+                f"{len(sequence.block_ids)} blocks of {block_size}, row {sequence.row}"
             )
+        else:
+            block_id = sequence.block_ids[(end - 1) // block_size]
+            if num_holders(block_id) != 1 and block_id not in copied:
+                problem = f"to write to block {block_id}, which {num_holders(block_id)} hold"
+        if problem:
+            problem = f"choice {sequence.index} of request {sequence.request.request_id!r} has {problem}"
             break
     num_running, num_rows = len(scheduler.running), scheduler.limits.max_num_seqs
     if not problem and num_running + len(scheduler.free_rows) != num_rows:

@@ -37,6 +37,10 @@ def swap_two(scheduler: Scheduler) -> None:
     scheduler.running.reverse()
 
 
+def share_a_block(scheduler: Scheduler) -> None:
+    scheduler.pool.share(scheduler.running[1].block_ids)
+
+
 @pytest.mark.parametrize(
     "damage", [lose_a_block, write_into_anothers_block, lose_a_row, give_no_row, count_too_far, swap_two]
 )
@@ -55,6 +59,7 @@ def test_the_full_check_finds_it(damage: Callable[[Scheduler], None]) -> None:
     ("damage", "words"),
     [
         (lose_a_row, "2 sequences run and 5 rows are free, of 8"),
+        (share_a_block, r"choice 0 of request 'r1' has to write to block \d+, which 2 hold"),
         (give_no_row, "choice 0 of request 'r1' .* row None"),
     ],
 )
