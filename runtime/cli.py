@@ -36,8 +36,8 @@ def _program(
 
 for _command in (chat, generate, serve, tokenize, info):
     app.command()(with_options(_command))
-for _command in SCHEDULING_COMMANDS:
-    bench.command()(with_options(_command))
+for _benchmark in SCHEDULING_COMMANDS:
+    bench.command()(with_options(_benchmark))
 app.add_typer(kernels)
 app.add_typer(bench)
 
