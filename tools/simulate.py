@@ -22,6 +22,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.simulation import ROUTERS, simulate
 from runtime.bench.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
 from runtime.bench.traces import Trace, read_trace
+from runtime.engine.client import BURST_PAUSE_S
 from runtime.engine.config import (
     BATCHING,
     POLICIES,
@@ -60,7 +61,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model, config = _step_model(options)
     limits = _limits(options, trace, model, config)
     start, start_processor = time.perf_counter(), time.process_time()
-    simulation = simulate(trace, limits, model, num_replicas=options.replicas, router=ROUTERS[options.router]())
+    simulation = simulate(
+        trace,
+        limits,
+        model,
+        num_replicas=options.replicas,
+        router=ROUTERS[options.router](),
+        block_transfer_s=options.block_transfer_ms / 1e3,
+        wake_s=BURST_PAUSE_S,
+    )
     wall_s, processor_s = time.perf_counter() - start, time.process_time() - start_processor
     return {
         "trace": trace.name,

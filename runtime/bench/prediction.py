@@ -91,7 +91,7 @@ def bench_simulation(
     pairs: list[dict[str, Any]] = []
     for index, stretch in enumerate(stretches[1:]):
         scaled = stretch.scaled(rate=chosen)
-        predicted = _figures_of(simulate(scaled, engine.limits, fitted.model))
+        predicted = _figures_of(_simulate(engine, scaled, fitted))
         measured = _run(engine, scaled, seed + index).figures()
         errors = {f"{name}_error": predicted[name] / measured[name] - 1.0 for name in measured}
         pairs.append({"predicted": predicted, "measured": measured, **errors})
@@ -144,6 +144,12 @@ def _run(engine: Engine, trace: Trace, seed: int) -> _Measured:
     return _Measured(burst, list(other.timeline))
 
 
+def _simulate(engine: Engine, trace: Trace, fitted: Fit) -> Simulation:
+    from runtime.engine.client import BURST_PAUSE_S
+
+    return simulate(trace, engine.limits, fitted.model, wake_s=BURST_PAUSE_S)
+
+
 def _fit(records: Sequence[StepRecord]) -> Fit:
     return fit(*step_times(records))
 
@@ -165,7 +171,7 @@ def _rate_for(busy_share: float, engine: Engine, trace: Trace, fitted: Fit) -> f
     low, high = -20.0, 20.0
     for _ in range(20):
         middle = (low + high) / 2
-        simulation = simulate(trace.scaled(rate=2.0**middle), engine.limits, fitted.model)
+        simulation = _simulate(engine, trace.scaled(rate=2.0**middle), fitted)
         if simulation.report()["busy_share"][0] < busy_share:
             low = middle
         else:

@@ -35,7 +35,9 @@ PERCENTILES = (50.0, 90.0, 99.0)
 class Replica:
     """A scheduler with its blocks and a clock (seconds since the trace's first request)."""
 
-    def __init__(self, limits: EngineLimits, model: StepModel, block_transfer_s: float = 0.0) -> None:
+    def __init__(
+        self, limits: EngineLimits, model: StepModel, block_transfer_s: float = 0.0, wake_s: float = 0.0
+    ) -> None:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
@@ -50,11 +52,12 @@ class Replica:
         self.worst_gaps_s: dict[int, float] = {}
         self._model = model
         self._block_transfer_s = block_transfer_s
+        self._wake_s = wake_s
 
     def add(self, request: Request) -> None:
         """Queue a request that arrives now: the step that its arrival fell into has been run."""
         if not self.scheduler.has_work:
-            self.clock_s = max(self.clock_s, request.arrival_s)
+            self.clock_s = max(self.clock_s, request.arrival_s + self._wake_s)
         sequence = Sequence(request, 0)
         request.sequences = [sequence]
         self.num_open_tokens += sequence.num_tokens + request.max_tokens
@@ -151,9 +154,7 @@ class Simulation:
     def tpots_s(self) -> list[float]:
         """Seconds per token after the first, of each request that has more than one."""
         lives = [request.sequences[0] for request in self.requests if request.max_tokens > 1]
-        return [
-            (_time(life.last_token_s) - _time(life.first_token_s)) / (life.num_output_tokens - 1) for life in lives
-        ]
+        return [(_time(life.last_token_s) - _time(life.first_token_s)) / (life.num_output_tokens - 1) for life in lives]
 
     def report(self) -> dict[str, Any]:
         """Seconds, tokens and counts; percentiles over the requests. TPOT and the worst gap are of requests with
@@ -196,11 +197,13 @@ def simulate(
     num_replicas: int = 1,
     router: Router | None = None,
     block_transfer_s: float = 0.0,
+    wake_s: float = 0.0,
 ) -> Simulation:
     """Run the whole trace.
 
     router            None: round robin
     block_transfer_s  of one block between device and host
+    wake_s            that an idle replica waits for more after a request came (the engine's ``BURST_PAUSE_S``)
 
     Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``.
     """
@@ -208,7 +211,7 @@ def simulate(
         raise BenchmarkError(f"{num_replicas} replicas: at least 1 is needed")
     if trace.longest > limits.max_model_len:
         raise BenchmarkError(f"a request of {trace.longest} tokens exceeds max_model_len={limits.max_model_len}")
-    replicas = [Replica(limits, model, block_transfer_s) for _ in range(num_replicas)]
+    replicas = [Replica(limits, model, block_transfer_s, wake_s) for _ in range(num_replicas)]
     choose = router or round_robin()
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

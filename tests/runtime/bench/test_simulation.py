@@ -56,6 +56,13 @@ def test_an_idle_replica_waits_for_the_next_request() -> None:
     assert run.report()["busy_share"] == [pytest.approx(2.4 / 51.2)]
 
 
+def test_an_idle_replica_waits_a_moment_for_a_burst() -> None:
+    """The second request comes while the engine waits, and shares the step; the third meets a running one."""
+    run = simulate(trace((0.0, 2, 1), (0.4, 3, 1), (1.0, 2, 1)), limits(), TenthOfASecondPerToken(), wake_s=0.5)
+    ends = [request.sequences[0].last_token_s for request in run.requests]
+    assert ends == [pytest.approx(2.0), pytest.approx(2.0), pytest.approx(3.2)]
+
+
 def test_preemption_is_counted_and_every_request_ends() -> None:
     """Two answers that together outgrow the pool: the later one gives way and starts again."""
     run = simulate(trace((0.0, 4, 12), (0.0, 4, 12)), limits(num_blocks=5, max_model_len=20), TenthOfASecondPerToken())
