@@ -28,7 +28,10 @@ def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
 
 class PageChecker:
     """`check` after each step: what a running sequence has computed before has not changed since, wherever its blocks
-    have been meanwhile; only what is computed again after a preemption may differ."""
+    have been meanwhile; only what is computed again after a preemption may differ.
+
+    For the cpu, and for GPUs in exact mode: otherwise a swapped sequence that comes back may find blocks of the same
+    tokens that another has computed, with other last bits."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
