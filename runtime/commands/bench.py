@@ -194,7 +194,9 @@ def serve(
 def peers(
     peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 7,
-    workloads: Annotated[str, typer.Option(help="Which to run.")] = "decode-1,decode-32,prefill,burst",
+    workloads: Annotated[
+        str, typer.Option(help="Which to run; concurrent-8 is another.")
+    ] = "decode-1,decode-32,prefill,burst",
     as_json: JsonFlag = False,
     output_json: OutputJson = None,
 ) -> None:
@@ -217,6 +219,9 @@ def peers(
             f"{theirs['median_tokens_per_second']:>12.1f}{result['ratio']:>8.2f}x"
             f"   {min(result['ratios']):.2f} … {max(result['ratios']):.2f}"
         )
+        if "times_one_after_another" in result:
+            alone = result["one_after_another"]["median_tokens_per_second"]
+            print(f"  one after another: {alone:.1f}; together {result['times_one_after_another']:.2f}x")
         if result["largest_others_share"] > QUIET_SHARE:
             busy = f"others used up to {result['largest_others_share']:.0%} of the machine"
             print(f"{result['workload']}: {busy}; do not trust its ratio", file=sys.stderr)
