@@ -3,9 +3,9 @@
     python tools/replay_prefixes.py mooncake_conversation.jsonl
 
 Each line of a Mooncake trace lists a request's prompt as ids of blocks (512 tokens); equal ids mean equal blocks after
-equal blocks. The requests are replayed one after another through the engine's own block pool, each id as one token and
-each block as one token: find, share, allocate, record, release. The other columns come from code that shares nothing
-with the pool: least recently used, and Belady's optimum (evict what is used again last), which knows the future.
+equal blocks. The requests are replayed one after another through the engine's own scheduler and block pool, each id as
+a block of two tokens. The other columns come from code that shares nothing with them: least recently used, and
+Belady's optimum (evict what is used again last), which knows the future.
 """
 
 from __future__ import annotations
@@ -14,31 +14,25 @@ import argparse
 import heapq
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.engine.block_pool import BlockPool, Chain
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.config import EngineLimits
 from runtime.engine.eviction import POLICIES
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduler import Scheduler
+from runtime.engine.sequence import Request, Sequence
 
+BLOCK_SIZE = 2
 POOL_SIZES = (5_000, 10_000, 20_000, 50_000)
 NEVER = 1 << 62
 
-Prompts = Sequence[Sequence[int]]
+Prompts = Sequences[Sequences[int]]
 """Each request's block ids, in the order of arrival."""
-
-
-class Tokens:
-    """A prompt of one token a block, as the pool reads it."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.ids: NDArray[np.int32] = np.array(prompt, np.int32)
-
-    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
-        out[:] = self.ids[start : start + len(out)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +57,30 @@ def read_prompts(path: Path, most: int | None = None) -> list[list[int]]:
         return [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(most if most is not None else NEVER))]
 
 
-def pool_hits(prompts: Prompts, num_blocks: int, eviction: str) -> int:
-    """Through the engine's block pool."""
-    pool = BlockPool(num_blocks, 1, eviction=eviction)
-    for prompt in prompts:
-        tokens = Tokens(prompt)
-        found = pool.find(tokens.ids).block_ids
-        pool.share(found)
-        block_ids = found + pool.allocate(len(prompt) - len(found))
-        pool.count_query(len(prompt), len(found))
-        pool.record(Chain(), block_ids, len(prompt), tokens, is_final=True)
-        pool.release(block_ids)
-    return pool.counters.hit_tokens
+def scheduler_hits(prompts: Prompts, num_blocks: int, eviction: str) -> int:
+    """Through the engine's scheduler and block pool. At least one token of a prompt is always computed: a last block
+    that was found but for that token counts, as its content is copied."""
+    most = max(map(len, prompts)) * BLOCK_SIZE + 1
+    limits = EngineLimits(
+        max_model_len=most, max_num_seqs=1, max_num_batched_tokens=most, block_size=BLOCK_SIZE, num_blocks=num_blocks,
+        max_waiting=1,
+    )  # fmt: skip
+    pool = BlockPool(num_blocks, BLOCK_SIZE, eviction=eviction)
+    scheduler = Scheduler(limits, pool)
+    params = SamplingParams(max_tokens=1)
+    hits = 0
+    for number, prompt in enumerate(prompts):
+        ids = (np.array(prompt, np.int32)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE, dtype=np.int32)).ravel()
+        request = Request(str(number), ids, params, max_tokens=1, arrival_s=float(number))
+        request.number = number
+        sequence = Sequence(request, 0)
+        request.sequences = [sequence]
+        scheduler.add(sequence)
+        step = scheduler.schedule()
+        hits += -(-step.chunks[0].start // BLOCK_SIZE)
+        scheduler.commit(step)
+        scheduler.finish(sequence)
+    return hits
 
 
 def lru_hits(prompts: Prompts, num_blocks: int) -> int:
@@ -130,14 +136,14 @@ def unlimited_hits(prompts: Prompts) -> int:
 def replay(prompts: Prompts, num_blocks: int, eviction: str) -> Row:
     return Row(
         num_blocks,
-        pool_hits(prompts, num_blocks, eviction),
+        scheduler_hits(prompts, num_blocks, eviction),
         lru_hits(prompts, num_blocks),
         belady_hits(prompts, num_blocks),
         unlimited_hits(prompts),
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequences[Row]) -> str:
     lines = ["  blocks     hits  share      LRU  share   Belady  share  unlimited   gap closed"]
     for row in rows:
         shares = [f"{hits:8,d} {hits / row.unlimited:6.3f}" for hits in (row.ours, row.lru, row.belady)]
@@ -145,11 +151,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _prefix(prompt: Sequence[int], kept: dict[int, int] | dict[int, None]) -> int:
+def _prefix(prompt: Sequences[int], kept: dict[int, int] | dict[int, None]) -> int:
     return next((place for place, block in enumerate(prompt) if block not in kept), len(prompt))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequences[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace", type=Path, help="a Mooncake trace (JSON lines with hash_ids)")
     parser.add_argument("--eviction", choices=POLICIES, default="reuse-gap")

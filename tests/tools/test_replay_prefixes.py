@@ -12,9 +12,9 @@ from tools.replay_prefixes import (
     belady_hits,
     lru_hits,
     main,
-    pool_hits,
     read_prompts,
     replay,
+    scheduler_hits,
     unlimited_hits,
 )
 
@@ -51,7 +51,7 @@ def test_hits_by_hand() -> None:
     assert lru_hits(prompts, 3) == 3  # block 1 each time: [4] pushes out 2, and 2 then pushes out 3
     assert belady_hits(prompts, 3) == 4
     for eviction in POLICIES:
-        assert pool_hits(prompts, 9, eviction) == 5
+        assert scheduler_hits(prompts, 9, eviction) == 5
 
 
 def test_the_pools_lru_is_the_independent_one(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_pools_lru_is_the_independent_one(tmp_path: Path) -> None:
     for number, prompt in enumerate(prompts):  # an id means one block after one prefix
         prompts[number] = [prompt[0], prompt[1], prompt[1] * 1000 + prompt[2], number if number % 3 else -prompt[1]]
     for num_blocks in (5, 20, 60):
-        assert pool_hits(prompts, num_blocks, "lru") == lru_hits(prompts, num_blocks)
+        assert scheduler_hits(prompts, num_blocks, "lru") == lru_hits(prompts, num_blocks)
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
