@@ -77,7 +77,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (5_000, 0.31, 0.25), (10_000, 0.58, 0.04), pytest.param(20_000, 0.79, 0.14, marks=pytest.mark.exhaustive),
         pytest.param(50_000, 0.97, 0.05, marks=pytest.mark.exhaustive),
-    ],  # fmt: skip
+    ],
 )
 def test_conversations_hit_at_least_as_often_as_lru(num_blocks: int, lru_share: float, least_closed: float) -> None:
     row = replay(read_prompts(TRACE), num_blocks, "reuse-gap")
