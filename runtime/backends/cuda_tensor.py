@@ -56,10 +56,15 @@ def download(tensor: Tensor) -> Tensor:
     return Tensor.over(array, tensor.dtype)
 
 
-@functools.cache
 def id_flag(device: Device) -> Tensor:
     """Where gathering kernels say that an id was outside its table: ``[1]`` int32, zero until one is."""
-    return upload(np.zeros(1, np.int32), device)
+    return _id_flag_of(Gpu.of(device))
+
+
+@functools.cache
+def _id_flag_of(gpu: Gpu) -> Tensor:
+    """One for each that has been the device of its name: another's memory is of no use to it."""
+    return upload(np.zeros(1, np.int32), gpu.device)
 
 
 def check_id_flag(device: Device) -> None:
