@@ -21,9 +21,9 @@ DEVICES = ("emulated:sm_80", "emulated:sm_90a")
 
 
 def some(cases: list[str], first: int) -> list[object]:
-    """All cases, of which a quarter are run each time."""
+    """All cases, of which an eighth are run each time."""
     return [
-        case if number % 4 == first else pytest.param(case, marks=pytest.mark.exhaustive)
+        case if number % 8 == first else pytest.param(case, marks=pytest.mark.exhaustive)
         for number, case in enumerate(cases)
     ]
 

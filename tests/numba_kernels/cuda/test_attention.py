@@ -106,8 +106,8 @@ HEAD_DIMS = [
     ("f32", 5, 8),
     ("f32", 128, 16),
     ("f16", 20, 8),
-    ("bf16", 80, 32),
-    ("bf16", 128, 16),
+    pytest.param("bf16", 80, 32, marks=pytest.mark.exhaustive),
+    pytest.param("bf16", 128, 16, marks=pytest.mark.exhaustive),
     ("f16", 256, 16),
 ]
 

@@ -12,13 +12,14 @@ from runtime.bench.metrics import BenchmarkError
 from tests.models.folders import load_golden, write_model
 
 
-def test_three_hundred_requests_of_the_demo_model_give_the_same_bits_under_every_schedule() -> None:
+@pytest.mark.parametrize("num_requests", [80, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_the_demo_model_gives_the_same_bits_under_every_schedule(num_requests: int) -> None:
     make = engine_maker({"device": "cpu", "seed": 0}, exact=True)
-    report = bench_exact(make, make, num_requests=300, num_rounds=0, max_model_len=64)
+    report = bench_exact(make, make, num_requests=num_requests, num_rounds=0, max_model_len=64)
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
     assert report["is_exact"]
-    assert report["num_choices"] > 350
-    preempted = [row["name"] for row in report["schedules"] if row["num_preemptions"] >= 5]
+    assert report["num_choices"] > num_requests
+    preempted = [row["name"] for row in report["schedules"] if row["num_preemptions"] >= num_requests // 80]
     assert len(preempted) >= 4, preempted
     assert len(report["schedules"]) >= 12
 
