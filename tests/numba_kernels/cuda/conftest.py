@@ -22,7 +22,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """
     name = getattr(request, "param", DEFAULT_DEVICE)
     device = _gpus.get(name) or _gpus.setdefault(name, new_gpu(name.partition(":")[2]))
-    gc.collect()
+    gc.freeze()  # what there is stays: the collection below then looks at what the test has made
     before = device.allocator.statistics.requested_bytes
     yield device
     try:
