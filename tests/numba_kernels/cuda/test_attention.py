@@ -108,7 +108,7 @@ HEAD_DIMS = [
     ("f16", 20, 8),
     pytest.param("bf16", 80, 32, marks=pytest.mark.exhaustive),
     pytest.param("bf16", 128, 16, marks=pytest.mark.exhaustive),
-    ("f16", 256, 16),
+    pytest.param("f16", 256, 16, marks=pytest.mark.exhaustive),
 ]
 
 

@@ -69,6 +69,7 @@ def test_stories260k_continues_as_transformers_does(device: str) -> None:
             assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
+@pytest.mark.exhaustive  # `test_fuzz` does the like each time
 def test_a_hundred_requests_equal_their_lone_runs_on_the_cpu(tmp_path: Path) -> None:
     rng = random.Random(1)
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
