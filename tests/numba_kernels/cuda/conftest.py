@@ -33,3 +33,12 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     gc.collect()
     device.allocator.check_integrity()
     assert device.allocator.statistics.requested_bytes <= before, "the test has left memory in use"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def everything_is_collected_at_the_end() -> Iterator[None]:
+    """What `gpu` froze is let go while the interpreter is whole."""
+    yield
+    gc.unfreeze()
+    _gpus.clear()
+    gc.collect()
