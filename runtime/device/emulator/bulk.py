@@ -28,7 +28,7 @@ from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Operand, Vector
 from runtime.device.emulator.queue import land_groups, new_record
 from runtime.device.emulator.races import LOAD, STORE
-from runtime.device.emulator.ranges import NEEDS, read_any, shared_range, write_any
+from runtime.device.emulator.ranges import read_any, shared_range, write_any
 from runtime.device.emulator.records import (
     COPY,
     R_BYTES,
@@ -118,7 +118,7 @@ def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
     return 0
 
 
-@operation("bulk_load", "qlqlpqlp", needs=NEEDS)
+@operation("bulk_load", "qlqlpqlp")
 def bulk_load(
     warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, cluster_mask
 ):
@@ -156,7 +156,7 @@ def bulk_load(
     return DONE
 
 
-@operation("bulk_exchange", "qlqlpqliil", needs=NEEDS)
+@operation("bulk_exchange", "qlqlpqliil")
 def bulk_exchange(
     warp,
     mask,
@@ -200,7 +200,7 @@ def bulk_exchange(
     return DONE
 
 
-@operation("bulk_store", "qlqlpiil", needs=NEEDS)
+@operation("bulk_store", "qlqlpiil")
 def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
     """Shared → global, of a bulk group, perhaps reducing."""
     for lane in range(32):
@@ -235,7 +235,7 @@ def bulk_commit(warp, mask, site):
     return DONE
 
 
-@operation("bulk_wait", "ii", needs=NEEDS)
+@operation("bulk_wait", "ii")
 def bulk_wait(warp, mask, site, pending, only_read):
     for lane in range(32):
         if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):
@@ -243,7 +243,7 @@ def bulk_wait(warp, mask, site, pending, only_read):
     return DONE
 
 
-@operation("bulk_prefetch", "qlp", needs=NEEDS)
+@operation("bulk_prefetch", "qlp")
 def bulk_prefetch(warp, mask, site, sources, offset, sizes):
     """Into L2: only the address and the size are looked at."""
     for lane in range(32):
@@ -256,7 +256,7 @@ def bulk_prefetch(warp, mask, site, sources, offset, sizes):
     return DONE
 
 
-@operation("value_async", "qlqqqqqliiil", needs=NEEDS)
+@operation("value_async", "qlqqqqqliiil")
 def value_async(
     warp,
     mask,

@@ -23,14 +23,13 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.queue import drop, finish, first_into, first_unread
-from runtime.device.emulator.ranges import NEEDS
 from runtime.device.emulator.wgmma import close_wgmma
 from runtime.device.emulator.window import free
 
 _EXIT = int(FaultKind.EXIT_IN_FLIGHT)
 
 
-@operation("close_warp", "", needs=NEEDS)
+@operation("close_warp", "")
 def close_warp(warp, mask, site):
     """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
 

@@ -32,7 +32,7 @@ from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes,
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Integer, Register
 from runtime.device.emulator.races import STORE
-from runtime.device.emulator.ranges import NEEDS, read_any, shared_range
+from runtime.device.emulator.ranges import read_any, shared_range
 from runtime.device.emulator.traffic import count_access
 from runtime.device.emulator.vectors import I32, splat, truths_of
 from runtime.device.emulator.window import (
@@ -174,7 +174,7 @@ def _count(warp, site, entry, mask, blocks, size):
     count_access(warp, site, reading, i64_at(address_of(entry) + 8 * _SOURCES), blocks, size)
 
 
-@operation("cp_async", "qlqlpi", needs=NEEDS)
+@operation("cp_async", "qlqlpi")
 def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size):
     entry, blocks = _new_entry(warp, site, size), stack_longs(32)
     for lane in range(32):

@@ -16,10 +16,7 @@ from runtime.device.emulator.operations import PREFIX, signature_of
 
 
 def by_symbol(name: str, kinds: str) -> Any:
-    """A function for compiled code: ``f(warp, mask, site, *arguments) -> int32``.
-
-    The operation that uses it names the one called among its `needs`.
-    """
+    """A function for compiled code: ``f(warp, mask, site, *arguments) -> int32``."""
     return types.ExternalFunction(PREFIX + name, signature_of(kinds))
 
 

@@ -19,7 +19,7 @@ from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at, sta
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Vector
 from runtime.device.emulator.races import LOAD, STORE
-from runtime.device.emulator.ranges import NEEDS, shared_range
+from runtime.device.emulator.ranges import shared_range
 from runtime.device.emulator.tensor_core import scratch_words
 from runtime.device.emulator.traffic import count_access
 from runtime.device.emulator.window import aligned, landed, shared_block, shared_host
@@ -60,7 +60,7 @@ def _count(warp, site, addresses, offset, count):
     count_access(warp, site, (1 << (8 * count)) - 1, places, blocks, 16)
 
 
-@operation("ldmatrix", "ppppqlii", needs=NEEDS)
+@operation("ldmatrix", "ppppqlii")
 def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_transposed):
     if mask != FULL_MASK:
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
@@ -81,7 +81,7 @@ def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_tran
     return DONE
 
 
-@operation("stmatrix", "qlppppii", needs=NEEDS)
+@operation("stmatrix", "qlppppii")
 def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_transposed):
     if mask != FULL_MASK:
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)

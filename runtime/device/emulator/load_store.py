@@ -114,7 +114,6 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
         return
     if isinstance(source, Address) and isinstance(source.base, Symbol) and source.base.name in low.parameters:
         raise low.refuse("a parameter's name outside of .param")
-    low.operation("memory_careful")
     address, offset = low.address(source, 64)
     if size == 16:
         wide = low.destination(items[0], 128)
@@ -167,7 +166,6 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
     target, source, *_ = mods.operands(3 if has_policy else 2)
     size, items = elements_of(mods, source)
     mods.done()
-    low.operation("memory_careful")
     address, offset = low.address(target, 64)
     if size == 16:
         wide = low.slot(items[0], 128)

@@ -41,7 +41,6 @@ from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.proxy import synchronised
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Sink
 from runtime.device.emulator.queue import land_for
-from runtime.device.emulator.ranges import NEEDS
 from runtime.device.emulator.window import landed
 
 _ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
@@ -117,7 +116,7 @@ def _polls_in_vain(warp):
     return warp[WARP_POLLS] > _MOST_POLLS
 
 
-@operation("mbarrier_wait", "pqlqi", needs=NEEDS)
+@operation("mbarrier_wait", "pqlqi")
 def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     """`wanted` is the parity of the phase to wait for, or the state that an arrive gave."""
     done = types.uint32(0)

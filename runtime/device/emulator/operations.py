@@ -8,7 +8,8 @@ An operation is a Python function of ``(warp, mask, site, *arguments) -> int`` r
 Kinds: ``p`` a 32-bit slot (``CPointer(uint32)``, 32 lanes), ``q`` a 64-bit slot (``CPointer(uint64)``), ``i`` an int32,
 ``l`` an int64. `warp` is ``CPointer(int64)`` (see context.py), `mask` a uint32 of the active lanes, `site` the
 instruction's index. It returns DONE, FAILED, RETRY or DONE_BUT_YIELD, touches only the lanes of `mask` of a target, and
-must stand a target that is also a source. Compiled when a kernel that uses it is loaded, and kept on disk.
+must stand a target that is also a source. Compiled when a kernel that uses it is loaded, and kept on disk; before it,
+those operations that it calls by their symbols, which are found in its code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -40,7 +42,6 @@ class Operation:
     name: str
     kinds: str
     function: Callable[..., Any]
-    needs: tuple[str, ...]  # operations that it calls by their symbols
 
     @property
     def symbol(self) -> str:
@@ -52,10 +53,8 @@ _MAKERS: dict[str, Callable[..., str]] = {}
 _COMPILED: dict[str, Any] = {}  # keeps the compiled code alive
 
 
-def operation(
-    name: str, kinds: str, needs: tuple[str, ...] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as an operation, with those that it calls by symbol; the function is returned as it is."""
+def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as an operation; it is returned as it is."""
     unknown = set(kinds) - set(_KINDS)
     if unknown:
         raise ValueError(f"operation {name}: argument kinds {sorted(unknown)} are not among p, q, i, l")
@@ -63,7 +62,7 @@ def operation(
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in OPERATIONS:
             raise ValueError(f"operation {name} is registered twice")
-        OPERATIONS[name] = Operation(name, kinds, function, needs)
+        OPERATIONS[name] = Operation(name, kinds, function)
         return function
 
     return register
@@ -93,6 +92,25 @@ def signature_of(kinds: str) -> Any:
     return types.int32(_pointer(types.int64), types.uint32, types.int32, *(_KINDS[kind] for kind in kinds))
 
 
+def called_by_symbol(function: Callable[..., Any]) -> set[str]:
+    """The operations whose symbols a function, or a compiled function that it calls, has in its code."""
+    names: set[str] = set()
+    seen: set[FunctionType] = set()
+    pending: list[Any] = [function]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, types.ExternalFunction):
+            if value.symbol.startswith(PREFIX):
+                names.add(value.symbol.removeprefix(PREFIX))
+            continue
+        python = getattr(value, "py_func", value)
+        if isinstance(python, FunctionType) and python not in seen:
+            seen.add(python)
+            used = inspect.getclosurevars(python)
+            pending += [*used.globals.values(), *used.nonlocals.values()]
+    return names
+
+
 def compile_operations(names: Iterable[str]) -> None:
     """Compiles operations; those that another process is compiling come last, so that two processes share the work."""
     pending = [name for name in dict.fromkeys(names) if name not in _COMPILED]
@@ -116,7 +134,7 @@ def compile_operation(name: str) -> int:
     """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
     if name not in _COMPILED:
         found = _find(name)
-        for other in found.needs:
+        for other in sorted(called_by_symbol(found.function) - {name}):
             compile_operation(other)
         compiled = compile_c_function(found.function, signature_of(found.kinds))
         llvm.add_symbol(found.symbol, compiled.address)

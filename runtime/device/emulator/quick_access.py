@@ -6,8 +6,6 @@ access while traffic is counted, goes to one operation, ``memory_careful`` of `a
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import types
 
 from numba_kernels.cache import njit
@@ -32,6 +30,7 @@ from runtime.device.emulator.context import (
     WARP_CLOCK,
     WARP_LAUNCH,
 )
+from runtime.device.emulator.indirect import by_symbol
 from runtime.device.emulator.lane_vectors import load_lanes, store_lanes
 from runtime.device.emulator.locate import CONST, GENERIC, GLOBAL, SHARED, SHARED_CLUSTER
 from runtime.device.emulator.operations import OPERATIONS as OPERATIONS
@@ -41,13 +40,7 @@ from runtime.device.emulator.races import warp_is_fine
 from runtime.device.emulator.stream_touch import touch_lanes
 
 _EVERY_BYTE = 0x0101010101010101
-_CAREFUL: Any = types.ExternalFunction(
-    "xserv_operation_memory_careful",
-    types.int32(
-        types.CPointer(types.int64), types.uint32, types.int32, types.CPointer(types.uint64), types.int64,
-        *(types.int32,) * 5, *(types.int64,) * 8,
-    ),
-)  # fmt: skip
+_CAREFUL = by_symbol("memory_careful", "qliiiiillllllll")
 
 
 @njit

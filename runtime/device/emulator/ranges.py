@@ -1,7 +1,7 @@
 """Checked ranges of memory for instructions that touch more than a load or a store does.
 
 Each function checks bounds, life, contents, data in flight and races, and reports what is wrong. The checks themselves
-are two operations, called by symbol: an operation that uses these functions names NEEDS.
+are two operations, called by symbol.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -31,7 +31,6 @@ _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
 _WRONG_SPACE = int(FaultKind.WRONG_SPACE)
 
 
-NEEDS = ("range_check", "range_find")
 _CHECK = by_symbol("range_check", "illli")
 _FIND = by_symbol("range_find", "illil")
 
@@ -51,7 +50,7 @@ def range_check(warp, mask, site, lane, block, host, size, action):
     return note_range(warp, site, lane, types.int64(0), host, size, action)
 
 
-@operation("range_find", "illil", needs=("range_check",))
+@operation("range_find", "illil")
 def range_find(warp, mask, site, lane, address, size, action, place):
     """A range at a shared, generic, device or (to read) parameter address; its host address goes to `place`."""
     block, host = types.int64(0), address

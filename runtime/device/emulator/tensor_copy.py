@@ -37,7 +37,7 @@ from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Operand, Vector
-from runtime.device.emulator.ranges import NEEDS, read_any, write_any
+from runtime.device.emulator.ranges import read_any, write_any
 from runtime.device.emulator.records import (
     R_COORDINATES,
     R_MAP,
@@ -147,7 +147,7 @@ def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier,
     return 0
 
 
-@operation("tensor_load", "qlqlpppppiqlpl", needs=NEEDS)
+@operation("tensor_load", "qlqlpppppiqlpl")
 def tensor_load(
     warp, mask, site, targets, target_offset, maps, map_offset, c0, c1, c2, c3, c4, rank, mbarriers, mbarrier_offset,
     cluster_mask, mover,
@@ -184,7 +184,7 @@ def tensor_load(
     return DONE
 
 
-@operation("tensor_store", "qlpppppiqlill", needs=NEEDS)
+@operation("tensor_store", "qlpppppiqlill")
 def tensor_store(
     warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction, mover, reducer
 ):
@@ -210,7 +210,7 @@ def tensor_store(
     return DONE
 
 
-@operation("tensor_prefetch", "qli", needs=NEEDS)
+@operation("tensor_prefetch", "qli")
 def tensor_prefetch(warp, mask, site, maps, map_offset, rank):
     """`rank` 0: of the map alone, into the descriptor cache."""
     for lane in range(32):
@@ -224,7 +224,7 @@ def tensor_prefetch(warp, mask, site, maps, map_offset, rank):
     return DONE
 
 
-@operation("tensor_map_replace", "qliiq", needs=NEEDS)
+@operation("tensor_map_replace", "qliiq")
 def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, values):
     """Writes one field. `field`: a word of the map, or for MAP_KINDS a shift of 0, 8, 16, 24 or 32 in `dimension`."""
     for lane in range(32):
@@ -246,7 +246,7 @@ def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, val
     return DONE
 
 
-@operation("tensor_map_publish", "qlql", needs=NEEDS)
+@operation("tensor_map_publish", "qlql")
 def tensor_map_publish(warp, mask, site, targets, target_offset, sources, source_offset):
     """tensormap.cp_fenceproxy: one copy of 128 bytes by the warp."""
     for lane in range(32):

@@ -15,7 +15,7 @@ from numba_kernels.cache import njit
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
-from runtime.device.emulator.ranges import NEEDS, global_range
+from runtime.device.emulator.ranges import global_range
 from runtime.device.emulator.records import (
     R_COORDINATES,
     R_KIND,
@@ -77,7 +77,7 @@ def _chunks(row, tile, offset, at, size, mode, is_store):
             copy_bytes(place, row + chunk, 16)
 
 
-@operation("move_tile", "l", needs=NEEDS)
+@operation("move_tile", "l")
 def move_tile(warp, mask, site, record_address):
     """Moves the tile that a record of queue.py describes, into shared memory or out of the snapshot of it."""
     record = i64_at(record_address)

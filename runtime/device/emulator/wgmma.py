@@ -57,7 +57,7 @@ from runtime.device.emulator.pointers import (
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Register, Vector
 from runtime.device.emulator.races import LOAD
-from runtime.device.emulator.ranges import NEEDS, shared_range
+from runtime.device.emulator.ranges import shared_range
 from runtime.device.emulator.swizzle import swizzled
 from runtime.device.emulator.tensor_core import (
     ACC_F16,
@@ -200,7 +200,7 @@ def _set_state(warp, table, set_bits):
         states[number] = states[number] | bit if set_bits else states[number] & ~(ACCUMULATES | IS_READ)
 
 
-@operation("wgmma_issue", "llqqpii", needs=NEEDS)
+@operation("wgmma_issue", "llqqpii")
 def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
     """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep`: lanes with scale-d."""
     if mask != FULL_MASK:

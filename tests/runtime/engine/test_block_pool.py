@@ -10,7 +10,7 @@ from runtime.engine.block_pool import BlockPool, Chain, Hit
 from runtime.engine.errors import RequestError
 from runtime.engine.eviction import POLICIES
 from runtime.engine.host_pool import HostPool
-from tools.replay_prefixes import lru_hits, pool_hits
+from tools.replay_prefixes import lru_hits, scheduler_hits
 
 BLOCK_SIZE = 4
 
@@ -231,4 +231,4 @@ def test_a_loop_random_prompts_and_a_shared_prompt_lose_nothing(eviction: str, n
         "new": [[turn] for turn in range(300)],
     }
     for name, prompts in patterns.items():
-        assert pool_hits(prompts, num_blocks, eviction) >= 0.9 * lru_hits(prompts, num_blocks), name
+        assert scheduler_hits(prompts, num_blocks, eviction) >= 0.9 * lru_hits(prompts, num_blocks), name

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runtime.backends.cuda_tensor import id_flag
 from runtime.device import gpu as gpu_module
 from runtime.device.emulator.fault import FaultKind
 from runtime.device.gpu import Gpu
@@ -26,12 +24,11 @@ pytestmark = pytest.mark.emulator
 
 
 @pytest.fixture
-def fragile_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+def fragile_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """A device that the test may break: nobody else gets it."""
     gpu = new_gpu(index=1)
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
-    yield gpu
-    id_flag.cache_clear()  # it keeps memory of the device under its name
+    return gpu
 
 
 def new_engine(folder: Path, device: str, *, num_blocks: int, swap_slots: int = 0) -> Engine:

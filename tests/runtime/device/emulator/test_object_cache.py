@@ -38,6 +38,14 @@ def test_a_second_process_translates_nothing(tmp_path: Path) -> None:
         assert done.stdout.split() == ["True", num_translated]
 
 
+@pytest.mark.parametrize("name", ["store_32x1", "range_find", "cp_async"])
+def test_an_operation_is_compiled_after_those_that_it_calls(name: str) -> None:
+    """In a process that needs it before all others, as when another process compiles the rest."""
+    code = f"from runtime.device.emulator import operations, program; print(operations.compile_operation({name!r}) > 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_files_are_the_users_alone(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     run(entry(BODY, cache=folder))
