@@ -85,9 +85,7 @@ def to_device(tensor: Tensor, device: Device) -> Tensor:
         return upload(download(tensor).array, device)
     source = tensor if tensor.is_contiguous else tensor.clone()
     result = Tensor.empty(tensor.shape, tensor.dtype, device)
-    gpu, peer = Gpu.of(tensor.device), Gpu.of(device)
-    gpu.copy_to_peer(peer, result.address, source.address, tensor.size_bytes)
-    gpu.synchronize()  # the peer's streams know nothing of ours
+    Gpu.of(tensor.device).copy_to_peer(Gpu.of(device), result.address, source.address, tensor.size_bytes)
     return result
 
 

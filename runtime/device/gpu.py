@@ -233,10 +233,14 @@ class Gpu:
             self.context.call("cuMemsetD8Async", address, byte, size_bytes, (stream or self.stream).handle)
 
     def copy_to_peer(self, peer: Gpu, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
-        """Copies from this device's memory to another's, asynchronously, on a stream of this one."""
+        """Copies from this device's memory to another's, asynchronously, on a stream of this one: after what the
+        peer's current stream holds now, and before what it gets from now on."""
         if size_bytes:
+            stream = stream or self.stream
+            stream.wait(peer.stream.record())
             contexts = (target, peer.context.handle, source, self.context.handle)
-            self.context.call("cuMemcpyPeerAsync", *contexts, size_bytes, (stream or self.stream).handle)
+            self.context.call("cuMemcpyPeerAsync", *contexts, size_bytes, stream.handle)
+            peer.stream.wait(stream.record())
 
     def enable_peer_access(self, peer: Gpu) -> bool:
         """Lets kernels here use the other device's memory. False where the machine cannot; twice is once."""
