@@ -22,7 +22,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """
     name = getattr(request, "param", DEFAULT_DEVICE)
     device = _gpus.get(name) or _gpus.setdefault(name, new_gpu(name.partition(":")[2]))
-    gc.collect()
+    gc.freeze()  # what there is stays: the collection below then looks at what the test has made
     before = device.allocator.statistics.requested_bytes
     yield device
     try:
@@ -33,3 +33,12 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     gc.collect()
     device.allocator.check_integrity()
     assert device.allocator.statistics.requested_bytes <= before, "the test has left memory in use"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def everything_is_collected_at_the_end() -> Iterator[None]:
+    """What `gpu` froze is let go while the interpreter is whole."""
+    yield
+    gc.unfreeze()
+    _gpus.clear()
+    gc.collect()
