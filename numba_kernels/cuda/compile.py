@@ -10,10 +10,11 @@ import functools
 import gc
 import re
 
+from numba import types
 from numba.cuda import compiler
 from numba.cuda.cudadrv import nvvm
 
-from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 
@@ -39,7 +40,7 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
     try:
         library, _ = compiler._compile_pyfunc_with_fixup(
             specialisation.kernel.py_func,
-            specialisation.argument_types,
+            tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
             device=False,
             fastmath=specialisation.fastmath,
             cc=(8, 0),
@@ -53,13 +54,26 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
     return modules
 
 
-def ptx_of(modules: tuple[str, ...], arch: str, *, fastmath: bool) -> str:
+def ptx_of(specialisation: Specialisation, modules: tuple[str, ...], arch: str) -> str:
     """What NVVM makes of a kernel's LLVM IR for an architecture (``"sm_80"``, ``"sm_90a"``)."""
     major, minor, suffix = parse_arch(arch)
-    text = nvvm.compile_ir(modules, arch=f"compute_{major}{minor}{suffix}", opt=3, fastmath=fastmath)
-    return str(text.decode().strip("\0").strip())
+    flags = {"arch": f"compute_{major}{minor}{suffix}", "opt": 3, "fastmath": specialisation.fastmath}
+    text = str(nvvm.compile_ir(modules, **flags).decode().strip("\0").strip())
+    for number, kind in enumerate(specialisation.argument_types):
+        if kind is TENSOR_MAP:
+            text = _pass_by_value(text, number)
+    return text
+
+
+def _pass_by_value(text: str, number: int) -> str:
+    """Makes a 64-bit parameter one of 128 bytes, and every read of it its address: Numba has no such arguments."""
+    text, count = re.subn(rf"\.param \.[ub]64 (\S+_param_{number})\b", r".param .align 64 .b8 \1[128]", text)
+    if count != 1:
+        raise ValueError(f"parameter {number} is declared {count} times, not once")
+    read = rf"ld\.param\.[ub]64\s+(%\w+), \[(\S+_param_{number})\];"
+    return re.sub(read, r"mov.b64 \1, \2;\n\tcvta.param.u64 \1, \1;", text)
 
 
 def compile_ptx(specialisation: Specialisation, arch: str) -> str:
     """The PTX text of a kernel for an architecture; its one entry is the kernel."""
-    return ptx_of(llvm_ir(specialisation), arch, fastmath=specialisation.fastmath)
+    return ptx_of(specialisation, llvm_ir(specialisation), arch)

@@ -13,6 +13,18 @@ from typing import Any
 Dim3 = tuple[int, int, int]
 
 
+class _TensorMap:
+    """See `TENSOR_MAP`."""
+
+    def __repr__(self) -> str:
+        return "tensor_map"
+
+
+TENSOR_MAP = _TensorMap()
+"""The type of an argument that is a tensor map by value: 128 bytes (`runtime.device.tensor_map`). The kernel sees the
+uint64 address of its copy among the parameters, which no fence need guard."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Specialisation:
     """One kernel for one choice of types and constants. Compared by identity: factories are cached.
@@ -20,7 +32,8 @@ class Specialisation:
     Attributes:
         name: unique among all kernels, made of the family and the constants: ``rms_norm_bf16_h1024``.
         kernel: the ``@cuda.jit`` function; `.py_func` is what is compiled.
-        argument_types: numba types, in order. Device memory is passed as ``types.CPointer(...)`` or ``uint64``.
+        argument_types: numba types, in order. Device memory is passed as ``types.CPointer(...)`` or ``uint64``; a
+            tensor map is `TENSOR_MAP`.
         max_threads: threads a block at most (``.maxntid``).
         min_blocks: blocks a multiprocessor at least (``.minnctapersm``), 0 where it is left to ptxas.
         constants: what the closure fixes, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
@@ -57,3 +70,22 @@ class Launch:
     shared_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
     is_dependent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A tensor in device memory as the TMA walks over it, all but its address; innermost dimension first.
+
+    Attributes:
+        dtype: "bf16", "f16" or "f32".
+        shape: elements, 1 to 5 dimensions.
+        strides: bytes, of all dimensions but the innermost; multiples of 16.
+        box: elements that one copy moves; at most 256 a dimension.
+        swizzle_bytes: 0, 32, 64 or 128: how long a row of the box is in shared memory where it is swizzled.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int = 0

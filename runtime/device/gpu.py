@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime.device import properties
+from runtime.device import properties, tensor_map
 from runtime.device.allocator import Allocator, DeviceBlock
 from runtime.device.context import Context
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
-from runtime.device.kernel import Bound, Kernel, Streams, bind, describe
+from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
 from runtime.device.stream import Event, Stream
 from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Launch, Specialisation
+    from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorLayout
 
+_MOST_TENSOR_MAPS = 65_536
 STAGING_BYTES = 8 << 20
 """Copies from and to memory that is not pinned go through pinned pieces of this size, each copied while the next is
 filled."""
@@ -64,6 +65,7 @@ class Gpu:
         self._kernels: dict[Specialisation, Kernel] = {}
         self._lock = threading.Lock()  # of the kernels
         self._bound = _BoundOfThread()
+        self._tensor_maps: dict[tuple[int, TensorLayout], bytes] = {}
 
     @staticmethod
     def of(device: Device | str) -> Gpu:
@@ -259,7 +261,19 @@ class Gpu:
 
     # Kernels
 
-    def launch(self, launch: Launch, *arguments: int | float, stream: Stream | None = None) -> None:
+    def tensor_map(self, address: int, layout: TensorLayout) -> bytes:
+        """The map of a tensor in this device's memory, an argument of type `TENSOR_MAP`; the latest are remembered.
+
+        Raises InvalidArgumentError for a layout that no map can describe.
+        """
+        found = self._tensor_maps.get((address, layout))
+        if found is None:
+            if len(self._tensor_maps) == _MOST_TENSOR_MAPS:
+                self._tensor_maps.clear()
+            found = self._tensor_maps[address, layout] = tensor_map.encode(self.driver, address, layout)
+        return found
+
+    def launch(self, launch: Launch, *arguments: Argument, stream: Stream | None = None) -> None:
         """Launches a kernel; arguments as `Bound` takes them. What is launched again and again is better bound once.
 
         Raises: as `bind` and `Bound`.

@@ -24,7 +24,7 @@ from typing import Any
 
 from runtime.device.errors import CaptureError, PoolTooSmallError
 from runtime.device.gpu import Gpu
-from runtime.device.kernel import Arguments, Kernel
+from runtime.device.kernel import Argument, Arguments, Kernel
 from runtime.device.stream import Stream
 from runtime.errors import DeviceError, InvalidArgumentError
 
@@ -140,7 +140,7 @@ class Graph:
     def _parameters(self) -> list[Any]:
         return [self._gpu.context.call("cuGraphKernelNodeGetParams", node) for node in self._kernel_nodes]
 
-    def set_arguments(self, index: int, *arguments: int | float) -> None:
+    def set_arguments(self, index: int, *arguments: Argument) -> None:
         """Other arguments for `kernels[index]`, from the next replay on.
 
         Raises InvalidArgumentError where there is no such kernel, or the arguments are not what it takes.

@@ -15,6 +15,9 @@ from runtime.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation
 
+Argument = int | float | bytes
+"""Of a kernel: a number, an address, or a tensor map."""
+
 DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may have without asking for more."""
 
@@ -49,17 +52,18 @@ class Arguments:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        letters = kernel.compiled.argument_format
         self.specialisation = kernel.specialisation
-        self.letters = letters
-        self.buffer = (ctypes.c_char * max(1, struct.calcsize("@" + letters)))()
-        self.pack_into = struct.Struct("@" + letters).pack_into
+        self.codes = codes = kernel.compiled.argument_format.split()
+        packing = struct.Struct("@" + " ".join(codes))
+        self.buffer = (ctypes.c_char * max(1, packing.size))()
+        self.pack_into = packing.pack_into
         base = ctypes.addressof(self.buffer)
-        offsets = [struct.calcsize("@" + letters[: n + 1]) - struct.calcsize(letters[n]) for n in range(len(letters))]
-        self._pointers = (ctypes.c_void_p * max(1, len(letters)))(*(base + offset for offset in offsets))
+        ends = [struct.calcsize("@" + " ".join(codes[: n + 1])) for n in range(len(codes))]
+        offsets = [end - struct.calcsize(code) for code, end in zip(codes, ends)]
+        self._pointers = (ctypes.c_void_p * max(1, len(codes)))(*(base + offset for offset in offsets))
         self.address = ctypes.addressof(self._pointers)
 
-    def pack(self, *arguments: int | float) -> None:
+    def pack(self, *arguments: Argument) -> None:
         """Raises InvalidArgumentError where they are not as many, or not of the kind, that the kernel takes."""
         try:
             self.pack_into(self.buffer, 0, *arguments)
@@ -71,9 +75,9 @@ class Arguments:
         name, kinds = self.specialisation.name, self.specialisation.argument_types
         if len(arguments) != len(kinds):
             return InvalidArgumentError(f"kernel {name} takes {len(kinds)} arguments, got {len(arguments)}")
-        for number, (letter, argument) in enumerate(zip(self.letters, arguments)):
+        for number, (code, argument) in enumerate(zip(self.codes, arguments)):
             try:
-                struct.pack(letter, argument)
+                struct.pack(code, argument)
             except struct.error as reason:
                 what = f"argument {number} of type {kinds[number]}, got {argument!r}: {reason}"
                 return InvalidArgumentError(f"kernel {name}: {what}", param=str(number))
@@ -97,8 +101,9 @@ class Streams:
 class Bound:
     """A launch on a device that only lacks its arguments: ``bound(x.address, y.address, n)`` launches it.
 
-    Arguments are numbers, an address for each pointer, in the order of the specialisation's types. The call packs them
-    into a buffer of its own and hands the driver what was built before: one thread at a time may call it.
+    Arguments are numbers, an address for each pointer, bytes for each tensor map, in the order of the specialisation's
+    types. The call packs them into a buffer of its own and hands the driver what was built before: one thread at a time
+    may call it.
     """
 
     __slots__ = (
@@ -124,7 +129,7 @@ class Bound:
         self._buffer = self._arguments.buffer
         self._parameters = self._arguments.address
 
-    def __call__(self, *arguments: int | float) -> None:
+    def __call__(self, *arguments: Argument) -> None:
         """Launches on the device's current stream.
 
         Raises:
@@ -169,7 +174,7 @@ class EmptyBound(Bound):
 
     __slots__ = ()
 
-    def __call__(self, *arguments: int | float) -> None:
+    def __call__(self, *arguments: Argument) -> None:
         self._arguments.pack(*arguments)
 
 

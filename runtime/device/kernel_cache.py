@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".kernel"
 IR_SUFFIX = ".ir"
-_FORMAT = 2
+_FORMAT = 3
 _SOURCES = Path(__file__).resolve().parents[2] / "numba_kernels" / "cuda"
 _TOOLS = ("numba", "numba-cuda", "llvmlite", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "cuda-bindings")
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
@@ -49,7 +49,7 @@ _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
 # How `struct` packs an argument, by the name of its numba type. A pointer is an address.
 _PACKED = {
     "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I",
-    "int64": "q", "uint64": "Q", "float32": "f", "float64": "d",
+    "int64": "q", "uint64": "Q", "float32": "f", "float64": "d", "tensor_map": "128s",
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class CompiledKernel:
         name: its entry in the image, the specialisation's name as an identifier.
         arch: "sm_90a".
         is_ptx: whether the image is a PTX text that ends in NUL (for an emulated device), not a cubin.
-        argument_format: one letter of `struct` for each argument.
+        argument_format: the code of `struct` for each argument, with spaces between them.
         waits_for_dependency: whether it executes ``griddepcontrol.wait``, as a dependent launch must.
         num_registers, spill_bytes, static_shared_bytes: by ptxas; 0 in a PTX.
         image: the bytes to load.
@@ -236,7 +236,7 @@ def compile_kernel(
 
     letters = argument_format(specialisation)
     try:
-        text = ptx_of(modules, arch, fastmath=specialisation.fastmath)
+        text = ptx_of(specialisation, modules, arch)
     except Exception as error:  # NVVM's own, with its own words
         raise CompileError(f"kernel {specialisation.name} does not compile for {arch}: {error}") from error
     entries = _ENTRY.findall(text)
@@ -266,16 +266,17 @@ def compile_kernel(
 
 
 def argument_format(specialisation: Specialisation) -> str:
-    """One letter of `struct` for each argument. Raises CompileError for a type that a launch cannot pass."""
+    """The code of `struct` for each argument, with spaces between them. Raises CompileError for a type that a launch
+    cannot pass."""
     letters = []
     for number, kind in enumerate(map(str, specialisation.argument_types)):
         letter = "Q" if kind.endswith("*") else _PACKED.get(kind)
         if letter is None:
             raise CompileError(
-                f"kernel {specialisation.name}: argument {number} is a {kind}, neither a number nor a pointer"
+                f"kernel {specialisation.name}: argument {number} is a {kind}, no number, pointer or tensor map"
             )
         letters.append(letter)
-    return "".join(letters)
+    return " ".join(letters)
 
 
 def is_meant_for(specialisation: Specialisation, arch: str) -> bool:

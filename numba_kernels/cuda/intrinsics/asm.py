@@ -92,4 +92,6 @@ _WITH_ARGUMENTS: tuple[Callable[[Any], Callable[..., Any]], ...] = (
     lambda typed: lambda context, a, b, c, d, e, f: typed,
     lambda typed: lambda context, a, b, c, d, e, f, g: typed,
     lambda typed: lambda context, a, b, c, d, e, f, g, h: typed,
+    lambda typed: lambda context, a, b, c, d, e, f, g, h, i: typed,
+    lambda typed: lambda context, a, b, c, d, e, f, g, h, i, j: typed,
 )

@@ -31,6 +31,7 @@ store_b32 = instruction("st.global.b32 [$0], $1;", "", "l r")
 store_b64 = instruction("st.global.b64 [$0], $1;", "", "l l")
 store_f32 = instruction("st.global.f32 [$0], $1;", "", "l f")
 store_2xb32 = instruction("st.global.v2.b32 [$0], {$1,$2};", "", "l rr")
+store_2xf32 = instruction("st.global.v2.f32 [$0], {$1,$2};", "", "l ff")
 store_4xb32 = instruction("st.global.v4.b32 [$0], {$1,$2,$3,$4};", "", "l rrrr")
 store_4xf32 = instruction("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 

@@ -71,7 +71,7 @@ def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> Non
             assert image[:4] == b"\x7fELF"
             assert name.encode() in image
             assert facts["sha256"] == hashlib.sha256(image).hexdigest()
-            assert set(facts["argument_format"]) <= set("QIifBbHhqd?")
+            assert set(facts["argument_format"].split()) <= {*"QIifBbHhqd?", "128s"}
             assert facts["max_threads"] > 0
             assert facts["num_registers"] > 0
 

@@ -38,7 +38,7 @@ def test_a_kernel_is_compiled_once(cache: KernelCache) -> None:
     second = again.get(scale(), "sm_80", is_ptx=False)
     assert first == second
     assert (cache.num_compiled, cache.num_read, again.num_compiled, again.num_read) == (1, 0, 0, 1)
-    assert (first.name, first.arch, first.is_ptx, first.argument_format) == ("scale", "sm_80", False, "QQIf")
+    assert (first.name, first.arch, first.is_ptx, first.argument_format) == ("scale", "sm_80", False, "Q Q I f")
     assert first.image[:4] == b"\x7fELF"
     assert first.num_registers > 0
     assert (first.spill_bytes, first.static_shared_bytes, first.waits_for_dependency) == (0, 0, False)
@@ -82,10 +82,10 @@ def test_a_folder_that_others_write_is_refused(cache: KernelCache) -> None:
         lambda data: data[:10],
         lambda data: b"",
         lambda data: data[:-20] + b"x" + data[-19:],
-        lambda data: data.replace(b'"QQIf"', b"17"),
+        lambda data: data.replace(b'"Q Q I f"', b"17"),
         lambda data: data.replace(b'"name"', b'"other"'),
         lambda data: b"[]\n" + data.partition(b"\n")[2],
-        lambda data: data.replace(b'"format": 2', b'"format": 0'),
+        lambda data: data.replace(b'"format": 3', b'"format": 0'),
         lambda data: os.urandom(300),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_corrupt_file_is_compiled_anew(cache: KernelCache, damage: Any, monkey
 
 def compiled(name: str, image: bytes) -> CompiledKernel:
     return CompiledKernel(
-        name=name, arch="sm_80", is_ptx=True, argument_format="QQIf", waits_for_dependency=False, num_registers=0,
+        name=name, arch="sm_80", is_ptx=True, argument_format="Q Q I f", waits_for_dependency=False, num_registers=0,
         spill_bytes=0, static_shared_bytes=0, image=image,
     )  # fmt: skip
 

@@ -186,7 +186,7 @@ def test_all_kinds_of_numbers_are_packed(fake_gpu: Gpu) -> None:
     import dataclasses
 
     kernel = fake_gpu.kernel(scale())
-    letters = "?bBhHiIqQfdB"
+    letters = "? b B h H i I q Q f d B"
     kernel.compiled = dataclasses.replace(kernel.compiled, argument_format=letters)
     packed = Arguments(kernel)
     values = (True, -1, 255, -2, 65_535, -3, 2**32 - 1, -4, 2**64 - 1, 0.5, 0.1, 9)

@@ -1,0 +1,14 @@
+"""Clusters: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.
+
+PTX ISA, "barrier.cluster", "mapa"; sm_90 on.
+"""
+
+from __future__ import annotations
+
+from numba_kernels.cuda.intrinsics.asm import instruction
+
+rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", is_pure=True)
+arrive = instruction("barrier.cluster.arrive.release.aligned;")
+wait = instruction("barrier.cluster.wait.acquire.aligned;")
+address_in = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "r", "r r", is_pure=True)
+"""``(shared address, rank) -> address`` of the same place in another block's shared memory."""

@@ -1,0 +1,34 @@
+"""Barriers in shared memory (`mbarrier`), which count arrivals and bytes that the TMA has delivered.
+
+    init(full, uint32(1)); fence_init(); sync_block()
+    arrive_expecting(full, num_bytes)       # the producer, before its copies
+    wait(full, phase)                       # everybody who reads them; `phase` is 0, then 1, then 0 ...
+
+Addresses are 32-bit shared addresses, multiples of 8. A wait for the phase before the first one (1) returns at once.
+PTX ISA, "mbarrier"; sm_90 on.
+"""
+
+from __future__ import annotations
+
+from numba_kernels.cuda.intrinsics.asm import instruction
+
+init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", "", "r r")
+fence_init = instruction("fence.mbarrier_init.release.cluster;")  # other blocks of the cluster and the TMA see it then
+arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r")
+arrive_expecting = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "", "r r")
+arrive_in_cluster = instruction("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", "", "r")
+"""At an address that `cluster.address_in` gave: the barrier of any block of the cluster."""
+
+wait = instruction(
+    "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "
+    "DONE: }",
+    "",
+    "r r",
+)
+wait_in_cluster = instruction(
+    "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; "
+    "@done bra DONE; bra AGAIN; DONE: }",
+    "",
+    "r r",
+)
+"""For a barrier at which other blocks of the cluster arrive."""

@@ -1,0 +1,63 @@
+"""Tensor maps: what a kernel's TMA copies are told about a tensor, 128 bytes that the driver encodes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from runtime.device.driver import Driver
+from runtime.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import TensorLayout
+
+_SIZE = 128
+_MOST_BOX = 256
+
+
+def encode(driver: Driver, address: int, layout: TensorLayout) -> bytes:
+    """The map of a tensor at an address, to be an argument of type `TENSOR_MAP`. Out of bounds reads as zero.
+
+    Raises InvalidArgumentError, naming what is wrong, for a layout that no map can describe.
+    """
+    rank = len(layout.shape)
+    if not (1 <= rank <= 5 and len(layout.strides) == rank - 1 and len(layout.box) == rank):
+        raise InvalidArgumentError(
+            f"tensor map: shape {layout.shape}, strides {layout.strides} and box {layout.box} must be of n, n - 1 and "
+            "n numbers, n from 1 to 5"
+        )
+    if address % 16 or any(stride % 16 for stride in layout.strides):
+        raise InvalidArgumentError(
+            f"tensor map: address {address:#x} and strides {layout.strides} must be multiples of 16"
+        )
+    if not all(1 <= size <= _MOST_BOX for size in layout.box):
+        raise InvalidArgumentError(f"tensor map: box {layout.box} must be 1 to {_MOST_BOX} a dimension")
+    types = driver.types
+    kinds = types.CUtensorMapDataType
+    kind = {
+        "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "f32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[layout.dtype]
+    swizzles = types.CUtensorMapSwizzle
+    swizzle = {
+        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[layout.swizzle_bytes]
+    found = driver.call(
+        "cuTensorMapEncodeTiled",
+        kind,
+        rank,
+        address,
+        [types.cuuint64_t(size) for size in layout.shape],
+        [types.cuuint64_t(stride) for stride in layout.strides],
+        [types.cuuint32_t(size) for size in layout.box],
+        [types.cuuint32_t(1)] * rank,
+        types.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        types.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        types.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(int(found.getPtr()), _SIZE)
