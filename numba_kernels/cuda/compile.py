@@ -62,6 +62,8 @@ def ptx_of(specialisation: Specialisation, modules: tuple[str, ...], arch: str) 
     for number, kind in enumerate(specialisation.argument_types):
         if kind is TENSOR_MAP:
             text = _pass_by_value(text, number)
+    if (major, minor) < (9, 0):  # launches do not depend on each other there, and no kernel starts early
+        text = re.sub(r"griddepcontrol\.\w+;", "", text)
     return text
 
 

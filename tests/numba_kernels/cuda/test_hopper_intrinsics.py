@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
+from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics import mbarrier, memory, tma, wgmma
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorLayout
 from runtime.device.gpu import Gpu
 from runtime.errors import DeviceError, InvalidArgumentError
@@ -114,3 +115,14 @@ def test_a_tile_by_tma_and_wgmma(gpu: Gpu, dtype: str, columns: int, source: str
 def test_a_layout_that_no_map_has_is_refused(gpu: Gpu, layout: TensorLayout, message: str) -> None:
     with pytest.raises(DeviceError if message.startswith("cu") else InvalidArgumentError, match=message):
         gpu.tensor_map(1 << 20, layout)
+
+
+def test_older_architectures_have_no_dependent_launches() -> None:
+    def kernel(out):
+        wait_for_previous_grid()
+        launch_dependents()
+        memory.store_f32(out, float32(1))
+
+    specialisation = Specialisation("dependent", cuda.jit(kernel), (uint64,), 32)
+    assert compile_ptx(specialisation, "sm_90").count("griddepcontrol") == 2
+    assert "griddepcontrol" not in compile_ptx(specialisation, "sm_80")
