@@ -73,7 +73,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLayout:
+class TensorMapLayout:
     """A tensor in device memory as the TMA walks over it, all but its address; innermost dimension first.
 
     Attributes:

@@ -22,7 +22,7 @@ from runtime.device.stream import Event, Stream
 from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorLayout
+    from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 
 _MOST_TENSOR_MAPS = 65_536
 STAGING_BYTES = 8 << 20
@@ -65,7 +65,7 @@ class Gpu:
         self._kernels: dict[Specialisation, Kernel] = {}
         self._lock = threading.Lock()  # of the kernels
         self._bound = _BoundOfThread()
-        self._tensor_maps: dict[tuple[int, TensorLayout], bytes] = {}
+        self._tensor_maps: dict[tuple[int, TensorMapLayout], bytes] = {}
 
     @staticmethod
     def of(device: Device | str) -> Gpu:
@@ -261,7 +261,7 @@ class Gpu:
 
     # Kernels
 
-    def tensor_map(self, address: int, layout: TensorLayout) -> bytes:
+    def tensor_map(self, address: int, layout: TensorMapLayout) -> bytes:
         """The map of a tensor in this device's memory, an argument of type `TENSOR_MAP`; the latest are remembered.
 
         Raises InvalidArgumentError for a layout that no map can describe.

@@ -9,13 +9,13 @@ from runtime.device.driver import Driver
 from runtime.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import TensorLayout
+    from numba_kernels.cuda.specialisation import TensorMapLayout
 
 _SIZE = 128
 _MOST_BOX = 256
 
 
-def encode(driver: Driver, address: int, layout: TensorLayout) -> bytes:
+def encode(driver: Driver, address: int, layout: TensorMapLayout) -> bytes:
     """The map of a tensor at an address, to be an argument of type `TENSOR_MAP`. Out of bounds reads as zero.
 
     Raises InvalidArgumentError, naming what is wrong, for a layout that no map can describe.

@@ -13,7 +13,7 @@ from numba import cuda, types
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics import mbarrier, memory, tma, wgmma
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorLayout
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 from runtime.device.gpu import Gpu
 from runtime.errors import DeviceError, InvalidArgumentError
 from tests.numba_kernels.cuda.harness import assert_close, empty, get, put
@@ -93,7 +93,7 @@ def test_a_tile_by_tma_and_wgmma(gpu: Gpu, dtype: str, columns: int, source: str
     blocks = put(gpu, a), put(gpu, b)
     out = empty(gpu, (64, columns), np.float32)
     sizes = [array.shape[::-1] for array in (a, b)]
-    layouts = [TensorLayout(dtype, size, (size[0] * 2,), size, 128) for size in sizes]
+    layouts = [TensorMapLayout(dtype, size, (size[0] * 2,), size, 128) for size in sizes]
     maps = [gpu.tensor_map(block.address, layout) for block, layout in zip(blocks, layouts)]
     launch = Launch(one_tile(dtype, columns, source), (1, 1, 1), (128, 1, 1), (64 + columns) * 128 + 8)
     gpu.launch(launch, *maps, blocks[0].address, out.address)
@@ -106,13 +106,13 @@ def test_a_tile_by_tma_and_wgmma(gpu: Gpu, dtype: str, columns: int, source: str
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (TensorLayout("bf16", (64, 8), (130,), (64, 8)), "multiples of 16"),
-        (TensorLayout("bf16", (64, 8), (128,), (64, 257)), "must be 1 to 256"),
-        (TensorLayout("bf16", (64, 8), (), (64, 8)), "n - 1"),
-        (TensorLayout("bf16", (64, 8), (128,), (128, 8), 128), "cuTensorMapEncodeTiled"),
+        (TensorMapLayout("bf16", (64, 8), (130,), (64, 8)), "multiples of 16"),
+        (TensorMapLayout("bf16", (64, 8), (128,), (64, 257)), "must be 1 to 256"),
+        (TensorMapLayout("bf16", (64, 8), (), (64, 8)), "n - 1"),
+        (TensorMapLayout("bf16", (64, 8), (128,), (128, 8), 128), "cuTensorMapEncodeTiled"),
     ],
 )
-def test_a_layout_that_no_map_has_is_refused(gpu: Gpu, layout: TensorLayout, message: str) -> None:
+def test_a_layout_that_no_map_has_is_refused(gpu: Gpu, layout: TensorMapLayout, message: str) -> None:
     with pytest.raises(DeviceError if message.startswith("cu") else InvalidArgumentError, match=message):
         gpu.tensor_map(1 << 20, layout)
 
