@@ -9,7 +9,9 @@ nor write pages too early.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
+from collections.abc import Callable
 
 from runtime.device.gpu import Gpu
 from runtime.device.stream import Event, Stream
@@ -74,7 +76,7 @@ class GpuMover:
             self.swap_s += end.elapsed_ms(start) / 1e3
             self.swap_bytes += size
 
-    def __del__(self) -> None:
-        if stream := getattr(self, "_stream", None):
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (stream := getattr(self, "_stream", None)) and not is_over():
             with contextlib.suppress(DeviceError):  # of a device whose kernel failed: there is nobody to tell
                 stream.synchronize()

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from runtime.device.arena import Arena, Block, round_to_class
@@ -70,9 +71,10 @@ class DeviceBlock:
             self._pool = None
             pool.allocator.give_back(pool, self._block, self.size_bytes)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(DeviceError):  # of a device that is gone: there is nobody to tell
-            self.release()
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_over():
+            with contextlib.suppress(DeviceError):  # of a device that is gone: there is nobody to tell
+                self.release()
 
 
 class Pool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -53,8 +54,8 @@ class GraphPool:
         if self._last_stream is not None:
             self._last_stream.synchronize()
 
-    def __del__(self) -> None:
-        if memory := getattr(self, "memory", None):
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (memory := getattr(self, "memory", None)) and not is_over():
             with contextlib.suppress(DeviceError):
                 self.gpu.allocator.drop(memory)
 
@@ -168,9 +169,10 @@ class Graph:
             self._gpu.allocator.forget(self._retained)
             self.result = None
 
-    def __del__(self) -> None:
-        with contextlib.suppress(DeviceError):
-            self.release()
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_over():
+            with contextlib.suppress(DeviceError):
+                self.release()
 
 
 def _record(gpu: Gpu, stream: Stream, work: Callable[[], Any]) -> tuple[Any, Any]:

@@ -7,6 +7,8 @@ https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-e
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 
 from runtime.device.context import Context
 from runtime.errors import DeviceError
@@ -45,8 +47,8 @@ class Event:
         """
         return float(self.context.call("cuEventElapsedTime", start.handle, self.handle))
 
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (handle := getattr(self, "handle", None)) and not is_over():
             with contextlib.suppress(DeviceError):  # of a context that a failed kernel has ended
                 self.context.call("cuEventDestroy", handle)
 
@@ -76,8 +78,8 @@ class Stream:
         """What comes after in this stream waits for the event, on the device; the host goes on."""
         self.context.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (handle := getattr(self, "handle", None)) and not is_over():
             with contextlib.suppress(DeviceError):
                 self.context.call("cuStreamDestroy", handle)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +197,19 @@ def test_handles_are_destroyed_with_their_objects(fake_gpu: Gpu, fake: FakeDrive
     del stream, event
     gc.collect()
     assert (fake.counts["cuStreamDestroy"], fake.counts["cuEventDestroy"]) == (1, 1)
+
+
+def test_a_process_that_leaves_everything_behind_ends_in_silence() -> None:
+    code = """
+import sys
+from runtime.device.gpu import Gpu
+gpu = Gpu.of("emulated:sm_80")
+stream = gpu.new_stream()
+sys.left_behind = [gpu, stream, stream.record(), gpu.allocate(100), gpu.pinned.allocate(100)]
+sys.left_behind.append(sys.left_behind)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Several devices
