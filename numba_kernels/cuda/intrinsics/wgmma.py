@@ -53,11 +53,12 @@ def group_multiply(
     dtype: str,
     num_columns: int,
     num_steps: int,
-    a_step: int,
-    b_step: int,
+    a_step: int | tuple[int, ...],
+    b_step: int | tuple[int, ...],
     *,
     a_in_registers: bool = False,
     b_is_transposed: bool = False,
+    is_fresh: bool = False,
 ) -> Any:
     """A function ``(sums, a, b, is_added) -> None``, as the module's docstring says.
 
@@ -65,15 +66,17 @@ def group_multiply(
         dtype: "bf16" or "f16".
         num_columns: of B, 8 to 256, a multiple of 8.
         num_steps: products of depth 16 in the group.
-        a_step, b_step: bytes in shared memory from one product's part to the next.
+        a_step, b_step: bytes in shared memory from one product's part to the next; where they differ, num_steps - 1.
         b_is_transposed: whether rows of B's tile run along its columns (values [keys, head dim]), not along K.
+        is_fresh: the function is ``(sums, a, b) -> None``: what `sums` held before is no operand, and need not exist.
     """
     count = num_columns // 2
     a_count = 4 * num_steps if a_in_registers else 1
+    a_steps, b_steps = ((step,) * num_steps if isinstance(step, int) else (*step, 0) for step in (a_step, b_step))
     sums = ",".join(f"${i}" for i in range(count))
     first_a, b, flag = count, count + a_count, count + a_count + 1
     transposed = ("" if a_in_registers else ", 0") + (", 1" if b_is_transposed else ", 0")
-    lines = [f"setp.ne.b32 added, ${flag}, 0;", f"mov.b64 b, ${b};"]
+    lines = [f"setp.ne.b32 added, {0 if is_fresh else f'${flag}'}, 0;", f"mov.b64 b, ${b};"]
     if not a_in_registers:
         lines.append(f"mov.b64 a, ${first_a};")
     lines.append("wgmma.fence.sync.aligned;")
@@ -85,36 +88,39 @@ def group_multiply(
             f"{'added' if step == 0 else '1'}, 1, 1{transposed};"
         )
         if step < num_steps - 1:
-            lines.append(f"add.u64 b, b, {b_step >> 4};")
+            lines.append(f"add.s64 b, b, {b_steps[step] >> 4};")
             if not a_in_registers:
-                lines.append(f"add.u64 a, a, {a_step >> 4};")
+                lines.append(f"add.s64 a, a, {a_steps[step] >> 4};")
     lines.append("wgmma.commit_group.sync.aligned;")
     text = "{ .reg .pred added; .reg .b64 a, b; " + " ".join(lines) + " }"
     a_letter, a_type = ("r", _WORD) if a_in_registers else ("l", _LONG)
-    constraints = ["=f"] * count + [a_letter] * a_count + ["l", "r"] + [str(i) for i in range(count)] + ["~{memory}"]
-    function_type = ir.FunctionType(
-        ir.LiteralStructType([_FLOAT] * count), [a_type] * a_count + [_LONG, _WORD] + [_FLOAT] * count
-    )
-    assembly = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=True)
+    constraints, operand_types = ["=f"] * count + [a_letter] * a_count + ["l"], [a_type] * a_count + [_LONG]
+    if not is_fresh:
+        constraints += ["r", *(str(i) for i in range(count))]
+        operand_types += [_WORD, *[_FLOAT] * count]
+    function_type = ir.FunctionType(ir.LiteralStructType([_FLOAT] * count), operand_types)
+    assembly = ir.InlineAsm(function_type, text, ",".join([*constraints, "~{memory}"]), side_effect=True)
 
-    @intrinsic
-    def multiply(typing_context, sums, a, b, is_added):
-        def generate(context, builder, signature, arguments):
-            places = _elements(context, builder, signature.args[0], arguments[0], count)
-            if a_in_registers:
-                words = _elements(context, builder, signature.args[1], arguments[1], a_count)
-                a_values = [builder.load(word) for word in words]
-            else:
-                a_values = [arguments[1]]
-            values = [builder.load(place) for place in places]
-            result = builder.call(assembly, [*a_values, arguments[2], arguments[3], *values])
-            for index, place in enumerate(places):
-                builder.store(builder.extract_value(result, index), place)
-            return context.get_dummy_value()
+    def generate(context, builder, signature, arguments):
+        places = _elements(context, builder, signature.args[0], arguments[0], count)
+        operands = [arguments[1]]
+        if a_in_registers:
+            words = _elements(context, builder, signature.args[1], arguments[1], a_count)
+            operands = [builder.load(word) for word in words]
+        operands.append(arguments[2])
+        if not is_fresh:
+            operands += [arguments[3], *(builder.load(place) for place in places)]
+        result = builder.call(assembly, operands)
+        for index, place in enumerate(places):
+            builder.store(builder.extract_value(result, index), place)
+        return context.get_dummy_value()
 
-        return types.void(sums, a if a_in_registers else uint64, uint64, uint32), generate
+    def typed(sums, a, *flag):
+        return types.void(sums, a if a_in_registers else uint64, uint64, *flag), generate
 
-    return multiply
+    if is_fresh:
+        return intrinsic(lambda typing_context, sums, a, b: typed(sums, a))
+    return intrinsic(lambda typing_context, sums, a, b, is_added: typed(sums, a, uint32))
 
 
 @functools.cache
