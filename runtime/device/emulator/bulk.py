@@ -10,6 +10,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from runtime.device.emulator.bulk_traffic import count_run
 from runtime.device.emulator.clocks import release
 from runtime.device.emulator.context import (
     BLOCK_SHARED,
@@ -137,6 +138,7 @@ def bulk_load(
         mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
         if block == 0 or mbarrier == 0:
             return FAILED
+        count_run(warp, site, source, size, 1)
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
             if _copy_in(warp, site, lane, block, target, source, size, mbarrier):
@@ -221,6 +223,7 @@ def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset,
                 return FAILED
             if claim(warp, site, lane, 0, target, size, IS_IN_FLIGHT):
                 return FAILED
+        count_run(warp, site, target, size, 1)
         record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
         record[R_TARGET], record[R_SOURCE], record[R_SOURCE_BLOCK] = target, host, block
         record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer

@@ -7,7 +7,6 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from runtime.device.emulator import tensor_tile  # noqa: F401 (registers move_tile)
 from runtime.device.emulator.bulk import (
     HINT,
     MBARRIER,
@@ -73,6 +72,7 @@ from runtime.device.emulator.tensor_map import (
     map_swizzle,
     map_type,
 )
+from runtime.device.emulator.tensor_tile import count_tile
 from runtime.device.emulator.window import aligned, block_of_rank, landed, shared_block, shared_host
 
 _MAP = int(FaultKind.TENSOR_MAP)
@@ -165,6 +165,7 @@ def tensor_load(
             types.int64(types.int32(c0[lane])), types.int64(types.int32(c1[lane])), types.int64(types.int32(c2[lane])),
             types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
         )  # fmt: skip
+        count_tile(warp, site, i64_at(map_host), coordinates)
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
             if _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
@@ -203,6 +204,7 @@ def tensor_store(
             types.int64(types.int32(c0[lane])), types.int64(types.int32(c1[lane])), types.int64(types.int32(c2[lane])),
             types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
         )  # fmt: skip
+        count_tile(warp, site, i64_at(map_host), coordinates)
         record = start_record(warp, site, lane, TENSOR_STORE if reduction == NO_REDUCTION else TENSOR_REDUCE, size)
         record[R_SOURCE], record[R_SOURCE_BLOCK] = host, block
         record[R_OPERATION], record[R_REDUCER] = reduction, reducer

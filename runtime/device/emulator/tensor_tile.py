@@ -12,6 +12,8 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from runtime.device.emulator.bulk_traffic import count_run
+from runtime.device.emulator.context import LAUNCH_TRAFFIC, WARP_LAUNCH
 from runtime.device.emulator.operations import operation
 from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
@@ -77,6 +79,54 @@ def _chunks(row, tile, offset, at, size, mode, is_store):
             copy_bytes(place, row + chunk, 16)
 
 
+@njit
+def inner_part(words, coordinate):
+    """The part of a box's row that lies inside of the tensor: elements first … last."""
+    extent, step = map_extent(words, 0), map_step(words, 0)
+    first = min(extent, max(0, (-coordinate + step - 1) // step))
+    last = min(extent, max(first, (words[MAP_SIZES] - coordinate + step - 1) // step))
+    return first, last
+
+
+@njit
+def num_rows(words):
+    """Rows of the innermost dimension that a box has."""
+    rows = 1
+    for dimension in range(1, map_rank(words)):
+        rows *= map_extent(words, dimension)
+    return rows
+
+
+@njit
+def row_address(words, coordinates, index, first):
+    """Where element `first` of a box's row `index` lies; 0 for a row outside of the tensor."""
+    address = words[MAP_ADDRESS] + (coordinates[0] + first * map_step(words, 0)) * element_bytes(map_type(words))
+    rest, inside = index, True
+    for dimension in range(1, map_rank(words)):
+        many = map_extent(words, dimension)
+        at = coordinates[dimension] + rest % many * map_step(words, dimension)
+        rest //= many
+        inside = inside and 0 <= at < words[MAP_SIZES + dimension]
+        address += at * words[MAP_STRIDES + dimension - 1]
+    return address if inside else 0
+
+
+@njit
+def count_tile(warp, site, words, coordinates):
+    """Counts one TMA copy's traffic with device memory: a request, and the sectors of each row inside of the tensor.
+
+    `coordinates`: int64 tuple or pointer. Multicast to several blocks reads once."""
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
+        return
+    first, last = inner_part(words, coordinates[0])
+    size = ((last - first - 1) * map_step(words, 0) + 1) * element_bytes(map_type(words))
+    for index in range(num_rows(words)):
+        address = row_address(words, coordinates, index, first)
+        if last > first and address != 0:
+            count_run(warp, site, address, size, 0)
+    count_run(warp, site, 0, 0, 1)
+
+
 @operation("move_tile", "l")
 def move_tile(warp, mask, site, record_address):
     """Moves the tile that a record of queue.py describes, into shared memory or out of the snapshot of it."""
@@ -84,26 +134,15 @@ def move_tile(warp, mask, site, record_address):
     words, coordinates = i64_at(record_address + R_MAP * 8), i64_at(record_address + R_COORDINATES * 8)
     direction, lane, offset = record[R_KIND] - TENSOR_LOAD, types.int32(record[R_LANE]), record[R_OFFSET]
     tile = record[R_TARGET] if direction == TILE_LOAD else record[R_SNAPSHOT]
-    rank, kind, mode, fill = map_rank(words), map_type(words), map_swizzle(words), map_fill(words)
+    kind, mode, fill = map_type(words), map_swizzle(words), map_fill(words)
     element = element_bytes(kind)
     extent, step = map_extent(words, 0), map_step(words, 0)
     size = extent * element
     row = address_of(scratch_words(_ROW_WORDS))
-    rows = 1
-    for dimension in range(1, rank):
-        rows *= map_extent(words, dimension)
-    # the part of a row that lies inside of the tensor: elements first … last of the box
-    first = min(extent, max(0, (-coordinates[0] + step - 1) // step))
-    last = min(extent, max(first, (words[MAP_SIZES] - coordinates[0] + step - 1) // step))
-    for index in range(rows):
-        rest, inside = index, last > first
-        address = words[MAP_ADDRESS] + (coordinates[0] + first * step) * element
-        for dimension in range(1, rank):
-            many = map_extent(words, dimension)
-            at = coordinates[dimension] + rest % many * map_step(words, dimension)
-            rest //= many
-            inside = inside and 0 <= at < words[MAP_SIZES + dimension]
-            address += at * words[MAP_STRIDES + dimension - 1]
+    first, last = inner_part(words, coordinates[0])
+    for index in range(num_rows(words)):
+        address = row_address(words, coordinates, index, first)
+        inside = last > first and address != 0
         if direction == TILE_LOAD:
             if not inside or last - first < extent:
                 _fill_row(row, size, element, fill)
