@@ -1,0 +1,363 @@
+"""Flash attention on Hopper's tensor cores (sm_90a), f16 and bf16: `wgmma` fed by the TMA, softmax beside products.
+
+The mathematics of `flash_tensor_core`, arranged as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). A block has
+128 rows of queries and three groups of four warps. The first brings tiles by TMA, its warp 0 queries and keys, its
+warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other two. Those
+compute 64 rows each:
+
+    S(j) = Q K(j)^T     begun, asynchronous
+    O += P(j-1) V(j-1)  begun behind it, P in registers
+    P(j) = exp2(S(j))   while O's products run; then O is scaled to the new maximum
+
+and take turns at beginning products (two named barriers), so that one's softmax also runs beside the other's products.
+
+Scores stay unscaled: exp2(scale s - scale max) is one fused multiply-add and one exponential. Where the scale is
+negative the queries change their sign once. Sums of a row come in another order than in `flash_tensor_core`, and
+tiles begin at the first page that is seen: a row's last bits may depend on its chunk and its batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+
+from numba import cuda, float32, uint32, uint64
+
+from numba_kernels.cuda.attention.hopper_softmax import (
+    score_weigher,
+    share_beside_sink,
+    share_of,
+    weight_packer,
+)
+from numba_kernels.cuda.attention.hopper_tiles import (
+    ALIGNMENT,
+    NUM_ROWS,
+    PANEL_COLUMNS,
+    ROW_BYTES,
+    HopperTiles,
+    hopper_tiles,
+    page_bringer,
+    page_layout,
+    query_bringer,
+    query_layout,
+    row_storer,
+    row_zeroer,
+    sign_flipper,
+)
+from numba_kernels.cuda.attention.online_softmax import (
+    MINUS_INFINITY,
+    group_sum,
+    load_sink,
+)
+from numba_kernels.cuda.attention.tiles import (
+    ARGUMENT_TYPES,
+    Variant,
+    sink_head,
+    visible_end,
+    visible_first,
+)
+from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
+from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import absolute
+from numba_kernels.cuda.intrinsics.memory import shared_address, shared_store_b32
+from numba_kernels.cuda.intrinsics.sync import (
+    arrive_named,
+    launch_dependents,
+    set_registers,
+    sync_block,
+    sync_named,
+    wait_for_previous_grid,
+)
+from numba_kernels.cuda.intrinsics.warp import lane_index, sync_warp
+from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
+
+ARCH = "sm_90a"
+GROUP_ROWS = 64  # of queries, of one of the two computing groups
+GROUP_THREADS = 128
+THREADS = 3 * GROUP_THREADS
+_CONSUMER_WARPS = 8
+_SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
+
+_give_registers = set_registers(24, is_more=False)
+_take_registers = set_registers(240, is_more=True)
+
+
+def has_kernel(dtype: str, head_dim: int, share: int) -> bool:
+    """Whether the TMA can walk over heads of this type and size, and `share` of them fit into a tile."""
+    return dtype != "f32" and head_dim % 8 == 0 and 8 <= head_dim <= 256 and share <= NUM_ROWS
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory."""
+    return hopper_tiles(head_dim).shared_bytes
+
+
+def plan(
+    dtype: str,
+    block_size: int,
+    variant: Variant,
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    max_query_len: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_blocks: int,
+) -> Launch:
+    """The launch for a batch, as `planning.plan`; `num_blocks` are the cache's."""
+    share = num_q_heads // num_kv_heads
+    pages = page_layout(dtype, head_dim, block_size, num_kv_heads, num_blocks)
+    maps = (0, query_layout(dtype, head_dim, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
+    grid = num_kv_heads, -(-max_query_len // (NUM_ROWS // share)), num_seqs
+    kernel = flash_hopper(dtype, head_dim, block_size, variant)
+    return Launch(kernel, grid, (THREADS, 1, 1), shared_bytes(head_dim), maps=maps)
+
+
+@device_function
+def _release(barrier, lane):
+    """The warp has done with a tile."""
+    if lane == uint32(0):
+        mbarrier.arrive(barrier)
+
+
+def _column_steps(tiles: HopperTiles, panel_bytes: int) -> tuple[int, ...]:
+    """Bytes from one product's 16 columns to the next, over panels."""
+    count = -(-tiles.head_dim // 16)
+    per_panel = PANEL_COLUMNS // 16
+    return tuple(32 if (i + 1) % per_panel else panel_bytes - 32 * (per_panel - 1) for i in range(count - 1))
+
+
+@functools.cache
+def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
+    """For pages of `block_size` tokens. Grid: (KV heads, tiles of the longest chunk, sequences), so that the longest
+    tiles of all heads come first."""
+    check_pages(head_dim, block_size, dtype)
+    tiles = hopper_tiles(head_dim)
+    keys, panels, stages = tiles.num_keys, tiles.panels, tiles.stages
+    phase_shift = stages.bit_length() - 1
+    score_count, sum_count, weight_count = keys // 2, panels * PANEL_COLUMNS // 2, keys // 4
+    multiply_queries = wgmma.group_multiply(
+        dtype, keys, -(-head_dim // 16), _column_steps(tiles, tiles.query_panel_bytes),
+        _column_steps(tiles, tiles.panel_bytes), is_fresh=True,
+    )  # fmt: skip
+    multiply_values = wgmma.group_multiply(
+        dtype, panels * PANEL_COLUMNS, keys // 16, 0, 16 * ROW_BYTES, a_in_registers=True, b_is_transposed=True
+    )
+    wait_for_scores, wait_for_first = wgmma.group_wait(1, score_count), wgmma.group_wait(0, score_count)
+    wait_for_sums = wgmma.group_wait(0, sum_count)
+    describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
+    describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, tiles.panel_bytes)
+    bring_queries, bring_pages = query_bringer(tiles), page_bringer(tiles, block_size)
+    zero_rows, flip_signs, store_rows = row_zeroer(tiles, THREADS), sign_flipper(tiles, GROUP_ROWS), row_storer(tiles)
+    weigh, pack_weights = score_weigher(keys, variant.has_window), weight_packer(dtype, keys)
+    pack = pack_bf16 if dtype == "bf16" else pack_f16
+    keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
+    has_window, has_sinks = variant.has_window, variant.has_sinks
+    ring_bytes, query_panel_bytes = 8 * stages, tiles.query_panel_bytes
+
+    @cuda.jit
+    def kernel(
+        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+        share, table_width, window, workspace_columns, part_keys, scale,
+    ):  # fmt: skip
+        storage = cuda.shared.array(0, uint32)
+        shared = uint32((shared_address(storage) + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
+        queries_come = uint32(shared + uint32(barriers_at))
+        keys_full = uint32(queries_come + uint32(16))
+        keys_empty = uint32(keys_full + uint32(ring_bytes))
+        values_full = uint32(keys_full + uint32(2 * ring_bytes))
+        values_empty = uint32(keys_full + uint32(3 * ring_bytes))
+        thread = uint32(cuda.threadIdx.x)
+        lane = lane_index()
+        if thread == uint32(0):
+            tma.prefetch_map(q)
+            tma.prefetch_map(k_cache)
+            tma.prefetch_map(v_cache)
+            mbarrier.init(queries_come, uint32(1))
+            mbarrier.init(uint32(queries_come + uint32(8)), uint32(1))
+            for stage in range(stages):
+                mbarrier.init(uint32(keys_full + uint32(8 * stage)), uint32(1))
+                mbarrier.init(uint32(keys_empty + uint32(8 * stage)), uint32(_CONSUMER_WARPS))
+                mbarrier.init(uint32(values_full + uint32(8 * stage)), uint32(1))
+                mbarrier.init(uint32(values_empty + uint32(8 * stage)), uint32(_CONSUMER_WARPS))
+            mbarrier.fence_init()
+        tile_tokens = divide_u32(uint32(NUM_ROWS), share)
+        zero_rows(shared, uint32(tile_tokens * share), thread)
+        tma.fence_shared()
+        sync_block()
+        wait_for_previous_grid()
+
+        seq = uint32(cuda.blockIdx.z)
+        kv_head = uint32(cuda.blockIdx.x)
+        first_token = uint32(query_start[seq])
+        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+        num_row_tiles = divide_u32(uint32(query_len + tile_tokens - uint32(1)), tile_tokens)
+        row_tile = uint32(cuda.blockIdx.y)
+        if row_tile >= num_row_tiles:
+            return
+        first = uint32(uint32(uint32(num_row_tiles - uint32(1)) - row_tile) * tile_tokens)  # the tile's, of the chunk
+        num_tokens = minimum_u32(tile_tokens, uint32(query_len - first))
+        seq_len = uint32(seq_lens[seq])
+        shortest_end = visible_end(seq_len, query_len, first)
+        longest_end = visible_end(seq_len, query_len, uint32(first + num_tokens - uint32(1)))
+        first_seen = uint32(0)
+        if has_window:
+            first_seen = visible_first(shortest_end, window)
+        first_key = uint32(first_seen // uint32(block_size) * uint32(block_size))
+        num_tiles = uint32(0)
+        if longest_end > first_key:
+            num_tiles = uint32(uint32(longest_end - first_key + uint32(keys - 1)) // uint32(keys))
+
+        group = uint32(thread >> uint32(7))
+        if group == uint32(0):
+            _give_registers()
+            warp = uint32(thread >> uint32(5))
+            if warp < uint32(2) and num_tiles > uint32(0):
+                source = k_cache
+                ring = uint32(shared + uint32(keys_at))
+                full = keys_full
+                empty = keys_empty
+                num_unwritten = uint32(0)
+                unwritten = uint32(0)
+                if warp == uint32(0):
+                    rows = uint32(tile_tokens * share)
+                    bring_queries(
+                        shared, q, queries_come, rows, uint32(kv_head * share), uint32(first_token + first), lane
+                    )
+                else:
+                    source = v_cache
+                    ring = uint32(shared + uint32(values_at))
+                    full = values_full
+                    empty = values_empty
+                    written = uint32(seq_len & uint32(block_size - 1))  # of the last page
+                    if written > uint32(0) and longest_end > uint32(seq_len - written):
+                        num_unwritten = uint32(uint32(block_size) - written)
+                        unwritten = uint32(seq_len - first_key - uint32(uint32(num_tiles - uint32(1)) * uint32(keys)))
+                bring_pages(
+                    ring, source, full, empty, uint32(queries_come + uint32(8)), num_tiles, first_key, first_seen,
+                    longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width), kv_head,
+                    lane,
+                )  # fmt: skip
+            launch_dependents()
+        else:
+            _take_registers()
+            own = uint32(group - uint32(1))
+            own_turn = uint32(own + uint32(1))
+            other_turn = uint32(uint32(2) - own)
+            own_barrier = uint32(own + uint32(3))
+            own_queries = uint32(shared + own * uint32(GROUP_ROWS * ROW_BYTES))
+            place = uint32(uint32(own * uint32(GROUP_ROWS)) + uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
+            # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
+            upper = uint32(place + (lane >> uint32(2)))
+            upper_end = visible_end(seq_len, query_len, uint32(first + divide_u32(upper, share)))
+            lower_end = visible_end(seq_len, query_len, uint32(first + divide_u32(uint32(upper + uint32(8)), share)))
+            magnitude = absolute(scale)
+            if magnitude < _SMALLEST_SCALE:
+                magnitude = _SMALLEST_SCALE
+
+            scores = cuda.local.array(score_count, float32)
+            weights = cuda.local.array(weight_count, uint32)
+            sums = cuda.local.array(sum_count, float32)
+            largest = cuda.local.array(2, float32)
+            totals = cuda.local.array(2, float32)
+            factors = cuda.local.array(2, float32)
+            for i in range(sum_count):
+                sums[i] = float32(0)
+            for row in range(2):
+                largest[row] = MINUS_INFINITY
+                totals[row] = float32(0)
+
+            if num_tiles > uint32(0):
+                queries = describe(own_queries)
+                key_tiles = describe(uint32(shared + uint32(keys_at)))
+                value_tiles = describe_values(uint32(shared + uint32(values_at)))
+                key = first_key
+                column = uint32((lane & uint32(3)) * uint32(2))
+                mbarrier.wait(queries_come, uint32(0))
+                if scale < float32(0):
+                    flip_signs(own_queries, uint32(thread & uint32(GROUP_THREADS - 1)))
+                    tma.fence_shared()
+                    sync_named(own_barrier, uint32(GROUP_THREADS))
+                mbarrier.wait(keys_full, uint32(0))
+                multiply_queries(scores, queries, key_tiles)
+                wait_for_first(scores)
+                _release(keys_empty, lane)
+                weigh(
+                    scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
+                    shortest_end, longest_end,
+                )  # fmt: skip
+                pack_weights(weights, scores)
+                if own == uint32(1) and num_tiles > uint32(1):
+                    arrive_named(other_turn, uint32(2 * GROUP_THREADS))
+                value_stage = uint32(0)
+                value_phase = uint32(0)
+                turn = uint32(1)
+                while turn < num_tiles:
+                    stage = uint32(turn & uint32(stages - 1))
+                    phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
+                    mbarrier.wait(uint32(keys_full + stage * uint32(8)), phase)
+                    sync_named(own_turn, uint32(2 * GROUP_THREADS))
+                    multiply_queries(scores, queries, key_tiles + uint64(stage * uint32(tile_bytes >> 4)))
+                    mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
+                    multiply_values(
+                        sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1)
+                    )
+                    following = uint32(turn + uint32(1))
+                    if own == uint32(0) or following < num_tiles:
+                        arrive_named(other_turn, uint32(2 * GROUP_THREADS))
+                    wait_for_scores(scores)
+                    _release(uint32(keys_empty + stage * uint32(8)), lane)
+                    key = uint32(key + uint32(keys))
+                    weigh(
+                        scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
+                        shortest_end, longest_end,
+                    )  # fmt: skip
+                    wait_for_sums(sums)
+                    _release(uint32(values_empty + value_stage * uint32(8)), lane)
+                    for i in range(sum_count // 4):
+                        for j in range(2):
+                            sums[4 * i + j] = sums[4 * i + j] * factors[0]
+                            sums[4 * i + 2 + j] = sums[4 * i + 2 + j] * factors[1]
+                    pack_weights(weights, scores)
+                    value_stage = stage
+                    value_phase = phase
+                    turn = following
+                mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
+                multiply_values(sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1))
+                wait_for_sums(sums)
+
+            # The group's queries are no longer needed: their place takes the results, to be stored in whole rows.
+            sync_named(own_barrier, uint32(GROUP_THREADS))
+            flip = uint32((lane >> uint32(2)) * uint32(16))
+            below = uint32(shared + upper * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
+            for row in range(2):
+                total = group_sum(totals[row], 4)
+                part = share_of(total)
+                if has_sinks:
+                    sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
+                    part = share_beside_sink(largest[row] * magnitude, total, sink)
+                for i in range(head_dim // 8):
+                    at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
+                    swizzled = uint32(uint32(i % 8 * 16) ^ flip)
+                    shared_store_b32(
+                        uint32(at + swizzled), pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
+                    )
+            sync_warp()
+            store_rows(
+                shared, out, place, uint32(num_tokens * share), uint32(first * share), share, kv_head, num_q_heads,
+                first_token, lane,
+            )  # fmt: skip
+
+    name = f"attention_flash_hopper_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
+    constants = {
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "num_keys": keys,
+    } | asdict(variant)  # fmt: skip
+    arguments = (TENSOR_MAP, TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[3:])
+    return Specialisation(
+        name, kernel, arguments, THREADS, min_blocks=1, constants=constants, min_capability=90,
+        needs_arch_features=True,
+    )  # fmt: skip

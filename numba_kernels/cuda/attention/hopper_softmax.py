@@ -1,0 +1,97 @@
+"""The online softmax of Hopper's attention: what one lane of a computing group does with its part of 64 rows of scores.
+
+A lane's scores, of `wgmma`'s layout, belong to two rows, `upper` and eight below it, and there to pairs of neighbouring
+columns: of row `below` (0, 1) those at 4 i + 2 below + j, of column 8 i + 2 (lane % 4) + j.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import float32, uint32
+
+from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, group_max, origin_of, subtract
+from numba_kernels.cuda.attention.tiles import is_hidden
+from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.math import exp2, fma, reciprocal
+from numba_kernels.cuda.intrinsics.warp import maximum_f32
+
+
+@functools.cache
+def score_weigher(num_keys: int, has_window: bool) -> Any:
+    """A device function: scores of a lane's two rows become weights, measured from the rows' largest so far.
+
+    ``(scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end)``:
+    `factors` are what earlier weights must be multiplied by, `key` is the tile's first, `column` the lane's.
+    """
+    hidden = is_hidden(has_window)
+
+    @device_function
+    def weigh(
+        scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end
+    ):  # fmt: skip
+        # Only where not all rows of the block see all keys.
+        if uint32(key + uint32(num_keys)) > shortest_end or (has_window and uint32(key + window) < longest_end):
+            for i in range(num_keys // 8):
+                for j in range(2):
+                    at = uint32(key + column + uint32(8 * i + j))
+                    if hidden(at, upper_end, window):
+                        scores[4 * i + j] = MINUS_INFINITY
+                    if hidden(at, lower_end, window):
+                        scores[4 * i + 2 + j] = MINUS_INFINITY
+        for row in range(2):
+            before = largest[row]
+            most = before
+            for i in range(num_keys // 8):
+                most = maximum_f32(most, maximum_f32(scores[4 * i + 2 * row], scores[4 * i + 2 * row + 1]))
+            most = group_max(most, 4)
+            largest[row] = most
+            origin = origin_of(most) * scale
+            factor = exp2(subtract(before * scale, origin))
+            total = totals[row] * factor
+            for i in range(num_keys // 8):
+                left = exp2(fma(scores[4 * i + 2 * row], scale, -origin))
+                right = exp2(fma(scores[4 * i + 2 * row + 1], scale, -origin))
+                scores[4 * i + 2 * row] = left
+                scores[4 * i + 2 * row + 1] = right
+                total = total + (left + right)
+            totals[row] = total
+            factors[row] = factor
+
+    return weigh
+
+
+@functools.cache
+def weight_packer(dtype: str, num_keys: int) -> Any:
+    """A device function ``(weights, scores)``: rounded, and laid out as the left operand of the product with values."""
+    pack = pack_bf16 if dtype == "bf16" else pack_f16
+
+    @device_function
+    def pack_weights(weights, scores):
+        for i in range(num_keys // 4):
+            weights[i] = pack(scores[2 * i], scores[2 * i + 1])
+
+    return pack_weights
+
+
+@device_function
+def share_of(total):
+    """1 / total, within a unit in the last place; 0 for a row that has seen nothing.
+
+    Without the division's subroutine: beside a call, ptxas lets no two `wgmma` run at a time.
+    """
+    share = float32(0)
+    if total != float32(0):
+        share = reciprocal(total)
+        share = fma(share, fma(-total, share, float32(1)), share)
+    return share
+
+
+@device_function
+def share_beside_sink(largest, total, sink):
+    """`share_of` where a sink's weight joins the total; `largest` is what the total is measured from."""
+    origin = origin_of(maximum_f32(largest, sink))
+    factor = exp2(subtract(largest, origin))
+    return factor * share_of(total * factor + exp2(subtract(sink, origin)))

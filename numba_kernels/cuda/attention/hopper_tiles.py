@@ -1,0 +1,248 @@
+"""Hopper's attention tiles: what lies where in shared memory, and how it comes there and leaves.
+
+A tile of queries, and rings of tiles of keys and of values, each of panels of 64 columns: rows of 128 bytes, swizzled
+as the TMA writes and `wgmma` reads them. Columns behind the head dim are zeros from the TMA, since they lie outside of
+the tensor; so are pages that no row of the block sees, which are asked for by a number that no page has.
+
+**Rows** of a tile of queries are the query heads of one KV head (`share` many) of as many whole tokens as fit.
+
+**Pages** come one box each and panel: lane i of the producing warp asks for page i % pages of panel i // pages. A
+sequence's last page has rows that nothing has written. Their scores are masked; but a weight of 0 times what they hold
+may be NaN, so they are zeroed among the values: by the warp that brought them, before it says that the tile is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import uint32, uint64
+
+from numba_kernels.cuda.attention.tiles import head_row
+from numba_kernels.cuda.intrinsics import mbarrier, tma
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.memory import shared_load_4xb32, shared_store_4xb32, store_4xb32
+from numba_kernels.cuda.intrinsics.warp import sync_warp
+from numba_kernels.cuda.kv_cache import page_row
+from numba_kernels.cuda.specialisation import TensorMapLayout
+
+NUM_ROWS = 128
+ROW_BYTES = 128  # of a panel
+PANEL_COLUMNS = 64
+ALIGNMENT = 1024  # of swizzled tiles
+_NO_PAGE = 0xFFFFFFFF
+
+_load_queries, _load_page = tma.load(3), tma.load(4)
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """Shared memory of a block, in bytes from an aligned beginning: queries, keys, values, barriers.
+
+    Attributes:
+        panels: of 64 columns.
+        num_keys: of a tile of keys or values.
+        stages: tiles of a ring, a power of two.
+    """
+
+    head_dim: int
+    panels: int
+    num_keys: int
+    stages: int
+
+    @property
+    def query_panel_bytes(self) -> int:
+        return NUM_ROWS * ROW_BYTES
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.num_keys * ROW_BYTES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of keys, or of values."""
+        return self.panels * self.panel_bytes
+
+    @property
+    def keys_at(self) -> int:
+        return self.panels * self.query_panel_bytes
+
+    @property
+    def values_at(self) -> int:
+        return self.keys_at + self.stages * self.tile_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Of the queries, of values that are zeroed in part, and four rings: keys full, empty; values full, empty."""
+        return self.values_at + self.stages * self.tile_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, with what aligning it may take."""
+        return self.barriers_at + 8 * (2 + 4 * self.stages) + ALIGNMENT
+
+
+def hopper_tiles(head_dim: int) -> HopperTiles:
+    """What fits beside the accumulators in registers, and in shared memory."""
+    panels = -(-head_dim // PANEL_COLUMNS)
+    return HopperTiles(head_dim, panels, 128 if panels <= 2 else 64, 4 if panels == 1 else 2)
+
+
+def query_layout(dtype: str, head_dim: int, num_q_heads: int, share: int, num_tokens: int) -> TensorMapLayout:
+    """The map of q [num_tokens, num_q_heads, head_dim]: a box is a panel of one tile's rows."""
+    row = head_dim * 2
+    shape, strides = (head_dim, num_q_heads, num_tokens), (row, num_q_heads * row)
+    return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, share, NUM_ROWS // share), ROW_BYTES)
+
+
+def page_layout(dtype: str, head_dim: int, block_size: int, num_kv_heads: int, num_blocks: int) -> TensorMapLayout:
+    """The map of pages [num_blocks, num_kv_heads, block_size, page_row]: a box is a panel of one head's rows of one."""
+    columns = page_row(head_dim)
+    row = columns * 2
+    shape = (columns, block_size, num_kv_heads, num_blocks)
+    strides = (row, block_size * row, num_kv_heads * block_size * row)
+    return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, block_size, 1, 1), ROW_BYTES)
+
+
+@functools.cache
+def query_bringer(tiles: HopperTiles) -> Any:
+    """A device function for one warp: ``(tile, map, barrier, rows, first_head, first_token, lane)``."""
+    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+
+    @device_function
+    def bring(tile, source, barrier, rows, first_head, first_token, lane):
+        if lane == uint32(0):
+            mbarrier.arrive_expecting(barrier, uint32(rows * uint32(panels * ROW_BYTES)))
+        sync_warp()
+        if lane < uint32(panels):
+            target = uint32(tile + lane * uint32(panel_bytes))
+            _load_queries(target, source, barrier, uint32(lane * uint32(PANEL_COLUMNS)), first_head, first_token)
+
+    return bring
+
+
+@functools.cache
+def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
+    """A device function for one warp, which brings all of a block's tiles of keys, or of values.
+
+    ``(ring, map, full, empty, landed, num_tiles, first_key, first_seen, end, num_unwritten, unwritten, block_tables,
+    table, kv_head, lane)``: keys below `first_seen` and from `end` on are not asked for where whole pages of them lie.
+    Of the last tile, rows `unwritten` and num_unwritten - 1 more are zeroed (none: 0); that lands at its own barrier.
+    """
+    stages, tile_bytes, panel_bytes = tiles.stages, tiles.tile_bytes, tiles.panel_bytes
+    pages = tiles.num_keys // block_size
+    lanes = pages * tiles.panels
+    panels, num_keys, phase_shift = tiles.panels, tiles.num_keys, stages.bit_length() - 1
+
+    @device_function
+    def bring(
+        ring, source, full, empty, landed, num_tiles, first_key, first_seen, end, num_unwritten, unwritten,
+        block_tables, table, kv_head, lane,
+    ):  # fmt: skip
+        panel = uint32(lane // uint32(pages))
+        page_of_tile = uint32(lane - panel * uint32(pages))
+        place = uint32(ring + panel * uint32(panel_bytes) + page_of_tile * uint32(block_size * ROW_BYTES))
+        column = uint32(panel * uint32(PANEL_COLUMNS))
+        key = uint32(first_key + page_of_tile * uint32(block_size))
+        turn = uint32(0)
+        while turn < num_tiles:
+            page = uint32(_NO_PAGE)
+            if key < end and uint32(key + uint32(block_size)) > first_seen:
+                page = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            stage = uint32(turn & uint32(stages - 1))
+            is_full = uint32(full + stage * uint32(8))
+            phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
+            mbarrier.wait(uint32(empty + stage * uint32(8)), uint32(phase ^ uint32(1)))
+            barrier = is_full
+            is_zeroed = num_unwritten > uint32(0) and uint32(turn + uint32(1)) == num_tiles
+            if is_zeroed:
+                barrier = landed
+            if lane == uint32(0):
+                mbarrier.arrive_expecting(barrier, uint32(tile_bytes))
+            sync_warp()
+            if lane < uint32(lanes):
+                target = uint32(place + stage * uint32(tile_bytes))
+                _load_page(target, source, barrier, column, uint32(0), kv_head, page)
+            if is_zeroed:
+                mbarrier.wait(landed, uint32(0))
+                first = uint32(ring + stage * uint32(tile_bytes) + unwritten * uint32(ROW_BYTES) + lane * uint32(16))
+                for i in range(panels):
+                    done = uint32(0)
+                    while uint32(done + lane) < uint32(num_unwritten * uint32(ROW_BYTES // 16)):
+                        zero = uint32(0)
+                        shared_store_4xb32(
+                            uint32(first + done * uint32(16) + uint32(i * panel_bytes)), (zero, zero, zero, zero)
+                        )
+                        done = uint32(done + uint32(32))
+                tma.fence_shared()
+                sync_warp()
+                if lane == uint32(0):
+                    mbarrier.arrive(is_full)
+            key = uint32(key + uint32(num_keys))
+            turn = uint32(turn + uint32(1))
+
+    return bring
+
+
+@functools.cache
+def row_zeroer(tiles: HopperTiles, threads: int) -> Any:
+    """A device function ``(tile, first_row, thread)``: rows from first_row on of the queries, which no box fills."""
+    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+
+    @device_function
+    def zero_rows(tile, first_row, thread):
+        zero = uint32(0)
+        for i in range(panels):
+            at = uint32(first_row * uint32(ROW_BYTES) + thread * uint32(16))
+            while at < uint32(panel_bytes):
+                shared_store_4xb32(uint32(tile + at + uint32(i * panel_bytes)), (zero, zero, zero, zero))
+                at = uint32(at + uint32(16 * threads))
+
+    return zero_rows
+
+
+@functools.cache
+def sign_flipper(tiles: HopperTiles, num_rows: int) -> Any:
+    """A device function ``(tile, thread)`` for 128 threads: changes the signs of so many rows of queries."""
+    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+    signs = 0x80008000
+
+    @device_function
+    def flip(tile, thread):
+        for i in range(panels * num_rows * ROW_BYTES // 16 // 128):
+            panel, part = i // (num_rows // 16), i % (num_rows // 16)
+            at = uint32(tile + thread * uint32(16) + uint32(panel * panel_bytes + part * 2048))
+            a, b, c, d = shared_load_4xb32(at)
+            mask = uint32(signs)
+            shared_store_4xb32(at, (uint32(a ^ mask), uint32(b ^ mask), uint32(c ^ mask), uint32(d ^ mask)))
+
+    return flip
+
+
+@functools.cache
+def row_storer(tiles: HopperTiles) -> Any:
+    """A device function for a warp: its 16 rows of results go from the queries' place to out, in 16-byte pieces.
+
+    ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane)``: the warp's first row in the
+    tile, the tile's rows that exist, and the chunk's row at which the tile begins.
+    """
+    pieces, panel_bytes = tiles.head_dim // 8, tiles.query_panel_bytes
+    row_bytes = uint64(tiles.head_dim * 2)
+
+    @device_function
+    def store(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane):
+        index = lane
+        while index < uint32(16 * pieces):
+            below = uint32(index // uint32(pieces))
+            piece = uint32(index - below * uint32(pieces))
+            row = uint32(place + below)
+            if row < rows:
+                swizzled = uint32(((piece ^ row) & uint32(7)) * uint32(16))
+                panel = uint32((piece >> uint32(3)) * uint32(panel_bytes))
+                values = shared_load_4xb32(uint32(tile + panel + row * uint32(ROW_BYTES) + swizzled))
+                at = head_row(uint32(first_row + row), share, kv_head, num_q_heads, first_token)
+                store_4xb32(out + at * row_bytes + uint64(piece) * uint64(16), values)
+            index = uint32(index + uint32(32))
+
+    return store
