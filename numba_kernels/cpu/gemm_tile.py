@@ -18,14 +18,14 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.simd import F32, I64
-from numba_kernels.cpu.target import LANES, PANEL_COLUMNS, TILE_ROWS, TILE_VECTORS
+from numba_kernels.cpu.target import GEMM_ROWS, LANES, PANEL_COLUMNS, TILE_VECTORS
 
 _MAX_PANELS = 4
 
 
 def panels_at_once(rows: int) -> int:
     """Panels that a lone tile of ``rows`` rows takes together, as far as its accumulators go round."""
-    return max(1, min(_MAX_PANELS, TILE_ROWS // rows))
+    return max(1, min(_MAX_PANELS, GEMM_ROWS // rows))
 
 
 @intrinsic
@@ -33,7 +33,7 @@ def gemm_tile(
     typingctx, stored, x, x_stride, depth, panel, panel_stride, bias, residual, out, out_stride, columns, partial,
     is_first, is_last, ahead, step, panels, rows,
 ):  # fmt: skip
-    """Computes one tile of ``rows`` (1..TILE_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
+    """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
 
     ``x``, ``panel``, ``bias``, ``residual`` (0 = none), ``out`` and ``partial`` are addresses; strides are bytes
     from row to row (from panel to panel), that of ``residual`` being ``out_stride``. Only ``columns`` columns of
@@ -51,7 +51,7 @@ def gemm_tile(
         names = "x x_stride depth panel panel_stride bias residual out out_stride columns partial is_first is_last"
         operands = dict(zip(f"{names} ahead step".split(), args[1:]))
         done = builder.append_basic_block("tile.done")
-        shapes = {(height, count) for height in range(1, TILE_ROWS + 1) for count in (1, panels_at_once(height))}
+        shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
         which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
         switch = builder.switch(which, done)
         for height, count in sorted(shapes):

@@ -16,12 +16,12 @@ from numba import carray, njit
 
 from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
 from numba_kernels.cpu.launch import Fields, Kernel, address
-from numba_kernels.cpu.target import PANEL_COLUMNS, TILE_ROWS
+from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
 
 MAX_BLOCK_DEPTH = 1024  # K elements of a block: 192 KB of float32 panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 _HUGE_PAGE_BYTES = 2 << 20
-_AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, TILE_ROWS + 1)))
+_AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
 
 
 def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
@@ -76,7 +76,7 @@ def linear_kernel(stored: type) -> Kernel:
         panel_row_bytes = PANEL_COLUMNS * itemsize
         panel_stride = a.depth * panel_row_bytes
         rows = last_row - first_row
-        if rows <= TILE_ROWS:  # one pass over the weight, as fast as memory delivers it
+        if rows <= GEMM_ROWS:  # one pass over the weight, as fast as memory delivers it
             panel = first_panel
             while panel < last_panel:
                 panels = _AT_ONCE[rows] if panel + _AT_ONCE[rows] <= last_panel else 1
@@ -95,7 +95,7 @@ def linear_kernel(stored: type) -> Kernel:
         num_blocks = max(1, -(-a.depth // MAX_BLOCK_DEPTH))
         block_depth = -(-a.depth // num_blocks)
         partial_rows = np.empty((rows, PANEL_COLUMNS), np.float32)
-        step = -(-panel_row_bytes * TILE_ROWS // rows)  # all row tiles together prefetch the next block
+        step = -(-panel_row_bytes * GEMM_ROWS // rows)  # all row tiles together prefetch the next block
         for panel in range(first_panel, last_panel):
             column = panel * PANEL_COLUMNS
             columns = min(PANEL_COLUMNS, a.width - column)
@@ -105,14 +105,14 @@ def linear_kernel(stored: type) -> Kernel:
                 weight = a.panels + panel * panel_stride + start * panel_row_bytes
                 ahead = weight + depth * panel_row_bytes
                 partial = address(partial_rows)
-                for row in range(first_row, last_row, TILE_ROWS):
+                for row in range(first_row, last_row, GEMM_ROWS):
                     gemm_tile(
                         stored, a.x + (row * a.depth + start) * 4, a.depth * 4, depth, weight, 0, a.bias + column * 4,
                         _residual(a.residual, row * a.width + column),
                         a.out + (row * a.width + column) * 4, a.width * 4, columns,
-                        partial, block == 0, block == num_blocks - 1, ahead, step, 1, min(TILE_ROWS, last_row - row),
+                        partial, block == 0, block == num_blocks - 1, ahead, step, 1, min(GEMM_ROWS, last_row - row),
                     )  # fmt: skip
                     ahead += depth * step
-                    partial += TILE_ROWS * PANEL_COLUMNS * 4
+                    partial += GEMM_ROWS * PANEL_COLUMNS * 4
 
     return Kernel(linear, FIELDS)

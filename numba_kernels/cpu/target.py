@@ -1,9 +1,10 @@
 """Which register tile fits the machine that numba compiles for.
 
 Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
-registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a tile of
-8 rows x 3 vectors keeps 24 of them busy; with 16 registers of 8 lanes, 4 rows x 1 vector (8 registers) leaves room
-for operands; NEON's 32 registers of 4 lanes hold 4 rows x 1 vector (16 registers) and operands.
+registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
+tile of 9 rows x 3 vectors keeps 27 of them busy and three hold weights; attention's has a power of two of rows. With 16
+registers of 8 lanes, 4 rows x 1 vector (8 registers) leaves room for operands; NEON's 32 registers of 4 lanes hold 4
+rows x 1 vector (16 registers) and operands.
 """
 
 from __future__ import annotations
@@ -24,4 +25,5 @@ def compiled_for(feature: str) -> bool:
 
 
 TILE_ROWS, TILE_VECTORS = (8, 3) if compiled_for("avx512f") else (4, 1)
+GEMM_ROWS = 9 if compiled_for("avx512f") else 4
 PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds

@@ -18,7 +18,7 @@ from numba_kernels.cpu import linear as _linear
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.target import TILE_ROWS
+from numba_kernels.cpu.target import GEMM_ROWS
 from runtime.backends.cpu_checks import check, checked_address, fail, indices_of
 from runtime.batch import Batch
 from runtime.dtype import DType, float32, int32, int64
@@ -89,7 +89,7 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
     else:
         workers = _num_workers
         row_tickets = -(-rows // 128)
-        rows_a_ticket = -(-rows // row_tickets // TILE_ROWS) * TILE_ROWS
+        rows_a_ticket = -(-rows // row_tickets // GEMM_ROWS) * GEMM_ROWS
         row_tickets = -(-rows // rows_a_ticket)
         panels_a_ticket = max(1, panels * row_tickets // (4 * workers * row_tickets))
         tickets = row_tickets * -(-panels // panels_a_ticket)

@@ -19,7 +19,7 @@ from runtime.bench.prompts import random_prompts
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
 
-GRANULARITY = 8  # tokens; a chunk's size is a multiple
+FINEST = 8  # the answer is found to an eighth of itself
 NUM_WARMUP_STEPS = 3
 
 
@@ -45,8 +45,8 @@ def bench_budget(
     if min(num_decodes, context_len, num_rounds) < 1:
         raise BenchmarkError("decodes, their context and rounds must each be at least 1")
     limits = engine.limits
-    largest = min(limits.max_num_batched_tokens - num_decodes, prompt_len) // GRANULARITY * GRANULARITY
-    if largest < GRANULARITY or prompt_len >= limits.max_model_len or num_decodes >= limits.max_num_seqs:
+    largest = min(limits.max_num_batched_tokens - num_decodes, prompt_len)
+    if largest < 1 or prompt_len >= limits.max_model_len or num_decodes >= limits.max_num_seqs:
         raise BenchmarkError(
             f"{num_decodes} decodes beside a prompt of {prompt_len} tokens do not fit max_num_seqs="
             f"{limits.max_num_seqs}, max_num_batched_tokens={limits.max_num_batched_tokens}, "
@@ -67,7 +67,7 @@ def bench_budget(
         sizes[chunk] = [measure.step_beside(chunk) for _ in range(num_rounds)]
         return statistics.median(sizes[chunk]) <= target_s
 
-    good, size = 0, GRANULARITY
+    good, size = 0, 1
     bad: int | None = None
     while bad is None and good < largest:
         size = min(size, largest)
@@ -75,18 +75,18 @@ def bench_budget(
             good, size = size, 2 * size
         else:
             bad = size
-    while bad is not None and bad - good > GRANULARITY:
-        middle = (good + bad) // 2 // GRANULARITY * GRANULARITY
+    while bad is not None and bad - good > max(1, good // FINEST):
+        middle = (good + bad) // 2
         if keeps(middle):
             good = middle
         else:
             bad = middle
     measure.close()
     if good == 0:
-        slow = 1e3 * statistics.median(sizes[GRANULARITY])
+        slow = 1e3 * statistics.median(sizes[1])
         raise BenchmarkError(
-            f"a TPOT of {1e3 * target_s:.3f} ms leaves no room for a prompt: {GRANULARITY} of its tokens beside "
-            f"{num_decodes} decodes take {slow:.3f} ms, the decodes alone {1e3 * bare_s:.3f} ms"
+            f"a TPOT of {1e3 * target_s:.3f} ms leaves no room for a prompt: one of its tokens beside "
+            f"{num_decodes} decodes takes {slow:.3f} ms, the decodes alone {1e3 * bare_s:.3f} ms"
         )
     report = {
         "max_num_batched_tokens": num_decodes + good,
