@@ -76,9 +76,10 @@ def group_multiply(
     sums = ",".join(f"${i}" for i in range(count))
     first_a, b, flag = count, count + a_count, count + a_count + 1
     transposed = ("" if a_in_registers else ", 0") + (", 1" if b_is_transposed else ", 0")
-    lines = [f"setp.ne.b32 added, {0 if is_fresh else f'${flag}'}, 0;", f"mov.b64 b, ${b};"]
+    lines = [f"setp.ne.b32 added, {0 if is_fresh else f'${flag}'}, 0;", f"mov.b64 {{low_b, high_b}}, ${b};"]
+    lines.append(f"mov.b64 b, ${b};")
     if not a_in_registers:
-        lines.append(f"mov.b64 a, ${first_a};")
+        lines += [f"mov.b64 {{low_a, high_a}}, ${first_a};", f"mov.b64 a, ${first_a};"]
     lines.append("wgmma.fence.sync.aligned;")
     for step in range(num_steps):
         at = first_a + 4 * step
@@ -88,11 +89,11 @@ def group_multiply(
             f"{'added' if step == 0 else '1'}, 1, 1{transposed};"
         )
         if step < num_steps - 1:
-            lines.append(f"add.s64 b, b, {b_steps[step] >> 4};")
+            lines += [f"add.s32 low_b, low_b, {b_steps[step] >> 4};", "mov.b64 b, {low_b, high_b};"]
             if not a_in_registers:
-                lines.append(f"add.s64 a, a, {a_steps[step] >> 4};")
+                lines += [f"add.s32 low_a, low_a, {a_steps[step] >> 4};", "mov.b64 a, {low_a, high_a};"]
     lines.append("wgmma.commit_group.sync.aligned;")
-    text = "{ .reg .pred added; .reg .b64 a, b; " + " ".join(lines) + " }"
+    text = "{ .reg .pred added; .reg .b64 a, b; .reg .b32 low_a, high_a, low_b, high_b; " + " ".join(lines) + " }"
     a_letter, a_type = ("r", _WORD) if a_in_registers else ("l", _LONG)
     constraints, operand_types = ["=f"] * count + [a_letter] * a_count + ["l"], [a_type] * a_count + [_LONG]
     if not is_fresh:
