@@ -70,7 +70,7 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import lane_index, sync_warp
+from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sync_warp
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 
@@ -81,8 +81,8 @@ THREADS = 3 * GROUP_THREADS
 _CONSUMER_WARPS = 8
 _SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
 
-_give_registers = set_registers(24, is_more=False)
-_take_registers = set_registers(240, is_more=True)
+_give_registers = set_registers(40, is_more=False)
+_take_registers = set_registers(232, is_more=True)
 
 
 def has_kernel(dtype: str, head_dim: int, share: int) -> bool:
@@ -245,7 +245,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             launch_dependents()
         else:
             _take_registers()
-            own = uint32(group - uint32(1))
+            own = shuffle_index_b32(uint32(group - uint32(1)), uint32(0))  # so ptxas knows it for uniform
             own_turn = uint32(own + uint32(1))
             other_turn = uint32(uint32(2) - own)
             own_barrier = uint32(own + uint32(3))
@@ -291,23 +291,24 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     shortest_end, longest_end,
                 )  # fmt: skip
                 pack_weights(weights, scores)
-                if own == uint32(1) and num_tiles > uint32(1):
-                    arrive_named(other_turn, uint32(2 * GROUP_THREADS))
+                if num_tiles > uint32(1):
+                    mbarrier.wait(uint32(keys_full + uint32(8 % ring_bytes)), uint32(8 // ring_bytes))
+                    if own == uint32(1):
+                        arrive_named(other_turn, uint32(2 * GROUP_THREADS))
                 value_stage = uint32(0)
                 value_phase = uint32(0)
                 turn = uint32(1)
                 while turn < num_tiles:
                     stage = uint32(turn & uint32(stages - 1))
                     phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
-                    mbarrier.wait(uint32(keys_full + stage * uint32(8)), phase)
+                    turn = uint32(turn + uint32(1))
                     sync_named(own_turn, uint32(2 * GROUP_THREADS))
                     multiply_queries(scores, queries, key_tiles + uint64(stage * uint32(tile_bytes >> 4)))
                     mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
                     multiply_values(
                         sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1)
                     )
-                    following = uint32(turn + uint32(1))
-                    if own == uint32(0) or following < num_tiles:
+                    if own == uint32(0) or turn < num_tiles:
                         arrive_named(other_turn, uint32(2 * GROUP_THREADS))
                     wait_for_scores(scores)
                     _release(uint32(keys_empty + stage * uint32(8)), lane)
@@ -316,6 +317,11 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                         scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
                         shortest_end, longest_end,
                     )  # fmt: skip
+                    # Here, and not in the next turn: ptxas moves the wait for the sums to the head of its basic block.
+                    if turn < num_tiles:
+                        following = uint32(turn & uint32(stages - 1))
+                        following_phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
+                        mbarrier.wait(uint32(keys_full + following * uint32(8)), following_phase)
                     wait_for_sums(sums)
                     _release(uint32(values_empty + value_stage * uint32(8)), lane)
                     for i in range(sum_count // 4):
@@ -325,7 +331,6 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     pack_weights(weights, scores)
                     value_stage = stage
                     value_phase = phase
-                    turn = following
                 mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
                 multiply_values(sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1))
                 wait_for_sums(sums)
