@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from runtime.bench.counted import KINDS, Counts
 from tools.kernel_cases import Case
-from tools.kernel_counts import KINDS, PRODUCTS, Counts
+from tools.kernel_counts import PRODUCTS
 from tools.kernel_static import StaticFacts
 
 Measured = Sequence[tuple[Case, Counts]]

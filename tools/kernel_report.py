@@ -23,9 +23,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from numba_kernels.cuda.registry import specialisations  # noqa: E402
+from runtime.bench.counted import Counts  # noqa: E402
 from tools import kernel_plots as page  # noqa: E402
 from tools.kernel_cases import Case, cases  # noqa: E402
-from tools.kernel_counts import LEAST_SECTOR_EFFICIENCY, PRODUCTS, Bench, Counts  # noqa: E402
+from tools.kernel_counts import LEAST_SECTOR_EFFICIENCY, PRODUCTS, Bench  # noqa: E402
 from tools.kernel_static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5

@@ -318,6 +318,11 @@ class Gpu:
                 kernel = self._kernels[specialisation] = Kernel(self.context, specialisation, compiled)
             return kernel
 
+    def loaded_kernels(self) -> list[Kernel]:
+        """Every kernel that was loaded here."""
+        with self._lock:
+            return list(self._kernels.values())
+
     def kernel_of(self, function: Any) -> Kernel:
         """The loaded kernel that the driver calls so. Raises DeviceError for one that was not loaded here."""
         with self._lock:

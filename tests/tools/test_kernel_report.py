@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from numba_kernels.cuda.registry import specialisations
+from runtime.bench.counted import Counts, loops
 from runtime.device.emulator.architectures import A100, H200
 from runtime.device.emulator.ptx import parse
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from tools import kernel_plots, kernel_report
 from tools.kernel_cases import cases
-from tools.kernel_counts import Bench, Counts, Work, loops
+from tools.kernel_counts import Bench, Work
 from tools.kernel_report import Allowed, main, offences_of, offenders
 from tools.kernel_static import ARCHS, StaticFacts, examine
 

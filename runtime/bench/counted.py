@@ -1,0 +1,148 @@
+"""What kernels do when they run, counted by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from runtime.device.emulator.counters import Counters
+from runtime.device.emulator.launch import Checks
+from runtime.device.emulator.ptx import Instruction, Kernel, Symbol, parse
+from runtime.device.gpu import Gpu
+
+SECTOR_BYTES = 32
+
+_MMA_SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
+_KINDS = {  # an opcode's first part: the column of the instruction mix
+    **dict.fromkeys(("mma", "wgmma"), "tensor"),
+    **dict.fromkeys(("bra", "brx", "bar", "barrier", "ret", "exit", "setp", "call", "selp"), "control"),
+    **dict.fromkeys(("mov", "cvt", "cvta", "prmt", "shfl"), "move"),
+}
+KINDS = ("tensor", "float", "integer", "global", "shared", "move", "control")
+_BARRIERS = ("bar.", "barrier.", "mbarrier.arrive", "mbarrier.try_wait", "mbarrier.test_wait")
+
+
+@dataclass(slots=True)
+class Counts:
+    """One case's counts, over all of its launches.
+
+    Attributes:
+        mix: warp instructions by `KINDS`.
+        requests, sectors: warp instructions to device memory, 32-byte sectors that they touched; a TMA copy is one
+            request, whatever number of blocks it is multicast to.
+        global_bytes: of device memory that lanes asked for.
+        useful_sectors: the sectors that their bytes fill at best; a sector that lanes share counts once.
+        wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. What TMA writes and
+            wgmma reads there is not modelled.
+        barriers: warp instructions that arrive or wait at a barrier of the block, the cluster or an mbarrier.
+        tensor_flops: done by tensor cores, padding included.
+        wasted_by, conflicts_by: instruction ("kernel:index opcode"): sectors that need not have been, and conflicts.
+    """
+
+    case: str
+    kernels: tuple[str, ...]
+    warp_instructions: int = 0
+    mix: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    requests: int = 0
+    sectors: int = 0
+    global_bytes: int = 0
+    useful_sectors: float = 0.0
+    wavefronts: int = 0
+    conflicts: int = 0
+    loop_conflicts: int = 0
+    barriers: int = 0
+    tensor_flops: int = 0
+    wasted_by: dict[str, int] = field(default_factory=dict)
+    conflicts_by: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.sectors * SECTOR_BYTES
+
+    @property
+    def sectors_per_request(self) -> float:
+        return self.sectors / self.requests if self.requests else 0.0
+
+    @property
+    def sector_efficiency(self) -> float:
+        return self.useful_sectors / self.sectors if self.sectors else 1.0
+
+    def add(self, counters: Counters, kernel: Kernel) -> None:
+        """Adds what launches of one kernel counted; `kernel` is its PTX, parsed."""
+        self.warp_instructions += counters.warp_instructions
+        for opcode, number in counters.by_opcode.items():
+            self.mix[_kind(opcode)] += number
+            if opcode.startswith(_BARRIERS):
+                self.barriers += number
+            if opcode.startswith(("mma.", "wgmma.mma_async.")) and (shape := _MMA_SHAPE.search(opcode + ".")):
+                flops = number * 2 * int(shape[1]) * int(shape[2]) * int(shape[3])
+                self.tensor_flops += flops if opcode.startswith("mma.") else flops // 4  # one for each of four warps
+        in_loop = loops(kernel.instructions, kernel.labels)
+        for site, traffic in counters.traffic.items():
+            self.requests += traffic.global_requests
+            self.sectors += traffic.global_sectors
+            self.global_bytes += traffic.global_bytes
+            self.useful_sectors += min(traffic.global_bytes / SECTOR_BYTES, traffic.global_sectors)
+            self.wavefronts += traffic.shared_wavefronts
+            self.conflicts += traffic.bank_conflicts
+            self.loop_conflicts += traffic.bank_conflicts if in_loop[site] else 0
+            place = f"{kernel.name}:{site} {kernel.instructions[site].opcode}"
+            wasted = traffic.global_sectors - math.ceil(traffic.global_bytes / SECTOR_BYTES)
+            if wasted > 0:
+                self.wasted_by[place] = wasted
+            if traffic.bank_conflicts:
+                self.conflicts_by[place] = traffic.bank_conflicts
+
+
+@contextmanager
+def counting(gpu: Gpu, by_kernel: dict[str, Counts] | None = None) -> Iterator[Counts]:
+    """Counts what an emulated device launches until the block ends, and then fills in what it gave, and `by_kernel`
+    with the counts of each. A real device counts nothing: all stays 0."""
+    found = Counts("", ())
+    if not gpu.driver.is_emulated:
+        yield found
+        return
+    emulator = gpu.driver.api
+    gpu.synchronize()
+    before = emulator.checks, emulator.is_counting
+    emulator.counters.clear()
+    emulator.checks, emulator.is_counting = emulator.checks | Checks.TRAFFIC, True
+    try:
+        yield found
+        gpu.synchronize()
+    finally:
+        emulator.checks, emulator.is_counting = before
+    found.kernels = tuple(emulator.counters)
+    loaded = {kernel.compiled.name: kernel for kernel in gpu.loaded_kernels()}
+    for name, counters in emulator.counters.items():
+        (kernel,) = parse(loaded[name].compiled.image.rstrip(b"\0").decode()).kernels.values()
+        found.add(counters, kernel)
+        if by_kernel is not None:
+            title = loaded[name].specialisation.name
+            by_kernel[title] = Counts(title, (name,))
+            by_kernel[title].add(counters, kernel)
+
+
+def _kind(opcode: str) -> str:
+    first, *rest = opcode.split(".")
+    if first in _KINDS:
+        return _KINDS[first]
+    if first in ("ldmatrix", "stmatrix") or (first in ("ld", "st", "atom", "red") and "shared" in rest):
+        return "shared"
+    if first in ("ld", "st", "atom", "red", "cp", "prefetch"):
+        return "move" if "param" in rest else "global"
+    return "float" if rest and rest[-1] in ("f32", "f16", "f16x2", "bf16", "bf16x2") else "integer"
+
+
+def loops(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[bool]:
+    """Of each instruction, whether it lies between a branch backwards and its target."""
+    inside = [False] * len(instructions)
+    for index, instruction in enumerate(instructions):
+        if instruction.parts[0] == "bra":
+            target = min(labels[operand.name] for operand in instruction.operands if isinstance(operand, Symbol))
+            for other in range(target, index + 1):
+                inside[other] = True
+    return inside

@@ -1,0 +1,178 @@
+"""The comparison with Triton: machine code is read, both sides do the work, and the page is what was counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import compare_triton, machine_code
+from tools.compare_triton import METRICS, PEERS, Comparer, Measured, Row, nearest, peers, tile_of
+from tools.machine_code import MainLoop, NoDisassemblerError, find_nvdisasm, main_loop, main_loops, operations_of, parse
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
+.L_x_1:
+        /*0020*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0030*/                   HMMA.16816.F32.BF16 R12, R4, R6, R12 ;
+        /*0040*/                   NOP ;
+        /*0050*/              @!P0 BRA `(.L_x_1) ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/               @P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0080*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0090*/               @P2 BRA `(.L_x_2) ;
+.L_x_3:
+        /*00a0*/                   HMMA.1688.F32.TF32 R8, R4, R6, R8 ;
+        /*00b0*/                   FADD R1, R2, R3 ;
+        /*00c0*/              @UP0 BRA `(.L_x_3) ;
+.L_x_5:
+        /*00c8*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
+        /*00cc*/               @P3 BRA `(.L_x_5) ;
+        /*00d0*/                   EXIT ;
+.L_x_4:
+        /*00e0*/                   BRA `(.L_x_4);
+"""
+
+
+def test_the_innermost_loops_with_tensor_work_are_found() -> None:
+    first, second, third = main_loops(parse(LISTING))
+    assert (first.num_instructions, first.num_operations) == (3, 2)  # the outer loop is not innermost, NOP not counted
+    assert first.mix == {"HMMA": 2, "BRA": 1}
+    assert (second.num_instructions, second.num_operations) == (3, 0.5)
+    assert (third.num_instructions, third.num_operations) == (2, 16)
+    assert main_loop(parse(LISTING)) == third
+    assert MainLoop(3, 2, {}).instructions_per_operation == 1.5
+    with pytest.raises(ValueError, match="no loop"):
+        main_loop(parse("/*0000*/ EXIT ;"))
+    with pytest.raises(ValueError, match="L_x_9"):
+        parse("/*0000*/ BRA `(.L_x_9) ;")
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operations"),
+    [
+        ("HMMA.16816.F32.BF16", 1), ("HMMA.1688.F32", 0.5), ("HGMMA.64x256x16.F32.BF16", 32),
+        ("HGMMA.64x8x16.F32", 1), ("FFMA", 0), ("BAR.SYNC", 0),
+    ],
+)  # fmt: skip
+def test_tensor_work_of_an_instruction(opcode: str, operations: float) -> None:
+    assert operations_of(opcode) == operations
+
+
+@pytest.mark.parametrize("opcode", ["HMMA.884.F32", "HGMMA.SP"])
+def test_an_unknown_shape_is_an_error(opcode: str) -> None:
+    with pytest.raises(ValueError, match="unknown shape"):
+        operations_of(opcode)
+
+
+def test_a_missing_disassembler_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(machine_code.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine_code, "find_spec", lambda name: None)
+    with pytest.raises(NoDisassemblerError, match="neither on PATH nor in an installed triton"):
+        find_nvdisasm()
+    with pytest.raises(NoDisassemblerError, match="--nvdisasm none: no such program"):
+        find_nvdisasm("none")
+    assert compare_triton.main([]) == 2
+    assert "nvdisasm is neither on PATH" in capsys.readouterr().err
+
+
+def test_every_recorded_kernel_has_its_text() -> None:
+    index = json.loads((PEERS / "peers.json").read_text())
+    assert {file.stem for file in PEERS.glob("*.ptx")} == set(index)
+    for name, facts in index.items():
+        assert f".entry {facts['kernel']}(" in compare_triton.text_of(name)
+        assert facts["arch"] in compare_triton.text_of(name)
+    for arch in compare_triton.ARCHS:
+        assert len(peers("matmul", arch)) == 8  # all that the tutorial tries for 16-bit factors
+        assert len(peers("attention", arch)) == 6
+
+
+def test_the_nearest_tile_stands_beside_ours() -> None:
+    known = peers("matmul", "sm_80")
+    assert tile_of(known[nearest((128, 128, 64), known)]) == (128, 128, 32)
+    assert tile_of(known[nearest((128, 256, 64), known)]) == (128, 256, 64)
+    assert tile_of(known[nearest((16, 64, 64), known)]) == (32, 64, 32)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", compare_triton.ARCHS)
+def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are verified in `product` and `prefill`; the counts that are known, here."""
+    loop = MainLoop(10, 2, {"HMMA": 2})
+    monkeypatch.setattr(compare_triton, "disassemble", lambda cubin, program: [])
+    monkeypatch.setattr(compare_triton, "main_loop", lambda instructions: loop)
+    kept = {"matmul_128x128x32_s4_w4", "attention_d64_64x64_s3_w4"}
+    every = compare_triton.peers
+    monkeypatch.setattr(
+        compare_triton, "peers",
+        lambda work, arch: {n: f for n, f in every(work, arch).items() if n.rsplit("_", 1)[0] in kept},
+    )  # fmt: skip
+    comparer = Comparer(arch, "none")
+    m, n, k = 128, 256, 64
+    for row in comparer.product(m, n, k):
+        least = 2 * (m * k * (n // 128) + n * k * (m // 128) + m * n)  # tiles of 128 x 128
+        assert row.triton.sectors == least // 32
+        assert row.triton.machine_per_operation == 5
+        assert row.ours.sectors >= least // 32
+        assert row.configurations == (row.triton,)
+    rows = list(comparer.prefill(1, 128, 64))
+    assert all(row.triton.tile.startswith("64x64") for row in rows)
+    assert all(row.triton.barriers > 0 and row.triton.bytes > 0 for row in rows)
+
+
+@pytest.mark.emulator
+def test_a_wrong_result_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparer = Comparer("sm_80", "none")
+    monkeypatch.setattr(compare_triton, "_peer_matmul", lambda name, facts, bench, work: None)
+    with pytest.raises(AssertionError, match="the product 128 x 128 x 64 is wrong"):
+        list(comparer.product(128, 128, 64))
+
+
+def measured(**changes: object) -> Measured:
+    return dataclasses.replace(Measured("t", "1x1", 10, 10, 0, 10, 2.0, 2.0, {}, 32, 0), **changes)
+
+
+def test_what_is_worse_is_named() -> None:
+    def worse(**changes: object) -> list[str]:
+        return Row("matmul", "sm_80", "1", measured(**changes), measured(), ()).worse
+
+    assert worse() == []
+    assert worse(sectors=11) == ["sectors"]
+    assert worse(conflicts=1, barriers=11) == ["conflicts", "barriers"]
+    assert worse(machine_per_operation=float("nan")) == ["machine_per_operation"]
+    assert worse(bytes=9, num_registers=255) == []
+
+
+def test_the_page_is_what_was_counted() -> None:
+    docs = compare_triton.ROOT / "docs"
+    report = json.loads((docs / "triton_comparison.json").read_text())
+    page = (docs / "triton_comparison.md").read_text()
+    for row in report["rows"]:
+        for name in METRICS:
+            assert f"{row['ours'][name]:,} / {row['triton'][name]:,}" in page
+    seen = {(row["work"], row["arch"], row["shape"]) for row in report["rows"]}
+    for arch in compare_triton.ARCHS:
+        assert {("matmul", arch, f"{m} x {n} x {k}") for m, n, k in compare_triton.MATMULS} <= seen
+        for heads, length, head_dim in compare_triton.ATTENTIONS:
+            assert ("attention", arch, f"{heads} heads, {length} tokens, head dim {head_dim}") in seen
+
+
+@pytest.mark.emulator
+def test_the_command_counts_one_row(tmp_path: Path) -> None:
+    try:
+        find_nvdisasm()
+    except NoDisassemblerError:
+        pytest.skip("nvdisasm is not installed")
+    files = [tmp_path / f"found.{kind}" for kind in ("json", "md")]
+    only = ["--arch", "sm_80", "--only", "matmul sm_80 256 x 256 x 512"]
+    assert compare_triton.main([*only, "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    (row, *_) = json.loads(files[0].read_text())["rows"]
+    assert row["shape"] == "256 x 256 x 512"
+    assert row["ours"]["machine_per_operation"] > 1
+    assert row["shape"] in files[1].read_text()
