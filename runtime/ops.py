@@ -27,9 +27,9 @@ from runtime.storage import NDArray
 from runtime.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "attention", "embedding", "gather_rows", "gelu", "layer_norm",
-    "linear", "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "sample",
-    "silu", "swiglu",
+    "LinearWeight", "RopeTable", "add_embedding", "attention", "check_ids", "draw", "embedding", "gather_rows", "gelu",
+    "layer_norm", "linear", "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm",
+    "sample", "silu", "swiglu", "take_decode_inputs",
 ]  # fmt: skip
 
 
@@ -175,14 +175,16 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
-    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. A sequence
-    longer than its block table, or a table entry outside the pages, is an error.
+    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. ``sinks``
+    (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and has no value, as gpt-oss learns
+    them. A sequence longer than its block table, or a table entry outside the pages, is an error.
     """
     return _backend("attention", "q", q).attention(  # type: ignore[no-any-return]
-        q, k_cache, v_cache, batch, group, scale=scale, window=window
+        q, k_cache, v_cache, batch, group, scale=scale, window=window, sinks=sinks
     )
 
 
@@ -196,6 +198,38 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     same on every device for the same logits.
     """
     return _sampling_backend("sample", logits).sample(logits, params)  # type: ignore[no-any-return]
+
+
+def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+    """As `sample`, on a GPU alone, of parameters that lie there: queued only, so that a graph can record it.
+
+    ``fields`` are the arrays of SamplingArrays but for the mask, in their order; seeds int64. Starts may begin above 0.
+    ``results [2 n + 1]`` int32 gets ids, statuses (0: drawn), and whether an id was outside its table since the last
+    `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch for.
+    """
+    from runtime.backends import cuda_sampling
+
+    cuda_sampling.draw(logits, fields, results, has_penalties=has_penalties)
+
+
+def check_ids(device: Device) -> None:
+    """Waits for a GPU; InvalidArgumentError where an id was outside its table since the last call."""
+    from runtime.backends import cuda_tensor
+
+    cuda_tensor.check_id_flag(device)
+
+
+def take_decode_inputs(
+    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
+) -> None:
+    """Completes the inputs of a decode step on a GPU; all int32.
+
+    ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: a place in it, and its value.
+    ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Places and sources must exist.
+    """
+    from runtime.backends import cuda_decode
+
+    cuda_decode.take_decode_inputs(changes, num_changes, tables, sources, drawn, token_ids)
 
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:

@@ -64,15 +64,17 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
     found: list[np.ndarray] = []
 
     def observe(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, *, scale: float, window: int | None = None
-    ) -> Tensor:
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, *, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         tokens, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = k_cache.shape
         table = batch.block_tables[group]
         plan = attention.plan(
             num_tokens=tokens, num_seqs=batch.num_seqs, max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            table_width=table.shape[1], dtype=q.dtype.ptx, block_size=block_size, window=window, tier="naive",
+            table_width=table.shape[1], dtype=q.dtype.ptx, block_size=block_size, window=window,
+            has_sinks=sinks is not None, tier="naive",
         )  # fmt: skip
         result = Tensor.zeros((tokens, heads * head_dim), q.dtype, q.device)
         workspace = gpu.allocate(plan.workspace_bytes)
@@ -81,6 +83,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
             *plan.attend_arguments(
                 q.address, k_cache.address, v_cache.address, result.address, workspace.address,
                 batch.query_start.address, batch.seq_lens.address, table.address, scale,
+                0 if sinks is None else sinks.address,
             ),
         )  # fmt: skip
         weights = np.empty((tokens, heads, plan.workspace_columns), np.float32)

@@ -8,7 +8,8 @@ read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged
 batch has too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel
 merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
-A row that may attend to nothing gives zeros. Status 1: a block table entry outside the pages.
+Sinks (a logit of each query head) join a row's sum once, at its end. A row that may attend to nothing gives zeros.
+Status 1: a block table entry outside the pages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
     "q k_cache v_cache query_start seq_lens block_table group_starts partial out "
-    "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments",
+    "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
+    "sinks",
     "scale",
 )
 
@@ -87,13 +89,22 @@ def _merge(total, segment, rows, width):
 
 
 @njit(nogil=True)
-def _write(total, target, tokens, share, q_heads, head_dim, width):
-    """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address)."""
-    sums = float32_at(total[2], tokens * share)
+def _write(total, target, tokens, share, q_heads, head_dim, width, sinks_at):
+    """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address).
+
+    ``sinks_at`` (an address; 0 for none) holds the logits ``[share]`` that join these heads' sums."""
+    maxima, sums = float32_at(total[1], tokens * share), float32_at(total[2], tokens * share)
+    sinks = float32_at(sinks_at, share)
     row = 0
     for token in range(tokens):
         for head in range(share):
-            inverse = np.float32(0.0) if sums[row] == np.float32(0.0) else np.float32(1.0) / sums[row]
+            taken, weight = sums[row], np.float32(1.0)
+            if sinks_at != 0:
+                largest = sinks[head] if sinks[head] > maxima[row] else maxima[row]
+                origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
+                weight = exp_f32(maxima[row] - origin)
+                taken = taken * weight + exp_f32(sinks[head] - origin)
+            inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
             result = float32_at(target + (token * q_heads + head) * head_dim * 4, head_dim)
             out = float32_at(total[0] + row * width * 4, head_dim)
             for i in range(head_dim):
@@ -244,7 +255,8 @@ def attention_kernel(stored: type) -> Kernel:
             _merge(partial, total, rows, width)
         else:
             target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
-            _write(total, target, tokens, share, a.q_heads, a.head_dim, width)
+            sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
+            _write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
         _hold(work, tables)
 
     return Kernel(attention, FIELDS)
@@ -273,7 +285,8 @@ def merge_kernel() -> Kernel:
             part = _triple(a.partial + (ticket * a.num_segments + segment) * size * 4, rows, width)
             _merge(total, part, rows, width)
         target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.head_dim * 4
-        _write(total, target, tokens, share, a.q_heads, a.head_dim, width)
+        sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
+        _write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
         _hold(work, work)
 
     return Kernel(merge, FIELDS)

@@ -335,10 +335,12 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
-    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. A sequence
+    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. ``sinks
+    [Hq]`` are logits that join their head's softmax and have no value. A sequence
     longer than its block table, or a table entry outside the pages, is an error.
     """
     op = "attention"
@@ -349,6 +351,8 @@ def attention(
         raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
     if window is not None and window < 1:
         raise fail(op, "window", f"is {window}, must be at least 1")
+    if sinks is not None:
+        check(op, "sinks", sinks, float32, (q_heads,))
     share = q_heads // kv_heads
     plan = _attention_plan(batch, group, tokens, share, block_size)
     result = _output(op, None, (tokens, q_heads * head_dim))
@@ -365,7 +369,7 @@ def attention(
     arguments = (
         q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
         result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
-        window or 0, plan.group_tokens, segments, scale,
+        window or 0, plan.group_tokens, segments, 0 if sinks is None else sinks.address, scale,
     )  # fmt: skip
     status = _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments)
     if status == _attention.BAD_BLOCK:

@@ -236,6 +236,7 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
     op = "attention"
@@ -246,6 +247,7 @@ def attention(
         raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
     if window is not None and window < 1:
         raise fail(op, "window", f"is {window}, must be at least 1")
+    sink_address = 0 if sinks is None else check(op, "sinks", sinks, device, float32, (q_heads,))
     seqs = batch.num_seqs
     query_start = check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
     seq_lens = check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
@@ -257,20 +259,22 @@ def attention(
     result = output(op, None, (tokens, q_heads * head_dim), q.dtype, device)
     if tokens == 0 or q_heads == 0:
         return result
-    key = ("attention", group, tokens, q_heads, kv_heads, head_dim, block_size, window, q.dtype)
+    key = ("attention", group, tokens, q_heads, kv_heads, head_dim, block_size, window, sinks is None, q.dtype)
     plan = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
-            block_size=block_size, window=window, num_sms=gpu.properties.num_sms, exact=batch.exact,
+            block_size=block_size, window=window, has_sinks=sinks is not None, num_sms=gpu.properties.num_sms,
+            exact=batch.exact,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     work_address = 0 if workspace is None else workspace.address
     arguments = plan.attend_arguments(
-        q.address, k_cache.address, v_cache.address, result.address, work_address, query_start, seq_lens, table, scale
-    )
+        q.address, k_cache.address, v_cache.address, result.address, work_address, query_start, seq_lens, table, scale,
+        sink_address,
+    )  # fmt: skip
     gpu.launch(plan.attend, *arguments)
     if plan.combine is not None:
-        gpu.launch(plan.combine, *plan.combine_arguments(work_address, result.address))
+        gpu.launch(plan.combine, *plan.combine_arguments(work_address, result.address, sink_address))
     return result

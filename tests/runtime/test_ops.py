@@ -43,11 +43,11 @@ def _qkv(**changes):
     return ops.qkv_prepare(arguments.pop("qkv"), arguments.pop("positions"), **arguments)
 
 
-def _attend(queries, window=None, **changes):
+def _attend(queries, window=None, sinks=None, **changes):
     case = paged_case(np.random.default_rng(0), [(0, 8)], heads=2, kv_heads=1, head_dim=4, block_size=8)
     for name, value in changes.items():
         setattr(case.batch, name, value)
-    return ops.attention(queries, *case.cache.layer(0), case.batch, 0, scale=1.0, window=window)
+    return ops.attention(queries, *case.cache.layer(0), case.batch, 0, scale=1.0, window=window, sinks=sinks)
 
 
 REFUSALS = [
@@ -85,6 +85,8 @@ REFUSALS = [
     ("attention", "q", lambda: _attend(_zeros(8, 8)), r"\(8, 8\)"),
     ("attention", "k_cache", lambda: _attend(_zeros(8, 2, 5)), r"must be \[any, any, 5, any\]"),
     ("attention", "window", lambda: _attend(_zeros(8, 2, 4), window=0), "at least 1"),
+    ("attention", "sinks", lambda: _attend(_zeros(8, 2, 4), sinks=_zeros(3)), r"\(3,\), must be \[2\]"),
+    ("attention", "sinks", lambda: _attend(_zeros(8, 2, 4), sinks=_zeros(2, dtype=np.float16)), "float16"),
     ("attention", "batch.seq_lens", lambda: _attend(_zeros(8, 2, 4), seq_lens=_zeros(1, dtype=np.int64)), "int64"),
     ("log_softmax_topk", "chosen", lambda: ops.log_softmax_topk(_zeros(1, 5), np.array([5], np.int32), 1), "0 to 4"),
     ("log_softmax_topk", "chosen", lambda: ops.log_softmax_topk(_zeros(1, 5), np.array([1]), 1), "int64"),

@@ -12,6 +12,7 @@ The parts are `plan`'s choice, which may depend on the batch; with one part the 
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
@@ -19,17 +20,22 @@ from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_max,
     group_sum,
+    load_sink,
     origin_of,
     reciprocal_of,
+    share_of_keys,
     subtract,
 )
 from numba_kernels.cuda.attention.parts import part_of, record
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
+    Variant,
     copy_batch,
     head_row,
+    is_hidden,
     key_tile_copier,
     query_tile_copier,
+    sink_head,
     tile_shape,
     visible_end,
     visible_first,
@@ -77,8 +83,10 @@ def shared_bytes(dtype: str, head_dim: int) -> int:
 
 
 @functools.cache
-def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: bool) -> Specialisation:
-    """Grid: (tiles of the longest chunk's rows times parts, KV heads, sequences)."""
+def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
+    """Grid: (tiles of the longest chunk's rows times parts, KV heads, sequences). Split, `combine` applies sinks."""
+    if is_split and variant.has_sinks:
+        raise ValueError("has_sinks is True, must be False where sequences are split: sinks are applied once")
     check_pages(head_dim, block_size, dtype)
     warps = num_warps(head_dim)
     threads = warps * 32
@@ -96,12 +104,13 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
     stages_offset = NUM_ROWS * pitch
     result_bytes = 16 * (columns + 2) * 4  # of a warp: sums [16, columns], then maxima and totals [16]
     keys_a_turn = warps * NUM_KEYS
+    has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
     record_bytes = record(head_dim) * 4
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
-        table_width, window, num_parts, part_keys, scale,
+        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+        share, table_width, window, num_parts, part_keys, scale,
     ):  # fmt: skip
         seq = uint32(cuda.blockIdx.z)
         kv_head = uint32(cuda.blockIdx.y)
@@ -122,7 +131,9 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
         stop = longest_end
-        turn = uint32(visible_first(shortest_end, window) // uint32(NUM_KEYS) * uint32(NUM_KEYS))
+        turn = uint32(0)
+        if has_window:
+            turn = uint32(visible_first(shortest_end, window) // uint32(NUM_KEYS) * uint32(NUM_KEYS))
         if is_split:
             turn, stop = part_of(turn, stop, part, part_keys)
         table = uint64(seq) * uint64(table_width)
@@ -219,12 +230,12 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
                 for j in range(2):
                     at = uint32(key + column + uint32(8 * i + j))
                     score = scores[i, j] * scale
-                    if at >= upper_end or uint32(at + window) < upper_end:
+                    if hidden(at, upper_end, window):
                         score = MINUS_INFINITY
                     scores[i, j] = score
                     upper_new = maximum_f32(upper_new, score)
                     score = scores[i, 2 + j] * scale
-                    if at >= lower_end or uint32(at + window) < lower_end:
+                    if hidden(at, lower_end, window):
                         score = MINUS_INFINITY
                     scores[i, 2 + j] = score
                     lower_new = maximum_f32(lower_new, score)
@@ -324,11 +335,14 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: boo
                         store_f32(target + uint64(at) * uint64(4), result)
                 else:
                     value[0] = result * reciprocal_of(total)
+                    if has_sinks:
+                        sink = load_sink(sinks, sink_head(row, share, kv_head))
+                        value[0] = result * share_of_keys(largest, total, sink)
                     store(out + (at_row * uint64(head_dim) + uint64(at)) * uint64(2), value)
             index = uint32(index + uint32(threads))
 
-    name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}{'_split' if is_split else ''}"
+    name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}{'_split' if is_split else ''}{variant.suffix}"
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "is_split": is_split,
-    }  # fmt: skip
+    } | asdict(variant)  # fmt: skip
     return Specialisation(name, kernel, ARGUMENT_TYPES, threads, constants=constants)

@@ -14,6 +14,7 @@ f32. Without it a row's bits depend on its query and keys alone.
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
@@ -21,17 +22,22 @@ from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_max,
     group_sum,
+    load_sink,
     origin_of,
     reciprocal_of,
+    share_of_keys,
     subtract,
 )
 from numba_kernels.cuda.attention.parts import part_of, record
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
+    Variant,
     copy_batch,
     head_row,
+    is_hidden,
     key_tile_copier,
     query_tile_copier,
+    sink_head,
     tile_shape,
     visible_end,
     visible_first,
@@ -82,8 +88,11 @@ def shared_bytes(head_dim: int, is_split: bool) -> int:
 
 
 @functools.cache
-def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisation:
-    """Grid: (tiles of the longest chunk's rows, times parts where split; KV heads; sequences)."""
+def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
+    """Grid: (tiles of the longest chunk's rows, times parts where split; KV heads; sequences). Split, `combine` applies
+    sinks."""
+    if is_split and variant.has_sinks:
+        raise ValueError("has_sinks is True, must be False where sequences are split: sinks are applied once")
     check_pages(head_dim, block_size, "f32")
     tile_rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
     shape = tile_shape("f32", head_dim)
@@ -97,11 +106,12 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
     p_offset = v_offset + keys * pitch
     p_pitch = weights_pitch(head_dim, is_split)
     record_bytes = record(head_dim) * 4
+    has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
-        table_width, window, num_parts, part_keys, scale,
+        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+        share, table_width, window, num_parts, part_keys, scale,
     ):  # fmt: skip
         seq = uint32(cuda.blockIdx.z)
         kv_head = uint32(cuda.blockIdx.y)
@@ -122,7 +132,9 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
         seq_len = uint32(seq_lens[seq])
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         stop = visible_end(seq_len, query_len, divide_u32(last_row, share))
-        key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
+        key = uint32(0)
+        if has_window:
+            key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
         if is_split:
             key, stop = part_of(key, stop, part, part_keys)
         table = uint64(seq) * uint64(table_width)
@@ -188,7 +200,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
                 for j in range(own_keys):
                     place = uint32(key + tx + uint32(16 * j))
                     score = scores[r, j] * scale
-                    if place >= ends[r] or uint32(place + window) < ends[r]:
+                    if hidden(place, ends[r], window):
                         score = MINUS_INFINITY
                     scores[r, j] = score
                     largest = maximum_f32(largest, score)
@@ -243,6 +255,8 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
                 else:
                     target = out + at_row * uint64(head_dim * 4)
                     reciprocal = reciprocal_of(total)
+                    if has_sinks:
+                        reciprocal = share_of_keys(maxima[r], total, load_sink(sinks, sink_head(row, share, kv_head)))
                     for c in range(own_columns):
                         column = uint32(tx + uint32(16 * c))
                         if column < uint32(head_dim):
@@ -251,6 +265,6 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool) -> Specialisat
     tier = "decode" if is_split else "flash"
     constants = {
         "dtype": "f32", "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
-    }  # fmt: skip
-    name = f"attention_{tier}_f32_d{head_dim}_b{block_size}"
+    } | asdict(variant)  # fmt: skip
+    name = f"attention_{tier}_f32_d{head_dim}_b{block_size}{variant.suffix}"
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

@@ -18,16 +18,28 @@ P is rounded to the dtype for its product with V while l sums it unrounded.
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.attention.online_softmax import group_max, group_sum, origin_of, reciprocal_of, subtract
+from numba_kernels.cuda.attention.online_softmax import (
+    group_max,
+    group_sum,
+    load_sink,
+    origin_of,
+    reciprocal_of,
+    share_of_keys,
+    subtract,
+)
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
+    Variant,
     copy_batch,
+    is_hidden,
     key_tile_copier,
     output_tile_copier,
     query_tile_copier,
+    sink_head,
     tile_shape,
     visible_end,
     visible_first,
@@ -60,7 +72,7 @@ def shared_bytes(dtype: str, head_dim: int) -> int:
 
 
 @functools.cache
-def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisation:
+def flash_tensor_core(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
     """For pages of `block_size` tokens. Grid: (tiles of the longest chunk's rows, KV heads, sequences)."""
     check_pages(head_dim, block_size, dtype)
     keys = num_keys(head_dim)
@@ -78,11 +90,12 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
     k_offset = NUM_ROWS * pitch
     v_offset = k_offset + keys * pitch
     infinity = float32(float("inf"))
+    has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
-        table_width, window, workspace_columns, part_keys, scale,
+        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+        share, table_width, window, workspace_columns, part_keys, scale,
     ):  # fmt: skip
         seq = uint32(cuda.blockIdx.z)
         kv_head = uint32(cuda.blockIdx.y)
@@ -138,7 +151,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
         upper_total = float32(0)
         lower_total = float32(0)
 
-        key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
+        key = uint32(0)
+        if has_window:
+            key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_keys(k_tile, k_cache, block_tables, table, key, longest_end, kv_head, num_kv_heads, thread, blocks)
         copy_async_commit()
@@ -191,13 +206,13 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
             for i in range(key_tiles):
                 for j in range(4):
                     scores[i, j] = scores[i, j] * scale
-            if uint32(key + uint32(keys)) > shortest_end or uint32(key + window) < longest_end:
+            if uint32(key + uint32(keys)) > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for i in range(key_tiles):
                     for j in range(2):
                         at = uint32(key + column + uint32(8 * i + j))
-                        if at >= upper_end or uint32(at + window) < upper_end:
+                        if hidden(at, upper_end, window):
                             scores[i, j] = -infinity
-                        if at >= lower_end or uint32(at + window) < lower_end:
+                        if hidden(at, lower_end, window):
                             scores[i, 2 + j] = -infinity
 
             upper_new = upper_max
@@ -266,6 +281,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
         lower_total = group_sum(lower_total, 4)
         upper_share = reciprocal_of(upper_total)
         lower_share = reciprocal_of(lower_total)
+        if has_sinks:
+            upper_share = share_of_keys(upper_max, upper_total, load_sink(sinks, sink_head(upper, share, kv_head)))
+            lower_share = share_of_keys(lower_max, lower_total, load_sink(sinks, sink_head(lower, share, kv_head)))
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         place = uint32(own_q_tile + (lane >> uint32(2)) * uint32(pitch) + column * uint32(2))
         sync_named(own_barrier, uint32(32))
@@ -279,6 +297,8 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int) -> Specialisat
             own_q_tile, out, uint32(first_row + warp * uint32(16)), rows, share, kv_head, num_q_heads, first_token, lane
         )
 
-    name = f"attention_flash_{dtype}_d{head_dim}_b{block_size}"
-    constants = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "num_keys": keys}
+    name = f"attention_flash_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
+    constants = {
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "num_keys": keys,
+    } | asdict(variant)  # fmt: skip
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

@@ -5,19 +5,27 @@ A block takes one query and head. Its scores go to the workspace, which ends as 
 
     weights [T, Hq, columns] float32,     zeros beyond what the query sees (columns >= the longest sequence)
 
-for `tools/plot_attention.py` to draw. What it teaches: the weights are T * Hq * L floats written once and read and
-written twice more, keys are read again by every query, and a thread that owns a key reads memory a whole row away
-from its neighbour. The other tiers differ in nothing but the order of the work.
+for `tools/plot_attention.py` to draw (with sinks, a row's sum to less than 1). What it teaches: the weights are
+T * Hq * L floats written once and read and written twice more, keys are read again by every query, and a thread that
+owns a key reads memory a whole row away from its neighbour. The other tiers differ in the order of the work alone.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, reciprocal_of, subtract
-from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, visible_end, visible_first
+from numba_kernels.cuda.attention.online_softmax import (
+    MINUS_INFINITY,
+    load_sink,
+    origin_of,
+    reciprocal_of,
+    share_of_keys,
+    subtract,
+)
+from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, Variant, visible_end, visible_first
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.integer import divide_u32
@@ -32,18 +40,19 @@ THREADS = 128
 
 
 @functools.cache
-def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
+def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
     """Grid: (tokens of the longest chunk, query heads, sequences)."""
     check_pages(head_dim, block_size, dtype)
     load, store = elements_loader(dtype, 1), elements_storer(dtype, 1)
     address = row_address(head_dim, block_size, dtype)
     item_bytes = uint64(ITEM_BYTES[dtype])
     rounds = -(-head_dim // THREADS)
+    has_window, has_sinks = variant.has_window, variant.has_sinks
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads, share,
-        table_width, window, columns, part_keys, scale,
+        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+        share, table_width, window, columns, part_keys, scale,
     ):  # fmt: skip
         partials = cuda.shared.array(32, float32)
         value = cuda.local.array(1, float32)
@@ -57,7 +66,9 @@ def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             return
         kv_head = divide_u32(head, share)
         end = visible_end(uint32(seq_lens[seq]), query_len, token)
-        first = visible_first(end, window)
+        first = uint32(0)
+        if has_window:
+            first = visible_first(end, window)
         row = uint64(uint32(first_token + token)) * uint64(num_q_heads) + uint64(head)
         query = q + row * uint64(head_dim) * item_bytes
         weights = workspace + row * uint64(columns) * uint64(4)
@@ -77,7 +88,8 @@ def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             store_f32(weights + uint64(key) * uint64(4), score)
             largest = maximum_f32(largest, score)
             key = uint32(key + uint32(THREADS))
-        origin = origin_of(block_max(largest, partials))
+        largest = block_max(largest, partials)
+        origin = origin_of(largest)
 
         total = float32(0)
         key = uint32(first + thread)
@@ -87,7 +99,10 @@ def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             store_f32(place, weight)
             total += weight
             key = uint32(key + uint32(THREADS))
-        reciprocal = reciprocal_of(block_sum(total, partials))
+        total = block_sum(total, partials)
+        reciprocal = reciprocal_of(total)
+        if has_sinks:
+            reciprocal = share_of_keys(largest, total, load_sink(sinks, head))
 
         key = thread
         while key < columns:
@@ -113,6 +128,6 @@ def naive(dtype: str, head_dim: int, block_size: int) -> Specialisation:
                 value[0] = result
                 store(out + (row * uint64(head_dim) + uint64(column)) * item_bytes, value)
 
-    name = f"attention_naive_{dtype}_d{head_dim}_b{block_size}"
-    constants = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size}
+    name = f"attention_naive_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
+    constants = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size} | asdict(variant)
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

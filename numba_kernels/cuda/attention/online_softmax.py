@@ -1,18 +1,26 @@
 """The scalars of an online softmax: largest score so far, sum so far, and what they are measured from.
 
 Scores are in units of log 2 (multiplied by log2 e with the scale), so that exp2 is their exponential.
+
+A sink is a learned logit of a query head that every row's softmax has beside its keys' scores, and that has no value:
+the weights then sum to less than 1. It is applied once, when a row's keys are all summed (`share_of_keys`).
+https://arxiv.org/abs/2508.10925
 """
 
 from __future__ import annotations
 
-from numba import float32, uint32
+import math
+
+from numba import float32, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide
+from numba_kernels.cuda.intrinsics.math import divide, exp2
+from numba_kernels.cuda.intrinsics.memory import load_f32
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, shuffle_xor_f32
 
 MINUS_INFINITY = float32(float("-inf"))
+LOG2_E = float32(math.log2(math.e))
 
 # Never fused with the product in front of it: the largest score less itself is exactly 0, its weight exactly 1.
 subtract = instruction("sub.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
@@ -34,6 +42,21 @@ def reciprocal_of(total):
     if total != float32(0):
         reciprocal = divide(float32(1), total)
     return reciprocal
+
+
+@device_function
+def load_sink(sinks, head):
+    """A query head's sink, in units of log 2."""
+    return load_f32(sinks + uint64(head) * uint64(4)) * LOG2_E
+
+
+@device_function
+def share_of_keys(largest, total, sink):
+    """What a row's sums are multiplied by: 1 / (total + the sink's weight), both measured from `largest`."""
+    highest = maximum_f32(largest, sink)
+    origin = origin_of(highest)
+    factor = exp2(subtract(largest, origin))
+    return factor * reciprocal_of(total * factor + exp2(subtract(sink, origin)))
 
 
 @device_function

@@ -14,11 +14,18 @@ import functools
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, reciprocal_of, subtract
+from numba_kernels.cuda.attention.online_softmax import (
+    MINUS_INFINITY,
+    load_sink,
+    origin_of,
+    reciprocal_of,
+    share_of_keys,
+    subtract,
+)
 from numba_kernels.cuda.attention.tiles import tile_shape
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import load_f32
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32
@@ -40,14 +47,15 @@ def part_of(first_key, longest_end, part, part_keys):
 
 
 @functools.cache
-def combine(dtype: str, head_dim: int) -> Specialisation:
-    """A warp combines one row. Arguments: workspace, out [T * Hq, D], num_rows = T * Hq, num_parts."""
+def combine(dtype: str, head_dim: int, has_sinks: bool) -> Specialisation:
+    """A warp combines one row. Arguments: workspace, out [T * Hq, D], sinks [Hq] (0 without), num_rows = T * Hq,
+    num_parts, num_q_heads."""
     columns, size = tile_shape("f32", head_dim).columns, record(head_dim)
     per_lane = -(-columns // 32)
     item_bytes, store = uint64(ITEM_BYTES[dtype]), elements_storer(dtype, 1)
 
     @cuda.jit
-    def kernel(workspace, out, num_rows, num_parts):
+    def kernel(workspace, out, sinks, num_rows, num_parts, num_q_heads):
         row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + (uint32(cuda.threadIdx.x) >> uint32(5)))
         if row >= num_rows:
             return
@@ -79,6 +87,9 @@ def combine(dtype: str, head_dim: int) -> Specialisation:
                         sums[i] = sums[i] + factor * load_f32(first + at + uint64(column) * uint64(4))
             part = uint32(part + uint32(1))
         share = reciprocal_of(total)
+        if has_sinks:
+            head = uint32(row - divide_u32(row, num_q_heads) * num_q_heads)
+            share = share_of_keys(largest, total, load_sink(sinks, head))
         target = out + uint64(row) * uint64(head_dim) * item_bytes
         for i in range(per_lane):
             column = uint32(lane + uint32(32 * i))
@@ -86,7 +97,7 @@ def combine(dtype: str, head_dim: int) -> Specialisation:
                 value[0] = sums[i] * share
                 store(target + uint64(column) * item_bytes, value)
 
-    name = f"attention_combine_{dtype}_d{head_dim}"
-    argument_types = (types.uint64, types.uint64, types.uint32, types.uint32)
-    constants = {"dtype": dtype, "head_dim": head_dim}
+    name = f"attention_combine_{dtype}_d{head_dim}{'_sinks' if has_sinks else ''}"
+    argument_types = (types.uint64, types.uint64, types.uint64, types.uint32, types.uint32, types.uint32)
+    constants = {"dtype": dtype, "head_dim": head_dim, "has_sinks": has_sinks}
     return Specialisation(name, kernel, argument_types, WARPS * 32, constants=constants)

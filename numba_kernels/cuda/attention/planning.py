@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core, naive, parts
-from numba_kernels.cuda.attention.tiles import NO_WINDOW
+from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
 from numba_kernels.cuda.intrinsics.element import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -44,19 +44,21 @@ class AttentionPlan:
 
     def attend_arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, query_start: int, seq_lens: int,
-        block_tables: int, scale: float,
+        block_tables: int, scale: float, sinks: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace 0 where none is needed), and the scale of the scores, in the kernel's order."""
+        """All addresses (workspace and sinks 0 where none are needed), and the scale of the scores, in the kernel's
+        order."""
         _, num_q_heads, num_kv_heads, table_width, window = self.shape
         return (
-            q, k_cache, v_cache, out, workspace, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
+            q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
             num_q_heads // num_kv_heads, table_width, window, self.workspace_columns, self.part_keys,
             scale * math.log2(math.e),
         )  # fmt: skip
 
-    def combine_arguments(self, workspace: int, out: int) -> tuple[int, ...]:
+    def combine_arguments(self, workspace: int, out: int, sinks: int = 0) -> tuple[int, ...]:
         """For the second launch."""
-        return workspace, out, self.shape[0] * self.shape[1], self.workspace_columns
+        num_tokens, num_q_heads, *_ = self.shape
+        return workspace, out, sinks, num_tokens * num_q_heads, self.workspace_columns, num_q_heads
 
 
 def plan(
@@ -72,6 +74,7 @@ def plan(
     dtype: str,
     block_size: int,
     window: int | None = None,
+    has_sinks: bool = False,
     num_sms: int = 108,
     exact: bool = False,
     tier: str | None = None,
@@ -79,7 +82,8 @@ def plan(
     """The launches for a batch of at least one token.
 
     `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
-    counts the keys that a query sees, its own included. `tier` forces one of `TIERS`.
+    counts the keys that a query sees, its own included. With `has_sinks` the launches take the address of float32
+    [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `tier` forces one of `TIERS`.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -112,19 +116,20 @@ def plan(
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         tier = "decode" if is_short and not exact else "flash"
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW)
+    variant = Variant(window is not None, has_sinks)
     if tier == "naive":
-        kernel = naive.naive(dtype, head_dim, block_size)
+        kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
         columns = max(1, max_seq_len)
         return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, 0, shape)
     if tier == "flash":
         if dtype == "f32":
-            kernel = flash_float32.flash_float32(head_dim, block_size, False)
+            kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
             tile_rows, shared_bytes = (
                 flash_float32.num_rows(head_dim, False), flash_float32.shared_bytes(head_dim, False)
             )  # fmt: skip
         else:
-            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size)
+            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, variant)
             tile_rows, shared_bytes = flash_tensor_core.NUM_ROWS, flash_tensor_core.shared_bytes(dtype, head_dim)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, 0, shape)
@@ -134,10 +139,11 @@ def plan(
     num_parts, part_keys = _parts(most_keys, tiles * num_kv_heads * num_seqs, num_sms)
     is_split = num_parts > 1
     if dtype == "f32":
-        kernel = flash_float32.flash_float32(head_dim, block_size, True)
+        kernel = flash_float32.flash_float32(head_dim, block_size, True, Variant(variant.has_window))
         shared_bytes, is_split = flash_float32.shared_bytes(head_dim, True), True
     else:
-        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, is_split)
+        attends = Variant(variant.has_window, has_sinks and not is_split)
+        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, is_split, attends)
         shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim)
     attend = Launch(
         kernel, (tiles * num_parts, num_kv_heads, num_seqs), (kernel.max_threads, 1, 1), shared_bytes
@@ -146,7 +152,7 @@ def plan(
         return AttentionPlan(tier, attend, None, 0, 1, part_keys, shape)
     combine_rows = num_tokens * num_q_heads
     combine = Launch(
-        parts.combine(dtype, head_dim), (-(-combine_rows // parts.WARPS), 1, 1), (parts.WARPS * 32, 1, 1)
+        parts.combine(dtype, head_dim, has_sinks), (-(-combine_rows // parts.WARPS), 1, 1), (parts.WARPS * 32, 1, 1)
     )  # fmt: skip
     workspace_bytes = combine_rows * num_parts * parts.record(head_dim) * 4
     return AttentionPlan(tier, attend, combine, workspace_bytes, num_parts, part_keys, shape)
@@ -165,15 +171,22 @@ def _parts(num_keys: int, num_blocks: int, num_sms: int) -> tuple[int, int]:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every tier for the usual head dims, pages of 16 tokens."""
+    """Every tier for the usual head dims, pages of 16 tokens; with windows and sinks, what gpt-oss takes."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
-            yield naive.naive(dtype, head_dim, 16)
-            yield parts.combine(dtype, head_dim)
-            if dtype == "f32":
-                yield flash_float32.flash_float32(head_dim, 16, False)
-                yield flash_float32.flash_float32(head_dim, 16, True)
-            else:
-                yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16)
-                yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, False)
-                yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, True)
+            yield from _kernels(dtype, head_dim, Variant())
+    for has_window in (False, True):
+        yield from _kernels("bf16", 64, Variant(has_window, True))
+
+
+def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
+    split = Variant(variant.has_window)
+    yield naive.naive(dtype, head_dim, 16, variant)
+    yield parts.combine(dtype, head_dim, variant.has_sinks)
+    if dtype == "f32":
+        yield flash_float32.flash_float32(head_dim, 16, False, variant)
+        yield flash_float32.flash_float32(head_dim, 16, True, split)
+    else:
+        yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, variant)
+        yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, False, variant)
+        yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, True, split)

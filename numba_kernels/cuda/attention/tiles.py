@@ -7,7 +7,7 @@ kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
 **Sight.** Token j of a chunk of `query_len` tokens, the last of a sequence of `seq_len`, stands at position
 seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on. A
 window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the
-row zeros.
+row zeros. Kernels without a window (`Variant`) carry none of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (the row's length is a multiple of 32 bytes, so its pitch is an odd number of 16-byte pieces). Copies are
@@ -52,6 +52,7 @@ ARGUMENT_TYPES = (
     types.uint64,  # v_cache
     types.uint64,  # out [T, Hq * D]
     types.uint64,  # workspace (float32; 0 where the plan wants none)
+    types.uint64,  # sinks [Hq] float32; 0 for a kernel without
     types.CPointer(types.int32),  # query_start [S + 1]
     types.CPointer(types.int32),  # seq_lens [S]
     types.CPointer(types.int32),  # block_tables [S, table_width]
@@ -83,6 +84,32 @@ def visible_first(end, window):
     if end > window:
         first = uint32(end - window)
     return first
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a kernel has compiled into it, or left out.
+
+    Attributes:
+        has_window: whether a row sees its last `window` keys only.
+        has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
+    """
+
+    has_window: bool = False
+    has_sinks: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """For the kernel's name."""
+        return "_window" * self.has_window + "_sinks" * self.has_sinks
+
+
+@functools.cache
+def is_hidden(has_window: bool) -> Any:
+    """A device function ``(key, end, window) -> bool``: whether a row of that `end` does not see the key."""
+    if has_window:
+        return device_function(lambda key, end, window: key >= end or uint32(key + window) < end)
+    return device_function(lambda key, end, window: key >= end)
 
 
 @dataclass(frozen=True)
@@ -175,6 +202,12 @@ def head_row(row, share, kv_head, num_q_heads, first_token):
     token = divide_u32(row, share)
     head = uint32(kv_head * share + (row - token * share))
     return uint64(uint32(first_token + token)) * uint64(num_q_heads) + uint64(head)
+
+
+@device_function
+def sink_head(row, share, kv_head):
+    """The query head of a row of a sequence and KV head; one that exists for rows beyond the end, too."""
+    return uint32(kv_head * share + (row - divide_u32(row, share) * share))
 
 
 @functools.cache

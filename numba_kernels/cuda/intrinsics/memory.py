@@ -20,6 +20,7 @@ load_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l")
 load_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l")
 load_2xb32 = instruction("ld.global.v2.b32 {$0,$1}, [$2];", "rr", "l")
 load_4xb32 = instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
+load_2xf32 = instruction("ld.global.v2.f32 {$0,$1}, [$2];", "ff", "l")
 load_4xf32 = instruction("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 
 # For immutable weights, each byte of which is read once: past the first-level cache.
@@ -49,6 +50,7 @@ shared_store_4xf32 = instruction("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", "", "r
 
 # Asynchronous copies of 16 bytes, global to shared; the third argument is how many bytes are read, the rest is zero.
 copy_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "", "r l r")
+copy_async_whole_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "r l")
 copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "r l r")
 copy_async_commit = instruction("cp.async.commit_group;")
 

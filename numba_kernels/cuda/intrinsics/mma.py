@@ -10,7 +10,7 @@ With g = lane // 4 and t = lane % 4, a lane holds (pairs have the lower index in
 
 `ldmatrix` reads 8x8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the address of matrix i's row r
 (16 bytes, aligned), and receives of matrix i the pair at row g, columns 2t, 2t + 1; transposed: rows 2t, 2t + 1 of
-column g. PTX ISA, "mma.sync", "ldmatrix".
+column g. `stmatrix` (sm_90 on) stores what `ldmatrix` reads. PTX ISA, "mma.sync", "ldmatrix", "stmatrix".
 
     flip = accumulator_flip(64)    # float32 [row, column] of a tile of 64 columns lies at 64 row + (column ^ flip(row))
 
@@ -46,6 +46,10 @@ load_matrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2
 load_matrix_x4_transposed = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r"
 )
+
+store_matrix_x4 = instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};", "", "r rrrr")
+load_matrix_x2 = instruction("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", "rr", "r")  # of lanes 0 to 15
+transpose_matrix = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r")  # an 8x8 matrix in registers
 
 
 @functools.cache

@@ -11,6 +11,8 @@ shuffle_xor_f32 = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", 
 shuffle_xor_b32 = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
 shuffle_index_f32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "f r")
 shuffle_index_b32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
+shuffle_up_b32 = instruction("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "r", "r r")  # the lowest lanes: their own
+or_b32 = instruction("redux.sync.or.b32 $0, $1, 0xffffffff;", "r", "r")  # over all lanes, in each
 sync_warp = instruction("bar.warp.sync 0xffffffff;")
 maximum_f32 = instruction("max.f32 $0, $1, $2;", "f", "f f", is_pure=True)  # of a number and NaN: the number
 lane_index = instruction("mov.u32 $0, %laneid;", "r", is_pure=True)
@@ -23,6 +25,18 @@ def warp_sum(value):
     while distance > types.uint32(0):
         value += shuffle_xor_f32(value, distance)
         distance >>= types.uint32(1)
+    return value
+
+
+@device_function
+def sum_to_lane_u32(value):
+    """Of uint32 over the lanes up to each one, itself included."""
+    distance = types.uint32(1)
+    while distance < types.uint32(32):
+        below = shuffle_up_b32(value, distance)
+        if lane_index() >= distance:
+            value = types.uint32(value + below)
+        distance = types.uint32(distance << types.uint32(1))
     return value
 
 

@@ -62,6 +62,25 @@ def test_equals_float64(chunks, heads, kv_heads, head_dim, block_size, window, d
     assert relative_error(_attend(case, scale, window), _expected(case, scale, window)) < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_join_the_denominator_and_have_no_value(window, monkeypatch):
+    sinks = np.array([-3.0, 0.7, 60.0, -np.inf], np.float32)
+    for chunks in ([(0, 33), (70, 1), (5, 2)], [(2600, 1)]):
+        case = paged_case(np.random.default_rng(7), chunks, heads=4, kv_heads=2, head_dim=16)
+        k_cache, v_cache = case.cache.layer(0)
+        arguments = tensor(case.queries), k_cache, v_cache, case.batch, 0
+        out = ops.attention(*arguments, scale=0.25, window=window, sinks=tensor(sinks)).numpy()
+        rows = [
+            oracle.attention(case.queries[case.query_rows(seq)], keys, values, 0.25, window, sinks)
+            for seq, (keys, values) in enumerate(zip(case.keys, case.values))
+        ]
+        assert relative_error(out.reshape(case.queries.shape), np.concatenate(rows)) < 1e-5
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "_num_workers", 1)
+            alone = ops.attention(*arguments, scale=0.25, window=window, sinks=tensor(sinks)).numpy()
+        np.testing.assert_array_equal(alone, out)
+
+
 def test_a_row_is_the_same_alone_chunked_and_in_any_batch():
     rng = np.random.default_rng(0)
     chunks = [(0, 150), (80, 1), (10, 30)]

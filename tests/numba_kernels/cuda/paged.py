@@ -38,10 +38,10 @@ class PagedBatch:
         """The tokens of a sequence."""
         return slice(int(self.query_start[seq]), int(self.query_start[seq + 1]))
 
-    def expected(self, scale: float, window: int | None = None) -> np.ndarray:
+    def expected(self, scale: float, window: int | None = None, sinks: np.ndarray | None = None) -> np.ndarray:
         """[T, Hq, D] in float64."""
         parts = [
-            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window)
+            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window, sinks)
             for seq, (keys, values) in enumerate(zip(self.keys, self.values))
         ]
         return np.concatenate(parts)
@@ -55,10 +55,10 @@ class PagedBatch:
         )  # fmt: skip
 
     def run(
-        self, gpu: Gpu, scale: float, window: int | None = None, **choices: Any
+        self, gpu: Gpu, scale: float, window: int | None = None, sinks: np.ndarray | None = None, **choices: Any
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `choices` go to `attention.plan`."""
-        plan = self.plan(window, **choices)
+        plan = self.plan(window, has_sinks=sinks is not None, **choices)
         arrays = (
             self.queries, self.k_pages, self.v_pages, self.query_start, self.seq_lens, self.block_tables,
         )  # fmt: skip
@@ -67,12 +67,12 @@ class PagedBatch:
         out = empty(gpu, self.queries.shape, self.dtype)
         workspace = empty(gpu, plan.workspace_bytes // 4, np.float32) if plan.workspace_bytes else None
         at = workspace.address if workspace else 0
-        gpu.launch(
-            plan.attend,
-            *plan.attend_arguments(q, k_cache, v_cache, out.address, at, query_start, seq_lens, tables, scale),
-        )
+        sink_block = None if sinks is None else put(gpu, sinks)
+        sinks_at = 0 if sink_block is None else sink_block.address
+        arguments = q, k_cache, v_cache, out.address, at, query_start, seq_lens, tables, scale, sinks_at
+        gpu.launch(plan.attend, *plan.attend_arguments(*arguments))
         if plan.combine is not None:
-            gpu.launch(plan.combine, *plan.combine_arguments(at, out.address))
+            gpu.launch(plan.combine, *plan.combine_arguments(at, out.address, sinks_at))
         weights = None
         if plan.tier == "naive" and workspace is not None:
             weights = get(gpu, workspace, (*self.queries.shape[:2], plan.workspace_columns), np.float32)

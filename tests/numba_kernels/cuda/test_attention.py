@@ -91,6 +91,35 @@ def test_decode_equals_float64(gpu: Gpu, dtype: str) -> None:
     assert {1, 2, 5} <= num_parts
 
 
+def sinks_of(heads: int) -> np.ndarray:
+    """A sink of each head: below the scores, among them, far above; and none."""
+    return np.array([-3.0, 0.7, 4.0, -np.inf, 60.0, -200.0, 1.5, 0.0] * 3, np.float32)[:heads]
+
+
+SINKS = [
+    ([(0, 1)], 1, 1, None), ([(0, 65), (63, 1), (0, 0)], 4, 2, None), ([(100, 7), (0, 33), (5, 1)], 8, 2, 20),
+    ([(0, 40), (60, 1)], 24, 1, 1),
+]  # fmt: skip
+SINK_DECODES = [([(500, 1), (3, 1), (257, 1)], 8, 2, None), ([(300, 1), (20, 1)], 4, 2, 16), ([(251, 5)], 6, 2, 130)]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("tier", attention.TIERS)
+def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    for chunks, heads, kv_heads, window in SINK_DECODES if tier == "decode" else SINKS:
+        batch = paged_batch(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+        sinks = sinks_of(heads)
+        for num_sms in (1, 132) if tier == "decode" else (132,):
+            out, weights = batch.run(gpu, 0.125, window, sinks, tier=tier, num_sms=num_sms)
+            expected = batch.expected(0.125, window, sinks)
+            assert relative_error(out, expected) < TOLERANCE[dtype], f"{chunks}, window {window}"
+            if heads > 4:  # a sink of 60 takes all: its head's values are nothing
+                assert np.abs(out[:, 4].astype(np.float64)).max() < 1e-20
+            if weights is not None:
+                assert (weights[:, :3].sum(-1) < 1).all()
+
+
 @pytest.mark.parametrize(("tier", "dtype"), [("flash", "f32"), ("flash", "bf16"), ("decode", "bf16")])
 @both_archs
 def test_each_architecture(gpu: Gpu, tier: str, dtype: str) -> None:

@@ -38,6 +38,20 @@ def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu, tier: str, dty
         assert_equal(out, batch.expected(0.125, window))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_sink_of_equal_score_counts_as_one_more_key_of_value_zero(gpu: Gpu, tier: str, dtype: str) -> None:
+    batch = _integers(np.random.default_rng(8), tier, dtype)
+    sinks = np.zeros(batch.queries.shape[1], np.float32)
+    for window in (1, 3, 7, 31):  # with the sink, a power of two
+        out, _ = batch.run(gpu, 0.125, window, sinks, tier=tier, num_sms=132)
+        assert_equal(out, batch.expected(0.125, window, sinks))
+    for window in (None, 5):  # one that is less than every score by far changes no bit
+        without, _ = batch.run(gpu, 0.125, window, tier=tier, num_sms=132)
+        out, _ = batch.run(gpu, 0.125, window, sinks - np.float32(np.inf), tier=tier, num_sms=132)
+        assert_equal(out, without)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: str, dtype: str) -> None:

@@ -42,7 +42,7 @@ def qkv(**changes: Any) -> Tensor:
     return ops.qkv_prepare(arguments.pop("qkv"), arguments.pop("positions"), **arguments)
 
 
-def attend(queries: Tensor, window: int | None = None, **changes: Any) -> Tensor:
+def attend(queries: Tensor, window: int | None = None, sinks: Tensor | None = None, **changes: Any) -> Tensor:
     fields: dict[str, Any] = {
         "token_ids": zeros(4, dtype="int32"), "positions": zeros(4, dtype="int32"),
         "query_start": Tensor.from_numpy(np.array([0, 4], np.int32)).to(DEVICE),
@@ -50,7 +50,7 @@ def attend(queries: Tensor, window: int | None = None, **changes: Any) -> Tensor
         "block_tables": (zeros(1, 2, dtype="int32"),), "logits_indices": zeros(1, dtype="int32"), "max_query_len": 4,
         "max_seq_len": 4,
     } | changes  # fmt: skip
-    return ops.attention(queries, *cache(), Batch(**fields), 0, scale=1.0, window=window)
+    return ops.attention(queries, *cache(), Batch(**fields), 0, scale=1.0, window=window, sinks=sinks)
 
 
 REFUSALS: list[tuple[str, str, Callable[[], Any], str]] = [
@@ -87,6 +87,9 @@ REFUSALS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("attention", "q", lambda: attend(zeros(8, 8)), r"\(8, 8\)"),
     ("attention", "k_cache", lambda: attend(zeros(4, 2, 20)), r"must be \[any, any, any, 24\]"),
     ("attention", "window", lambda: attend(zeros(4, 2, 8), window=0), "at least 1"),
+    ("attention", "sinks", lambda: attend(zeros(4, 2, 8), sinks=zeros(3)), r"\(3,\), must be \[2\]"),
+    ("attention", "sinks", lambda: attend(zeros(4, 2, 8), sinks=zeros(2, dtype="bfloat16")), "bfloat16"),
+    ("attention", "sinks", lambda: attend(zeros(4, 2, 8), sinks=Tensor.zeros(2)), "is on cpu"),
     ("attention", "batch.seq_lens", lambda: attend(zeros(4, 2, 8), seq_lens=zeros(1, dtype="int64")), "int64"),
     ("attention", "batch.max_seq_len", lambda: attend(zeros(4, 2, 8), max_seq_len=17), "is 17, must be at most 16"),
     ("sample", "logits", lambda: ops.sample(zeros(2, 5, dtype="bfloat16"), None), "bfloat16"),  # type: ignore[arg-type]
