@@ -127,13 +127,19 @@ class KVCache:
         """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say.
 
         What the device's current stream does from now on comes after the copies of these pages that are under way. A
-        recorded graph does not come by here: ask for every layer before it is replayed.
+        recorded graph does not come by here: see `wait_for_arrivals`.
         """
         if self.arrivals and (arrival := self.arrivals.pop(index, None)) is not None:
             from runtime.device.gpu import Gpu
 
             Gpu.of(self.device).stream.wait(arrival)
         return self._layers[index]
+
+    def wait_for_arrivals(self) -> None:
+        """As `layer` for all layers: what the device's current stream does from now on, a recorded graph's replay for
+        one, comes after all copies of pages that are under way."""
+        for index in list(self.arrivals):
+            self.layer(index)
 
     @property
     def size_bytes(self) -> int:

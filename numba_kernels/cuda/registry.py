@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from numba_kernels.cuda import (
     activation,
     attention,
+    decode_inputs,
     elementwise,
     embedding,
     gemm,
@@ -30,6 +31,7 @@ from numba_kernels.cuda.specialisation import Specialisation
 FAMILIES = (
     activation,
     attention,
+    decode_inputs,
     elementwise,
     embedding,
     gemm,

@@ -1,19 +1,23 @@
 """Drawing tokens and their log-probabilities on a GPU, as `runtime.ops` describes them.
 
-The parameters go up in one copy, and only ids and a few numbers a row come back.
+The parameters go up in one copy, and only ids and a few numbers a row come back; `draw` is for parameters that are
+there already, and waits for nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.cpu_checks import fail
-from runtime.backends.cuda_checks import alignment, first
-from runtime.backends.cuda_tensor import check_id_flag, upload, upload_together
+from runtime.backends.cuda_checks import alignment, check, first
+from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
 from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
-from runtime.dtype import float32, int32
+from runtime.device.gpu import Gpu
+from runtime.dtype import DType, float32, int32, int64
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import Tensor
 
@@ -30,25 +34,48 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     arrays = [getattr(params, name) for name, _, _ in SAMPLING_FIELDS] + ([] if mask is None else [mask.view(np.int32)])
     fields = upload_together([_as_tensor_type(array) for array in arrays], device)
     mask_address = 0 if mask is None else fields.pop().address
-    has_penalty = bool(
+    has_penalties = bool(
         (params.repetition_penalty != 1).any()
         or (params.presence_penalty != 0).any()
         or (params.frequency_penalty != 0).any()
     )
-    work = Tensor.empty((rows, vocab), float32, device)
-    counts = Tensor.empty((rows, vocab), int32, device) if has_penalty else None
     result = Tensor.empty((2, rows), int32, device)  # ids, statuses
-    launch = _sampling.plan(rows, vocab, is_aligned=alignment(logits.address, work.address) >= 16)
-    assert launch is not None
-    gpu.launch(
-        launch, logits.address, *(field.address for field in fields), mask_address, work.address,
-        0 if counts is None else counts.address, result.address, result[1].address, vocab, -(-vocab // 32),
-    )  # fmt: skip
+    _launch(gpu, logits, [field.address for field in fields], mask_address, result.address, has_penalties)
     token_ids, statuses = result.to("cpu").array
     check_id_flag(device)
     if (statuses == _sampling.BAD_ID).any():
         raise fail(op, "params", f"name a token id outside the vocabulary of {vocab}")
     return SampledTokens(token_ids, statuses == _sampling.OK)
+
+
+def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+    """See `ops.draw`."""
+    op = "draw"
+    gpu = first(op, "logits", logits, float32, (None, None))
+    rows, device = logits.shape[0], logits.device
+    sizes = {"n": rows, "n+1": rows + 1, "any": None}
+    addresses = []
+    for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
+        wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
+        addresses.append(check(op, f"fields.{name}", field, device, wanted, (sizes[shape],)))
+    out = check(op, "results", results, device, int32, (2 * rows + 1,))
+    _launch(gpu, logits, addresses, 0, out, has_penalties)
+    gpu.copy(out + 8 * rows, id_flag(device).address, 4)
+
+
+def _launch(
+    gpu: Gpu, logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool
+) -> None:
+    """Draws ids and statuses, ``[2, rows]`` int32 at `out_address`, from at least one row."""
+    rows, vocab = logits.shape
+    work = Tensor.empty((rows, vocab), float32, logits.device)
+    counts = Tensor.empty((rows, vocab), int32, logits.device) if has_penalties else None
+    launch = _sampling.plan(rows, vocab, is_aligned=alignment(logits.address, work.address) >= 16)
+    assert launch is not None
+    gpu.launch(
+        launch, logits.address, *fields, mask_address, work.address, 0 if counts is None else counts.address,
+        out_address, out_address + 4 * rows, vocab, -(-vocab // 32),
+    )  # fmt: skip
 
 
 def _as_tensor_type(array: np.ndarray) -> np.ndarray:

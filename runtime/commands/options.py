@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from runtime.engine.config import Batching, EngineConfig, Policy, Preemption, Victim
+from runtime.engine.config import Batching, DecodeGraphsMode, EngineConfig, Policy, Preemption, Victim
 from runtime.engine.errors import RequestError
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ class EngineOptions:
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
     ] = "auto"
     gemm: Annotated[
-        Literal["auto", "naive", "tiled", "register", "tensor_core"],
+        Literal["auto", "naive", "tiled", "register", "tensor_core", "hopper"],
         typer.Option(help="Kernel of matrix products on a GPU, to compare the tiers."),
     ] = "auto"
     seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (
@@ -101,6 +101,10 @@ class EngineOptions:
         bool | None,
         typer.Option("--overlap/--no-overlap", help="Plan a step while one runs; default: on a GPU."),
     ] = None
+    decode_graphs: Annotated[
+        DecodeGraphsMode,
+        typer.Option(help="Record decode steps as CUDA graphs and replay them; auto: on a GPU."),
+    ] = _CONFIG.decode_graphs
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults.

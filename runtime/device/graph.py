@@ -41,6 +41,11 @@ class GraphPool:
         self.memory = gpu.allocator.new_private_pool(gpu.stream)
         self._last_stream: Stream | None = None
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What the pool holds of the device's memory."""
+        return sum(self.memory.segments.values())
+
     def order(self, stream: Stream) -> None:
         """What comes next on `stream` waits for the last work that used the pool."""
         last = self._last_stream

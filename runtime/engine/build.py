@@ -11,7 +11,13 @@ from models.generation_config import load_generation_config
 from models.hub import resolve_model
 from models.registry import load_model
 from runtime.device.device import Device
-from runtime.engine.config import EngineConfig, EngineSettings, available_memory_bytes, resolve
+from runtime.engine.config import (
+    EngineConfig,
+    EngineSettings,
+    available_memory_bytes,
+    check_decode_graphs,
+    resolve,
+)
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo
 from runtime.kv_cache import KVCache
@@ -37,6 +43,7 @@ def build_engine(
     """
     config = EngineConfig(**settings)
     target = Device.parse(device)
+    check_decode_graphs(config.decode_graphs, target.kind)
     folder = resolve_model(None if model is None else str(model))
     loaded = load_model(
         folder,

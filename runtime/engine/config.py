@@ -27,6 +27,7 @@ Batching = Literal["stall-free", "prefill-first", "orca", "static"]
 Preemption = Literal["auto", "recompute", "swap"]
 Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
+DecodeGraphsMode = Literal["auto", "on", "off"]
 
 
 class EngineSettings(TypedDict, total=False):
@@ -53,6 +54,7 @@ class EngineSettings(TypedDict, total=False):
     tpot_target_s: float
     exact: bool
     overlap: Overlap
+    decode_graphs: DecodeGraphsMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class EngineConfig:
     ttft_target_s, tpot_target_s  when tokens are due under "deadline", for requests that do not say
     exact                   the same tokens and log probabilities in any batch
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
+    decode_graphs           record decode steps as graphs and replay them: "on" (GPUs alone), "off", "auto" (on a GPU)
     """
 
     max_model_len: int | None = None
@@ -121,6 +124,7 @@ class EngineConfig:
     tpot_target_s: float = 0.1
     exact: bool = False
     overlap: Overlap = "auto"
+    decode_graphs: DecodeGraphsMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
@@ -137,6 +141,7 @@ class EngineConfig:
         check_one_of("preemption", self.preemption, PREEMPTIONS)
         check_one_of("victim", self.victim, VICTIMS)
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
+        check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
@@ -199,6 +204,7 @@ class EngineLimits:
     num_host_blocks: int = 0
     exact: bool = False
     overlap: Overlap = "auto"
+    decode_graphs: DecodeGraphsMode = "auto"
 
 
 def resolve(
@@ -257,7 +263,14 @@ def resolve(
         num_host_blocks=config.swap_space_bytes // bytes_per_block,
         exact=config.exact,
         overlap=config.overlap,
+        decode_graphs=config.decode_graphs,
     )
+
+
+def check_decode_graphs(mode: DecodeGraphsMode, device_kind: str) -> None:
+    """Raises ``RequestError`` where graphs are asked for and the device has none."""
+    if mode == "on" and device_kind == "cpu":
+        raise RequestError("decode_graphs='on' needs a GPU, real or emulated: the cpu has none", param="decode_graphs")
 
 
 def available_memory_bytes() -> int:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.config import EngineLimits
+from runtime.engine.config import EngineLimits, check_decode_graphs
 from runtime.engine.errors import ContextLengthExceededError
 from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -69,7 +69,8 @@ class Engine:
     seed      of the generator that draws seeds for requests without one; None: from the OS
     timeline  a record of each of the latest steps
 
-    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
+    Raises ``OutOfMemoryError`` when the host has no room for the swap space, ``RequestError`` for decode graphs without
+    a GPU.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         self.info = info
         self.limits = limits
+        check_decode_graphs(limits.decode_graphs, model.device.kind)
         num_slots = limits.num_host_blocks
         self.host_pool = HostPool(num_slots) if num_slots else None
         self.pool = BlockPool(
@@ -142,6 +144,7 @@ class Engine:
         scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
         outputs: list[EngineOutput] = []
+        self.runner.record_graph()
         opened, self._running = self._running, None
         if opened is None:
             opened = self._start(self._plan(outputs))
@@ -178,6 +181,7 @@ class Engine:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
+        graphs = self.runner.graphs
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -201,6 +205,9 @@ class Engine:
             swapped_in_blocks=counters.swapped_in_blocks,
             num_host_blocks=self.limits.num_host_blocks,
             num_free_host_blocks=0 if self.host_pool is None else self.host_pool.num_free,
+            num_decode_graphs=0 if graphs is None else graphs.num_graphs,
+            decode_graph_bytes=0 if graphs is None else graphs.reserved_bytes,
+            num_graph_steps=0 if graphs is None else graphs.num_steps,
         )
 
     def check_invariants(self) -> None:

@@ -103,6 +103,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_swaps                       preemptions that swapped
     swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
     num_host_blocks, num_free_host_blocks  the swap space, and what of it a swapped sequence could get
+    num_decode_graphs, decode_graph_bytes  recorded so far, and the device memory that they and their arrays hold
+    num_graph_steps                 steps that ran as one of them, since the start
     """
 
     num_running: int
@@ -127,6 +129,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     swapped_in_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
+    num_decode_graphs: int = 0
+    decode_graph_bytes: int = 0
+    num_graph_steps: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

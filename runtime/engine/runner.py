@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Never, Protocol
+from typing import TYPE_CHECKING, Never, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
+from runtime.engine.layout import BlockTables, Layout, known_tokens, lay_out
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampler import Sampler, sample, token_logprobs
 from runtime.engine.sequence import Request, Sequence
@@ -33,6 +34,9 @@ from runtime.engine.step import Chunk
 from runtime.kv_cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor import Tensor
+
+if TYPE_CHECKING:
+    from runtime.engine.decode_graphs import DecodeGraphs, DecodeRun, DecodeStep
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
@@ -58,40 +62,6 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
-class Layout:
-    """A ragged batch as arrays on the host; the fields are ``runtime.batch.Batch``'s."""
-
-    token_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    query_start: NDArray[np.int32]
-    seq_lens: NDArray[np.int32]
-    slot_mapping: NDArray[np.int64]
-    block_tables: NDArray[np.int32]
-    logits_indices: NDArray[np.int32]
-    max_query_len: int
-
-    def batch(self, device: Device, *, exact: bool) -> Batch:
-        """On a device."""
-        arrays = (
-            self.token_ids, self.positions, self.query_start, self.seq_lens, self.slot_mapping, self.block_tables,
-            self.logits_indices,
-        )  # fmt: skip
-        ids, places, query_starts, lengths, slot_mapping, tables, indices = ops.place(arrays, device)
-        return Batch(
-            token_ids=ids,
-            positions=places,
-            query_start=query_starts,
-            seq_lens=lengths,
-            slot_mappings=(slot_mapping,),
-            block_tables=(tables,),
-            logits_indices=indices,
-            max_query_len=self.max_query_len,
-            max_seq_len=int(self.seq_lens.max()),
-            exact=exact,
-        )
-
-
-@dataclass(slots=True)
 class Prepared:
     """A step's arrays, but for tokens that the step before it draws.
 
@@ -99,6 +69,7 @@ class Prepared:
     starts, counts  of each chunk: its first token and how many there are, int64
     drawing    the sequences that get a token, in the order of ``layout.logits_indices``
     drawing_rows  their rows
+    decode     set where a graph runs it: then there is no layout
     unknown    where in ``layout.token_ids`` the last tokens of ``unknown_sequences`` belong
     started_s  when it was complete and its computation began, of ``time.monotonic()``
     """
@@ -108,11 +79,12 @@ class Prepared:
     rows: list[int]
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
-    layout: Layout
+    layout: Layout | None
     drawing: list[Sequence]
     drawing_rows: NDArray[np.intp]
     unknown: NDArray[np.intp] | slice | None
     unknown_sequences: list[Sequence]
+    decode: DecodeStep | None = None
     started_s: float = 0.0
 
 
@@ -176,10 +148,15 @@ class Runner:
         self._worker: ThreadPoolExecutor | None = None
         if overlaps and model.device.kind == "cpu":
             self._worker = ThreadPoolExecutor(1, "xserv-step")
+        self.graphs: DecodeGraphs | None = None
+        if model.device.kind != "cpu" and limits.decode_graphs != "off":
+            from runtime.engine.decode_graphs import DecodeGraphs  # brings the driver, which the cpu does without
+
+            self.graphs = DecodeGraphs(model, kv_cache, limits, self.sampler)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
         self._tables = [
-            _BlockTables(limits.max_num_seqs, max_blocks) for _ in range(1 if self._worker is None else 2)
+            BlockTables(limits.max_num_seqs, max_blocks) for _ in range(1 if self._worker is None else 2)
         ]
         self._num_prepared = 0
         self._ones = np.ones(limits.max_num_seqs, np.int64)
@@ -194,27 +171,37 @@ class Runner:
             tables.num_blocks[row] = 0
         self._wants_prompt_logprobs[row] = sequence.needs_prompt_logprobs
         self.sampler.load(row, sequence)
+        if self.graphs is not None:
+            self.graphs.load(row, sequence)
 
     def prepare(self, chunks: list[Chunk]) -> Prepared:
         """Lay out a step, at least one chunk, whose sequences have been loaded."""
         chunks = sorted(chunks, key=_ROW)
         sequences = [chunk.sequence for chunk in chunks]
         rows: list[int] = [sequence.row for sequence in sequences]  # type: ignore[misc]  # all of them run
-        tables = self._tables[self._num_prepared % len(self._tables)]
-        self._num_prepared += 1
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         lengths = [chunk.num_tokens for chunk in chunks]
         is_last = [chunk.is_last for chunk in chunks]
         drawing, drawing_rows = sequences, np.array(rows, np.intp)
         num_tokens = sum(lengths)
+        are_decodes = num_tokens == len(chunks) and all(is_last)
+        if are_decodes and self.graphs is not None:
+            decode = self.graphs.prepare(sequences, rows, starts)
+            if decode is not None:
+                counts = self._ones[:num_tokens]
+                return Prepared(
+                    chunks, sequences, rows, starts, counts, None, drawing, drawing_rows, None, [], decode
+                )
+        tables = self._tables[self._num_prepared % len(self._tables)]
+        self._num_prepared += 1
         unknown: NDArray[np.intp] | slice | None
-        if num_tokens == len(chunks) and all(is_last):
+        if are_decodes:
             token_ids, counts = np.empty(num_tokens, np.int32), self._ones[:num_tokens]
             unknown, unknown_sequences = slice(None), drawing
             logits_indices = self._numbers[:num_tokens]
         else:
             counts = np.array(lengths, np.int64)
-            token_ids, unknown, unknown_sequences = _known_tokens(chunks, num_tokens)
+            token_ids, unknown, unknown_sequences = known_tokens(chunks, num_tokens)
             flags = np.array(is_last)
             logits_indices = (np.cumsum(counts) - 1)[flags].astype(np.int32)
             drawing = [sequence for sequence, draws in zip(sequences, is_last) if draws]
@@ -227,8 +214,13 @@ class Runner:
         )
 
     def start(self, step: Prepared) -> Computation:
-        """Begin a prepared step; the one before it has ended and its tokens are appended."""
+        """Begin a prepared step; the one before it is over and its tokens are appended, unless this one `can_lead`."""
         try:
+            if step.decode is not None:
+                assert self.graphs is not None
+                step.started_s = time.monotonic()
+                return _Later(partial(self._drawn_by_graph, step, self.graphs.start(step.decode, step.sequences)))
+            assert step.layout is not None
             if step.unknown is not None:
                 step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
             arrays = self.sampler.gather(step.drawing, step.drawing_rows)
@@ -244,6 +236,15 @@ class Runner:
             return _Later(partial(_raise, error))
         return _Later(partial(self._draw, step, hidden, logits, arrays, spans))
 
+    def can_lead(self, step: Prepared) -> bool:
+        """Whether a prepared step may be started while the one before it runs."""
+        return step.decode is not None and self.graphs is not None and self.graphs.can_lead(step.decode)
+
+    def record_graph(self) -> None:
+        """Record the decode graph that a step was without, if there is one; to be called between two steps."""
+        if self.graphs is not None:
+            self.graphs.record()
+
     def synchronize(self) -> None:
         """Wait until no step runs."""
         if self._worker is not None:
@@ -253,6 +254,8 @@ class Runner:
         """Wait until no step runs, and run none any more."""
         if self._worker is not None:
             self._worker.shutdown()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The logits after each of ``token_ids [num_tokens]``: ``[num_tokens, vocab_size]`` float32. Uses
@@ -280,6 +283,7 @@ class Runner:
 
     def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
+        assert step.layout is not None
         batch = step.layout.batch(self.model.device, exact=self.limits.exact)
         hidden = self.model.forward(batch, self.kv_cache)
         if not step.drawing:
@@ -297,15 +301,30 @@ class Runner:
         logprobs = self._logprobs(step.drawing, token_ids, is_valid, logits)
         return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs)
 
+    def _drawn_by_graph(self, step: Prepared, run: DecodeRun) -> Drawn:
+        token_ids, ok = run.wait()
+        is_valid = ok.tolist()
+        logprobs = None
+        if run.logits is not None:
+            logprobs = self._logprobs(step.drawing, token_ids, is_valid, run.logits, run.places)
+        return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, [])
+
     def _logprobs(
-        self, sequences: list[Sequence], token_ids: NDArray[np.int32], is_valid: list[bool], logits: Tensor
+        self,
+        sequences: list[Sequence],
+        token_ids: NDArray[np.int32],
+        is_valid: list[bool],
+        logits: Tensor,
+        places: NDArray[np.intp] | None = None,
     ) -> list[TokenLogprobs | None] | None:
+        """``places``: the rows of the logits that are the sequences', unless all are, in order."""
         counts = [sequence.request.params.logprobs for sequence in sequences]
         wanted = [i for i, count in enumerate(counts) if count is not None and is_valid[i]]
         if not wanted:
             return None
-        if len(wanted) < len(sequences):
-            logits = ops.gather_rows(logits, Tensor.from_numpy(np.array(wanted, np.int32)).to(logits.device))
+        if places is not None or len(wanted) < len(sequences):
+            rows = np.array(wanted) if places is None else places[wanted]
+            logits = ops.gather_rows(logits, Tensor.from_numpy(rows.astype(np.int32)).to(logits.device))
         found = token_logprobs(logits, token_ids[wanted], [counts[i] or 0 for i in wanted])
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
         for i, entry in zip(wanted, found):
@@ -342,83 +361,6 @@ class Runner:
         num_rows = max(1, LOGITS_SLICE_ELEMENTS // self.vocab_size)
         for row in range(first, end, num_rows):
             yield row, self.model.compute_logits(hidden[row : min(row + num_rows, end)])
-
-
-class _BlockTables:
-    """Each row's blocks: ``table [max_num_seqs, max_blocks]``, of which ``num_blocks[row]`` are written."""
-
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.num_blocks = [0] * max_num_seqs
-
-    def of(self, sequences: list[Sequence], rows: list[int]) -> NDArray[np.int32]:
-        """The sequences' rows, which ascend; written where one has got blocks."""
-        num_blocks = self.num_blocks
-        for sequence, row in zip(sequences, rows):
-            block_ids = sequence.block_ids
-            known = num_blocks[row]
-            if known != len(block_ids):
-                self.table[row, known : len(block_ids)] = block_ids[known:]
-                num_blocks[row] = len(block_ids)
-        if rows[-1] == len(rows) - 1:  # dense: no copy
-            return self.table[: len(rows)]
-        return self.table[:, : max(num_blocks[row] for row in rows)].take(rows, axis=0)
-
-
-def lay_out(
-    token_ids: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    block_tables: NDArray[np.int32],
-    block_size: int,
-    logits_indices: NDArray[np.int32],
-) -> Layout:
-    """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, in the order of their
-    sequences' ``block_tables``."""
-    num_seqs, num_tokens = len(counts), len(token_ids)
-    if num_tokens == num_seqs:
-        query_start = np.arange(num_seqs + 1, dtype=np.int32)
-        sequence_of_token, positions, max_query_len = query_start[:-1], starts, 1
-    else:
-        query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        sequence_of_token = np.repeat(np.arange(num_seqs), counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
-        max_query_len = int(counts.max())
-    block, offset = np.divmod(positions, block_size)
-    slots = block_tables[sequence_of_token, block].astype(np.int64)
-    slots *= block_size
-    slots += offset
-    return Layout(
-        token_ids,
-        positions.astype(np.int32),
-        query_start,
-        (starts + counts).astype(np.int32),
-        slots,
-        block_tables,
-        logits_indices,
-        max_query_len,
-    )
-
-
-def _known_tokens(
-    chunks: list[Chunk], num_tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.intp] | None, list[Sequence]]:
-    """The chunks' tokens, and where the last ones of which sequences are to be filled in."""
-    token_ids = np.empty(num_tokens, np.int32)
-    unknown: list[int] = []
-    sequences: list[Sequence] = []
-    offset = 0
-    for chunk in chunks:
-        sequence, count = chunk.sequence, chunk.num_tokens
-        known = min(count, sequence.num_tokens - chunk.start)
-        if known:
-            sequence.copy_tokens(chunk.start, token_ids[offset : offset + known])
-        offset += count
-        if known < count:
-            unknown.append(offset - 1)
-            sequences.append(sequence)
-    return token_ids, np.array(unknown, np.intp) if unknown else None, sequences
 
 
 def _raise(error: Exception) -> Never:

@@ -7,7 +7,9 @@ is ``ops.sample``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +23,19 @@ from runtime.tensor import Tensor
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The parameters that are kept as rows of one array, so that one call gathers them."""
 
+PenaltyLists = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""The ids of a prompt and of an output that penalties count."""
+
 
 class Sampler:
-    """Parameters of up to ``max_num_seqs`` running sequences over a vocabulary of ``vocab_size`` ids."""
+    """Parameters of up to ``max_num_seqs`` running sequences over a vocabulary of ``vocab_size`` ids.
+
+    num_prompt_tokens  by row, int64
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
         self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
         self._seeds = np.zeros(max_num_seqs, np.uint64)
@@ -41,6 +50,7 @@ class Sampler:
     def load(self, row: int, sequence: Sequence) -> None:
         """Write a sequence's parameters into its row."""
         request, params = sequence.request, sequence.request.params
+        self.num_prompt_tokens[row] = sequence.num_prompt_tokens
         self._floats[:, row] = [getattr(params, name) for name in _FLOATS]
         self._integers[:, row] = params.top_k, sequence.index
         self._seeds[row] = request.seed
@@ -77,10 +87,9 @@ class Sampler:
             bias_start=no_entries,
         )
         if any_penalties:
-            arrays.prompt_ids, arrays.prompt_start = _ragged([self._prompt_ids[row] for row in rows], np.int32)
-            arrays.output_ids, arrays.output_start = _ragged(
-                [s.output_ids if wanted else _NO_IDS for s, wanted in zip(sequences, flags[0])], np.int32
-            )
+            prompts, outputs = zip(*self.penalty_lists(sequences, rows))
+            arrays.prompt_ids, arrays.prompt_start = _ragged(prompts, np.int32)
+            arrays.output_ids, arrays.output_start = _ragged(outputs, np.int32)
         if any_bias:
             self._gather_bias(arrays, sequences, rows)
         if any_allowed:
@@ -88,6 +97,40 @@ class Sampler:
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
         return arrays
+
+    def penalty_lists(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> list[PenaltyLists]:
+        """What penalties count, of each of these sequences, whose tokens are all known; empty without penalties."""
+        return [
+            (self._prompt_ids[row], sequence.output_ids) if wanted else (_NO_IDS, _NO_IDS)
+            for sequence, row, wanted in zip(sequences, rows, self._flags[0].take(rows))
+        ]
+
+    def num_penalty_ids(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> int | None:
+        """At least as many as `penalty_lists` will hold, one more token of each known by then; None: no penalties."""
+        (wanted,) = self._flags[0].take(rows).nonzero()
+        if not wanted.size:
+            return None
+        chosen: list[int] = wanted.tolist()
+        return sum(len(self._prompt_ids[rows[i]]) + sequences[i].num_output_tokens + 1 for i in chosen)
+
+    def masks(self, sequences: Sequences[Sequence], rows: NDArray[np.intp], positions: NDArray[np.int64]) -> bool:
+        """Whether the draw of one of these sequences, at ``positions [n]`` of their outputs, is under a logit bias,
+        allowed ids, or ids that ``min_tokens`` forbids."""
+        may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
+        return bool(has_allowed.any()) or any(
+            len(self._bias_ids[rows[i]]) > 0 or positions[i] < sequences[i].request.params.min_tokens
+            for i in may_mask.nonzero()[0].tolist()
+        )
+
+    def write_columns(
+        self, columns: Mapping[str, NDArray[Any]], places: NDArray[np.intp], rows: NDArray[np.intp]
+    ) -> None:
+        """Write the numbers of these rows to their ``places [n]`` in columns that bear the parameters' names."""
+        for name, values in zip(_FLOATS, self._floats):
+            columns[name][places] = values.take(rows)
+        for name, numbers in zip(("top_k", "choice_index"), self._integers):
+            columns[name][places] = numbers.take(rows)
+        columns["seed"][places] = self._seeds.take(rows).view(columns["seed"].dtype)
 
     def _gather_bias(
         self, arrays: SamplingArrays, sequences: Sequences[Sequence], rows: NDArray[np.intp]
@@ -142,7 +185,7 @@ def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
 
 
 def _ragged(
-    parts: list[NDArray[np.int32]], dtype: type[np.int32]
+    parts: Sequences[NDArray[np.int32]], dtype: type[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The parts in one row, and ``[len(parts) + 1]`` offsets."""
     start = np.zeros(len(parts) + 1, np.int32)

@@ -1,0 +1,259 @@
+"""Decode steps as recorded graphs: all kernels of a step, the draw among them, in one launch.
+
+There is a graph for a number of places (1, 2, 4, 8, 16, 24 ...), for sequences up to a length (1024, 2048, 4096 ...,
+for which attention is planned), with and without penalties, with and without the logits kept for log probabilities. It
+is recorded when it was missing for the first time: the step that missed it runs without. All share one pool, and read
+and write `DecodeArrays`. What they hold no place for runs without them: prompts, logit bias, allowed ids, and tokens
+that ``min_tokens`` forbids.
+
+A step may be started while the one before it runs, if a graph runs that, too: it takes its tokens where they are drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph, GraphPool
+from runtime.dtype import float32
+from runtime.engine.config import EngineLimits
+from runtime.engine.decode_arrays import TAIL_WORDS, Buffers, DecodeArrays, Placement
+from runtime.engine.sampler import Sampler
+from runtime.engine.sequence import Sequence
+from runtime.kv_cache import KVCache
+from runtime.tensor import Tensor
+
+if TYPE_CHECKING:
+    from runtime.engine.runner import Model
+
+logger = logging.getLogger("xserv.engine")
+
+FIRST_LENGTH = 1024
+MOST_LISTED = TAIL_WORDS // 2
+"""Tokens that the penalties of one step may count; with more it runs without a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is for."""
+
+    num_places: int
+    max_seq_len: int
+    has_penalties: bool
+    keeps_logits: bool
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """A step that a graph will run."""
+
+    key: GraphKey
+    rows: NDArray[np.intp]
+    starts: NDArray[np.int64]
+    placement: Placement
+
+
+class DecodeRun:
+    """A step that a graph runs."""
+
+    def __init__(self, graphs: DecodeGraphs, step: DecodeStep, buffers: Buffers, logits: Tensor | None) -> None:
+        self.places = step.placement.places
+        self.logits = logits
+        """``[num_places, vocab_size]``, where they are kept: until the next graph is launched."""
+        self._graphs = graphs
+        self._num_places = step.key.num_places
+        self._buffers = buffers
+
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Of each sequence the drawn id, and whether there is one. Raises LaunchError where the device failed,
+        InvalidArgumentError where a token was outside the vocabulary."""
+        try:
+            self._buffers.wait()
+        finally:
+            self._graphs.ended(self)
+        results, count = self._buffers.results, self._num_places
+        if results[2 * count]:
+            ops.check_ids(self._graphs.device)
+        return results[self.places], results[count + self.places] == 0
+
+
+class DecodeGraphs:
+    """The graphs of one model and KV cache on a GPU. Belongs to the engine's loop.
+
+    num_steps       that graphs have run
+    reserved_bytes  of the device's memory, for the graphs and their arrays
+    """
+
+    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, sampler: Sampler) -> None:
+        self.device = model.device
+        self.num_steps = 0
+        self.reserved_bytes = 0
+        self._model = model
+        self._kv_cache = kv_cache
+        self._limits = limits
+        self._sampler = sampler
+        self._sizes = batch_sizes(limits.max_num_seqs)
+        self._lengths = sequence_lengths(limits.max_model_len)
+        self._graphs: dict[GraphKey, Graph] = {}
+        self._wanted: GraphKey | None = None
+        self._has_given_up = False
+        self._arrays: DecodeArrays | None = None  # with the first graph
+        self._pool: GraphPool | None = None
+        self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
+        self._wants_logprobs = np.zeros(limits.max_num_seqs, np.bool_)  # by row
+        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the latest step
+        self._running: DecodeRun | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def load(self, row: int, sequence: Sequence) -> None:
+        """The sequence was given the row."""
+        self._wants_logprobs[row] = sequence.request.params.logprobs is not None
+        if self._arrays is not None:
+            self._arrays.forget(row)
+
+    def prepare(self, sequences: list[Sequence], rows: list[int], starts: NDArray[np.int64]) -> DecodeStep | None:
+        """Lay out the step that computes the token at ``starts [n]`` of each sequence; None: it has to run without a
+        graph."""
+        row_array = np.array(rows, np.intp)
+        if self._sampler.masks(sequences, row_array, starts + 1 - self._sampler.num_prompt_tokens[row_array]):
+            return None
+        num_listed = self._sampler.num_penalty_ids(sequences, row_array)
+        if num_listed is not None and num_listed > MOST_LISTED:
+            return None
+        key = GraphKey(
+            num_places=self._sizes[bisect_left(self._sizes, len(rows))],
+            max_seq_len=self._lengths[bisect_left(self._lengths, int(starts.max()) + 1)],
+            has_penalties=num_listed is not None,
+            keeps_logits=bool(self._wants_logprobs[row_array].any()),
+        )
+        if key not in self._graphs:
+            self._wanted = None if self._has_given_up else key
+            return None
+        assert self._arrays is not None
+        return DecodeStep(key, row_array, starts, self._arrays.place(sequences, rows, starts, key.num_places))
+
+    def can_lead(self, step: DecodeStep) -> bool:
+        """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
+        still needs there it leaves alone."""
+        running = self._running
+        return running is not None and running.logits is None and not step.key.has_penalties
+
+    def start(self, step: DecodeStep, sequences: list[Sequence]) -> DecodeRun:
+        """Queue the step: one copy, one launch, one copy."""
+        assert self._arrays is not None
+        assert self._running is None or self.can_lead(step), "the step before has to be waited for"
+        self._kv_cache.wait_for_arrivals()
+        sources = lists = None
+        if self._running is not None:
+            is_known = np.array([sequence.num_tokens for sequence in sequences]) > step.starts
+            sources = np.where(is_known, -1, self._drawn_at[step.rows])
+        if step.key.has_penalties:
+            lists = self._sampler.penalty_lists(sequences, step.rows)
+        graph = self._graphs[step.key]
+        token_ids = [sequence.last_token_id for sequence in sequences]
+        buffers = self._arrays.send(step.placement, token_ids, sources, lists)
+        graph.replay()
+        self._arrays.fetch(step.placement, buffers)
+        self._drawn_at[step.rows] = step.placement.places
+        self._running = DecodeRun(self, step, buffers, graph.result)
+        self.num_steps += 1
+        return self._running
+
+    def ended(self, run: DecodeRun) -> None:
+        """Called by a run that was waited for."""
+        if self._running is run:
+            self._running = None
+
+    def record(self) -> None:
+        """Record the graph that was missing last, if there is one and none runs. Waits for the device.
+
+        Where its memory is not to be had, or the model does what cannot be recorded, all steps without a graph stay so.
+        """
+        key = self._wanted
+        if key is None or self._running is not None:
+            return
+        self._wanted = None
+        try:
+            self._graphs[key] = self._recorded(key)
+        except DeviceOutOfMemoryError as error:
+            self._has_given_up = True
+            logger.warning(
+                "no more decode graphs: %s bytes for one of %d sequences are not to be had; %d graphs hold %s bytes",
+                f"{error.requested_bytes:,}", key.num_places, len(self._graphs), f"{self.reserved_bytes:,}",
+            )  # fmt: skip
+        except LaunchError:  # the device is lost
+            raise
+        except Exception:
+            self._has_given_up = True
+            logger.exception("no more decode graphs: the one of %d sequences cannot be recorded", key.num_places)
+
+    def release(self) -> None:
+        """Give the memory back; no step is started any more."""
+        self._has_given_up = True
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()
+        self._kept_logits.clear()
+        self._arrays = self._pool = self._running = self._wanted = None
+        self.reserved_bytes = 0
+
+    def _recorded(self, key: GraphKey) -> Graph:
+        gpu = Gpu.of(self.device)
+        if self._arrays is None:
+            self._arrays = DecodeArrays(self.device, self._limits, self._sampler)
+        if self._pool is None:
+            self._pool = GraphPool(gpu)
+        kept = self._kept(key.num_places) if key.keeps_logits else None
+        self._kv_cache.wait_for_arrivals()
+        self._arrays.clear()
+        try:
+            return Graph.capture(gpu, partial(self._run, key, kept), pool=self._pool)
+        finally:
+            sizes = [tensor.size_bytes for tensor in self._kept_logits.values()]
+            self.reserved_bytes = sum(sizes) + self._pool.reserved_bytes + self._arrays.size_bytes
+
+    def _kept(self, num_rows: int) -> Tensor:
+        """Where logits outlive their graph; one tensor serves the graphs of similar sizes."""
+        rows = 1 << (num_rows - 1).bit_length()
+        if rows not in self._kept_logits:
+            self._kept_logits[rows] = Tensor.empty((rows, self._sampler.vocab_size), float32, self.device)
+        return self._kept_logits[rows][:num_rows]
+
+    def _run(self, key: GraphKey, kept: Tensor | None) -> Tensor | None:
+        """What is recorded. Its result is where the logits are kept."""
+        arrays = self._arrays
+        assert arrays is not None
+        arrays.take_inputs(key.num_places)
+        hidden = self._model.forward(arrays.batch(key.num_places, key.max_seq_len), self._kv_cache)
+        logits = self._model.compute_logits(hidden)
+        arrays.draw(logits, has_penalties=key.has_penalties)
+        if kept is not None:
+            Gpu.of(self.device).copy(kept.address, logits.address, kept.size_bytes)
+        return kept
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32 ... and the most that there may be."""
+    return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
+
+
+def sequence_lengths(max_model_len: int) -> list[int]:
+    """1024, 2048, 4096 ... and the most that there may be."""
+    lengths = []
+    length = FIRST_LENGTH
+    while length < max_model_len:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_model_len]

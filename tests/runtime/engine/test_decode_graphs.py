@@ -1,0 +1,313 @@
+"""Decode steps as graphs on emulated GPUs: the eager engine's answers, one launch a step, and what goes without."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.device import gpu as gpu_module
+from runtime.device.emulator.dry_driver import DryDriver
+from runtime.device.emulator.fault import FaultKind
+from runtime.device.gpu import Gpu
+from runtime.engine.build import build_engine
+from runtime.engine.decode_graphs import batch_sizes, sequence_lengths
+from runtime.engine.engine import Engine
+from runtime.engine.errors import RequestError
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.errors import DeviceError
+from runtime.kv_cache import KVCache
+from tests.models.folders import load_golden, write_model
+from tests.runtime.device.emulated import new_gpu
+from tests.runtime.engine.counted_gpu import counted_gpu
+from tests.runtime.engine.fakes import Collected, collect, make_engine, request, run_to_end
+
+pytestmark = pytest.mark.emulator
+
+KINDS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"temperature": 0.9, "seed": 3, "top_k": 8, "logprobs": 0},
+    {"temperature": 0.8, "seed": 4, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.3, "logprobs": 1},
+    {"logit_bias": {4: 3.0, 5: -9.0}},
+    {"stop_token_ids": [7, 8, 9, 10, 11, 12], "min_tokens": 3},
+    {"temperature": 1.0, "seed": 6, "n": 2},
+    {"prompt_logprobs": 1},
+]
+
+
+def new_engine(folder: Path, device: str, **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {
+        "max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 64,
+    }  # fmt: skip
+    return build_engine(folder, device=device, **{**defaults, **settings})
+
+
+def mixed_requests(count: int, vocab_size: int) -> list[EngineRequest]:
+    """All kinds of sampling; prompts with common beginnings."""
+    rng = random.Random(2)
+    stem = [rng.randrange(13, vocab_size) for _ in range(20)]
+    made = []
+    for i in range(count):
+        prompt = stem[: rng.randrange(20)] + [rng.randrange(13, vocab_size) for _ in range(rng.randrange(1, 6))]
+        params = {"max_tokens": rng.randrange(2, 24), **KINDS[i % len(KINDS)]}
+        made.append(request(f"r{i}", prompt, eos=(2,), **params))
+    return made
+
+
+def serve(engine: Engine, requests: list[EngineRequest], *, arrivals: int = 2) -> dict[str, Collected]:
+    """Some arrive before each step."""
+    rng = random.Random(7)
+    results: dict[str, Collected] = {}
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        for _ in range(rng.randrange(arrivals + 1)):
+            if waiting:
+                engine.add(waiting.pop(0))
+        collect(engine.step(), results)
+        engine.check_invariants()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return results
+
+
+def comparable(output: EngineOutput) -> tuple[Any, ...]:
+    return (output.new_token_ids, output.logprobs, output.prompt_logprobs, output.finish_reason, output.stop_reason)
+
+
+def check_equal(ours: dict[str, Collected], theirs: dict[str, Collected]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, collected in ours.items():
+        for index in (0, 1):
+            assert [comparable(o) for o in collected.of(index)] == [comparable(o) for o in theirs[name].of(index)], name
+
+
+@pytest.mark.parametrize(
+    ("golden", "stored_as", "device", "settings"),
+    [
+        ("qwen3_tied_gqa4", "F32", "emulated:sm_80", {"num_blocks": 14, "preemption": "recompute"}),
+        ("llama_default", "BF16", "emulated:sm_90a", {"num_blocks": 14, "preemption": "swap"}),
+        ("gpt2_gelu_new", "F32", "emulated:sm_80", {"overlap": "off"}),
+        ("mistral_window", "BF16", "emulated:sm_90a", {}),
+    ],
+)
+def test_replay_equals_eager(
+    tmp_path: Path, golden: str, stored_as: str, device: str, settings: dict[str, Any]
+) -> None:
+    """To the bit in exact mode, with arrivals, ends, prefix hits, preemption of both kinds, and every kind of draw."""
+    folder = write_model(tmp_path, load_golden(golden), stored_as)
+    answers = {}
+    for mode in ("on", "off"):
+        engine = new_engine(folder, device, exact=True, decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
+        answers[mode] = serve(engine, mixed_requests(14, engine.info.vocab_size))
+        stats = engine.stats()
+        if mode == "on":
+            assert stats.num_graph_steps > 20
+            assert 0 < stats.num_decode_graphs < stats.num_graph_steps
+            assert stats.decode_graph_bytes > 1 << 20
+            assert stats.prefix_cache_hits > 0
+            if "preemption" in settings:
+                assert stats.num_preemptions > 0
+                assert (stats.num_swaps > 0) == (settings["preemption"] == "swap")
+        else:
+            assert (stats.num_graph_steps, stats.num_decode_graphs, stats.decode_graph_bytes) == (0, 0, 0)
+        engine.close()
+    check_equal(answers["on"], answers["off"])
+    Gpu.of(device).allocator.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("golden", "device"), [("qwen3_tied_gqa4", "emulated:sm_90a"), ("llama_default", "emulated:sm_80")]
+)
+def test_replay_gives_the_golden_tokens(tmp_path: Path, golden: str, device: str) -> None:
+    """Without exactness, in a batch that has empty places: the tokens of Hugging Face transformers."""
+    case = load_golden(golden)
+    folder = write_model(tmp_path, case)
+    engine = new_engine(folder, device, dtype="float32")
+    expected = case.greedy_ids["float32"]
+    for i in range(3):
+        engine.add(request(f"r{i}", case.prompt_ids, max_tokens=len(expected), ignore_eos=True))
+    results = run_to_end(engine)
+    assert engine.stats().num_graph_steps >= len(expected) - 6
+    for i in range(3):
+        assert results[f"r{i}"].token_ids() == expected
+    engine.close()
+
+
+# One launch, one copy up, one copy down
+
+
+PER_STEP = {
+    "cuMemcpyHtoDAsync": 1, "cuGraphLaunch": 1, "cuMemcpyDtoHAsync": 1, "cuEventRecord": 1, "cuEventSynchronize": 1,
+}  # fmt: skip
+
+
+def calls_of_steps(engine: Engine, gpu: Gpu, calls: Counter[str], num_steps: int) -> list[dict[str, int]]:
+    """What the driver is asked in each of the next steps; nothing is allocated in any."""
+    found = []
+    before = gpu.allocator.statistics
+    pinned = gpu.pinned.reserved_bytes
+    for _ in range(num_steps):
+        calls.clear()
+        engine.step()
+        found.append(dict(calls))
+    assert gpu.allocator.statistics == before, "a step allocates"
+    assert gpu.pinned.reserved_bytes == pinned
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_step_is_one_launch_one_copy_up_one_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """Also in steps in which sequences get blocks, with penalties, and with every other draw that graphs hold."""
+    gpu, calls = counted_gpu()
+    monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type, overlap=overlap)
+    for i, params in enumerate([{}, {"temperature": 0.7, "top_k": 5, "seed": 1}, {"frequency_penalty": 0.2}]):
+        engine.add(request(f"r{i}", range(3, 9 + i), max_tokens=40, ignore_eos=True, **params))
+    for _ in range(5):
+        engine.step()
+    assert calls_of_steps(engine, gpu, calls, 20) == [PER_STEP] * 20
+    run_to_end(engine)
+    engine.close()
+
+
+def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that does nothing, whose draws are all token 0: only the host's part runs."""
+    from runtime.commands.model_kernels import KernelList
+
+    gpu, calls = counted_gpu(api=DryDriver("sm_90a"), index=0)
+    gpu.kernel_cache = KernelList()
+    monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
+    engine = new_engine(
+        write_model(tmp_path, load_golden("qwen3_tied_gqa4")), gpu.device.type, num_blocks=256 * 8, max_num_seqs=256,
+        max_num_batched_tokens=2048,
+    )  # fmt: skip
+    for count in (1, 2, 3, 5, 8, 9, 16, 31, 64, 100, 256):
+        for i in range(count):
+            engine.add(request(f"r{i}", range(3, 5 + i % 9), max_tokens=20, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        assert calls_of_steps(engine, gpu, calls, 12) == [PER_STEP] * 12, count
+        run_to_end(engine)
+    assert engine.stats().num_decode_graphs >= 9
+    engine.close()
+
+
+# What goes without
+
+
+def test_the_cpu_has_none(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="decode_graphs='on' needs a GPU"):
+        new_engine(write_model(tmp_path, load_golden("llama_default")), "cpu", decode_graphs="on")
+    with pytest.raises(RequestError, match="decode_graphs='on' needs a GPU"):
+        make_engine(decode_graphs="on")
+    assert make_engine(decode_graphs="auto").runner.graphs is None
+    with pytest.raises(RequestError, match="decode_graphs"):
+        make_engine(decode_graphs="perhaps")  # type: ignore[arg-type]
+
+
+def test_off_means_eager(tmp_path: Path) -> None:
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", decode_graphs="off")
+    assert engine.runner.graphs is None
+    assert engine.stats().num_decode_graphs == 0
+
+
+def test_without_memory_for_a_graph_steps_stay_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = new_gpu(index=1)
+    monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type)
+    engine.add(request("warm-up", range(3, 9), max_tokens=2, ignore_eos=True))
+    run_to_end(engine)
+    engine.runner.graphs._wanted = None  # type: ignore[union-attr]
+    free, _ = gpu.context.call("cuMemGetInfo")
+    taken = gpu.allocate(int(free))
+    for i in range(3):
+        engine.add(request(f"r{i}", range(3, 9 + i), max_tokens=5 + i, ignore_eos=True))
+    with caplog.at_level(logging.WARNING, "xserv.engine"):
+        results = run_to_end(engine)
+    taken.release()
+    (warning,) = caplog.records
+    assert "no more decode graphs" in warning.getMessage()
+    assert "bytes for one of 4 sequences are not to be had" in warning.getMessage()
+    assert {name: len(each.token_ids()) for name, each in results.items()} == {"r0": 5, "r1": 6, "r2": 7}
+    assert engine.stats().num_graph_steps == 0
+    gpu.allocator.check_integrity()
+
+
+def test_a_model_that_cannot_be_recorded_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
+    model: Any = engine.runner.model
+    forward = model.forward
+
+    def waits(batch: Any, kv_cache: KVCache) -> Any:
+        Gpu.of(model.device).stream.synchronize()
+        return forward(batch, kv_cache)
+
+    model.forward = waits
+    engine.add(request("x", range(3, 9), max_tokens=6, ignore_eos=True))
+    with caplog.at_level(logging.WARNING, "xserv.engine"):
+        results = run_to_end(engine)
+    assert len(results["x"].token_ids()) == 6
+    assert "cannot be recorded" in caplog.text
+    assert engine.stats().num_graph_steps == 0
+
+
+def test_a_failed_draw_ends_its_own_request(tmp_path: Path) -> None:
+    """The page of one sequence is spoilt while graphs decode three."""
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", num_blocks=30)
+    for i in range(3):
+        engine.add(request(f"r{i}", range(3 + i, 12 + i), max_tokens=12, ignore_eos=True))
+    results: dict[str, Collected] = {}
+    for _ in range(5):
+        collect(engine.step(), results)
+    block = engine.requests["r1"].sequences[0].block_ids[0]
+    keys, _ = engine.runner.kv_cache.layer(0)
+    page_bytes = engine.runner.kv_cache.spec.page_bytes[0]
+    Gpu.of("emulated:sm_80").fill(keys.address + block * page_bytes, 0xFF, page_bytes)
+    run_to_end(engine, results)
+    assert [results[f"r{i}"].finish_reason() for i in range(3)] == ["length", "error", "length"]
+    assert "NaN" in (results["r1"].outputs[-1].error or "")
+    assert engine.stats().num_graph_steps > 3
+    engine.close()
+
+
+def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = new_gpu(index=1)
+    monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
+    engine = new_engine(
+        write_model(tmp_path, load_golden("llama_default")), gpu.device.type, num_blocks=14, preemption="swap",
+        swap_space_bytes=1 << 16,
+    )  # fmt: skip
+    monkeypatch.setattr(KVCache, "wait_for_arrivals", lambda kv_cache: None)
+    for i in range(5):
+        engine.add(request(f"r{i}", range(3 + i, 15 + i), max_tokens=30, ignore_eos=True))
+
+    def run() -> None:
+        while engine.has_work:
+            engine.step()
+        gpu.synchronize()
+
+    with pytest.raises(DeviceError, match="missing event between streams"):
+        run()
+    assert getattr(gpu.driver.fault(), "kind", None) is FaultKind.MISSING_EVENT
+
+
+def test_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(8) == [1, 2, 4, 8]
+    assert batch_sizes(28) == [1, 2, 4, 8, 16, 24, 28]
+    assert batch_sizes(256)[-2:] == [248, 256]
+    assert sequence_lengths(64) == [64]
+    assert sequence_lengths(1024) == [1024]
+    assert sequence_lengths(5000) == [1024, 2048, 4096, 5000]
