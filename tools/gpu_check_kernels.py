@@ -1,16 +1,67 @@
-"""The kernel table: each case verified on its input, ours and torch's, and only then timed, taking turns."""
+"""The check's kernel table: each case verified on its input, ours and torch's, and only then timed, taking turns."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from runtime.bench.gpu_cases import (
+    Case,
+    Prepared,
+    attention_case,
+    layer_norm_case,
+    product_case,
+    rms_norm_case,
+    softmax_case,
+    swiglu_case,
+)
+from runtime.bench.gpu_table import error_share, prepare, row_of, timed, verify
+from runtime.bench.gpu_timing import Stopwatch
 from runtime.device.gpu import Gpu
-from tools.gpu_check_cases import Case, Inputs, Prepared, cases, numpy_dtype
-from tools.gpu_check_timing import Stopwatch
+
+
+def cases(is_quick: bool) -> Iterator[Case]:
+    """Ladders of tiers at one shape, then the shapes that serving has; `is_quick`: small enough to emulate."""
+    if is_quick:
+        for tier, dtype in (("naive", "f32"), ("tensor_core", "bf16")):
+            yield product_case(tier, 32, 48, 64, dtype)
+        yield product_case("auto", 1, 64, 128, "bf16")
+        yield attention_case("naive", "f32", 1, 0, 17, 4, 2, 32)
+        yield attention_case("flash", "bf16", 1, 0, 33, 4, 2, 64)
+        yield attention_case("decode", "bf16", 2, 40, 1, 4, 2, 64)
+        yield rms_norm_case(4, 128)
+        yield layer_norm_case(4, 128)
+        yield swiglu_case(4, 64)
+        yield softmax_case(2, 300)
+        return
+    for tier, dtype in (
+        ("naive", "f32"), ("tiled", "f32"), ("register", "f32"),
+        ("naive", "bf16"), ("tiled", "bf16"), ("register", "bf16"), ("tensor_core", "bf16"),
+    ):  # fmt: skip
+        yield product_case(tier, 2048, 2048, 2048, dtype)
+    yield product_case("auto", 4096, 4096, 4096, "bf16")
+    yield product_case("auto", 2048, 6144, 4096, "bf16")
+    for rows in (1, 4, 16, 64, 256):
+        yield product_case("auto", rows, 4096, 4096, "bf16")
+    for rows in (1, 32):
+        yield product_case("auto", rows, 24576, 4096, "bf16")
+        yield product_case("auto", rows, 2304, 768, "bf16")
+    yield product_case("auto", 512, 3072, 768, "f32")
+    yield attention_case("naive", "bf16", 1, 0, 1024, 16, 8, 128)
+    yield attention_case("flash", "f32", 1, 0, 1024, 12, 12, 64)
+    for seqs, queries, *heads in ((1, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (8, 512, 12, 12, 64)):
+        yield attention_case("flash", "bf16", seqs, 0, queries, *heads)
+    for seqs, context in ((1, 4095), (1, 16383), (32, 2047)):
+        yield attention_case("decode", "bf16", seqs, context, 1, 32, 8, 128)
+    for rows in (1, 32, 4096):
+        yield rms_norm_case(rows, 4096)
+    yield layer_norm_case(4096, 768)
+    yield swiglu_case(32, 12288)
+    yield swiglu_case(2048, 12288)
+    yield softmax_case(32, 151936)
 
 
 def kernel_table(
@@ -34,42 +85,25 @@ def kernel_table(
 def _row(
     gpu: Gpu, stopwatch: Stopwatch, case: Case, seed: int, torch: Torch | None, has_times: bool
 ) -> dict[str, Any]:
-    inputs = Inputs(gpu, seed)
-    ready = case.prepare(inputs)
-    ready.run()
-    found = np.empty(ready.shape, numpy_dtype(ready.dtype))
-    gpu.read(ready.out, found)
-    row = {
-        "case": case.name, "shape": case.shape, "least_bytes": case.least_bytes, "flops": case.flops,
-        "error_share": error_share(found, ready, case.tolerance, "ours"),
-    }  # fmt: skip
+    _inputs, ready = prepare(gpu, case, seed)
+    row = row_of(case, verify(gpu, case, ready, ready.run))
     if not has_times:
         return row
     competitors: dict[str, Callable[[], Any]] = {"ours": ready.run}
     if torch is not None:
         try:
             theirs = ready.torch(torch.module, torch.tensor)
-            row["torch_error_share"] = error_share(torch.array(theirs()), ready, case.tolerance, "torch's")
+            row["torch_error_share"] = torch_error_share(torch, theirs(), case, ready)
             competitors["torch"] = theirs
         except Exception as error:  # an older torch, or one without this kernel: ours is timed alone, and that is said
             row["torch_error"] = f"{type(error).__name__}: {error}"
-    times = stopwatch.times(competitors)
-    row["times"] = {name: value.as_json() for name, value in times.items()}
-    if not stopwatch.is_emulated:
-        row["gb_per_s"] = round(case.least_bytes / times["ours"].median_us / 1e3, 1)
-        row["tflop_per_s"] = round(case.flops / times["ours"].median_us / 1e6, 2)
-    if "torch" in times:
-        row["share_of_torch"] = round(times["torch"].median_us / times["ours"].median_us, 3)
-    return row
+    return timed(row, case, competitors, stopwatch)
 
 
-def error_share(found: np.ndarray, ready: Prepared, tolerance: float, whose: str) -> float:
-    """The largest difference as a share of the largest value. Raises AssertionError above `tolerance`, and for NaN."""
-    difference = np.abs(found.astype(np.float32).reshape(ready.shape) - ready.expected)
-    share = float(difference.max() / np.abs(ready.expected).max())
-    if not share <= tolerance:
-        raise AssertionError(f"{whose} result is wrong: off by {share:.3g} of the largest value, allowed {tolerance:g}")
-    return share
+def torch_error_share(torch: Torch, result: Any, case: Case, ready: Prepared) -> float:
+    """`error_share` of the rows that are compared."""
+    found = torch.array(result).reshape(ready.shape)
+    return error_share(found[ready.rows], ready, case.tolerance, "torch's")
 
 
 class Torch:

@@ -112,9 +112,9 @@ def _output(command: list[str]) -> str | None:
 
 
 def _bandwidth(options: Options, report: Report) -> Result:
+    from runtime.bench.gpu_bandwidth import bandwidth
+    from runtime.bench.gpu_timing import Stopwatch
     from runtime.device.gpu import Gpu
-    from tools.gpu_check_bandwidth import bandwidth
-    from tools.gpu_check_timing import Stopwatch
 
     gpu = Gpu.of(options.device)
     return bandwidth(gpu, Stopwatch(gpu, 2 if options.is_quick else 20), options.is_quick)
@@ -138,9 +138,9 @@ def _verification(options: Options, report: Report) -> Result:
 
 
 def _table(options: Options, report: Report, *, has_times: bool) -> Result:
+    from runtime.bench.gpu_timing import Stopwatch
     from runtime.device.gpu import Gpu
     from tools.gpu_check_kernels import kernel_table
-    from tools.gpu_check_timing import Stopwatch
 
     gpu = Gpu.of(options.device)
     rows: list[Result] = []

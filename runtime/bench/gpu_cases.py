@@ -1,13 +1,18 @@
-"""The kernel table's cases: inputs, our launch, numpy's result and torch's call, all of the same arrays."""
+"""Pieces of work to verify and to time on a GPU: inputs, our launch, numpy's result for a sample of its rows, and
+torch's call, all of the same arrays.
+
+Nothing here imports torch: who has it hands the module in.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cuda import activation, attention, gemm, norm, softmax
 from numba_kernels.cuda.specialisation import Launch
@@ -17,6 +22,10 @@ from runtime.dtype import DType
 
 BLOCK_SIZE = 16
 EPS = 1e-6
+MOST_ROWS = 64
+"""Of a result, so many rows are compared with numpy's, the first and the last among them."""
+
+Array = NDArray[Any]
 
 
 class Inputs:
@@ -27,15 +36,15 @@ class Inputs:
         self._rng = np.random.default_rng(seed)
         self._held: list[DeviceBlock] = []
 
-    def normal(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
+    def normal(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
         values = self._rng.standard_normal(shape, dtype=np.float32)
         values *= np.float32(scale)
         return values.astype(numpy_dtype(dtype))
 
-    def permutation(self, count: int) -> np.ndarray:
+    def permutation(self, count: int) -> Array:
         return self._rng.permutation(count).astype(np.int32)
 
-    def put(self, array: np.ndarray) -> int:
+    def put(self, array: Array) -> int:
         address = self.empty(array.nbytes)
         self.gpu.write(address, array)
         return address
@@ -45,12 +54,12 @@ class Inputs:
         return self._held[-1].address
 
     def bind(self, *launches: tuple[Launch | None, Sequence[int | float]]) -> Callable[[], None]:
-        """Launches all of them, in order."""
-        bound = [(self.gpu.bind(launch), arguments) for launch, arguments in launches if launch is not None]
+        """What launches all of them, in order."""
+        known = [(launch, arguments) for launch, arguments in launches if launch is not None]
 
         def run() -> None:
-            for each, arguments in bound:
-                each(*arguments)
+            for launch, arguments in known:
+                self.gpu.launch(launch, *arguments)
 
         return run
 
@@ -61,17 +70,23 @@ class Prepared:
 
     Attributes:
         run: queues our kernels.
-        out, shape, dtype: where and what the result is.
-        expected: float32, computed by numpy from the same arrays.
+        out, shape, dtype: where and what the result is; its first dimension is rows.
+        rows: those that `expected` has, ascending.
+        expected: float32 [len(rows), ...], computed by numpy from the same arrays.
         torch: queues torch's, given the module and a function that makes tensors of arrays; returns its callable.
+        operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library that
+            takes them; else ().
     """
 
     run: Callable[[], None]
     out: int
     shape: tuple[int, ...]
     dtype: str
-    expected: np.ndarray
-    torch: Callable[[Any, Callable[[np.ndarray], Any]], Callable[[], Any]]
+    rows: Array
+    expected: Array
+    torch: Callable[[Any, Callable[[Array], Any]], Callable[[], Any]]
+    operands: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,11 @@ class Case:
     prepare: Callable[[Inputs], Prepared] = field(repr=False)
 
 
+def sampled(num_rows: int) -> Array:
+    """At most `MOST_ROWS` of so many rows, spread from the first to the last."""
+    return np.unique(np.linspace(0, num_rows - 1, min(num_rows, MOST_ROWS)).astype(np.int64))
+
+
 TOLERANCE = {"f32": 1e-4, "f16": 4e-3, "bf16": 2e-2}
 
 
@@ -98,70 +118,35 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return DType.parse(dtype).numpy
 
 
-def cases(is_quick: bool) -> Iterator[Case]:
-    """Ladders of tiers at one shape, then the shapes that serving has; `is_quick`: small enough to emulate."""
-    if is_quick:
-        for tier, dtype in (("naive", "f32"), ("tensor_core", "bf16")):
-            yield _gemm(tier, 32, 48, 64, dtype)
-        yield _gemm("auto", 1, 64, 128, "bf16")
-        yield _attention("naive", "f32", 1, 0, 17, 4, 2, 32)
-        yield _attention("flash", "bf16", 1, 0, 33, 4, 2, 64)
-        yield _attention("decode", "bf16", 2, 40, 1, 4, 2, 64)
-        yield _rms_norm(4, 128)
-        yield _layer_norm(4, 128)
-        yield _swiglu(4, 64)
-        yield _softmax(2, 300)
-        return
-    for tier, dtype in (
-        ("naive", "f32"), ("tiled", "f32"), ("register", "f32"),
-        ("naive", "bf16"), ("tiled", "bf16"), ("register", "bf16"), ("tensor_core", "bf16"),
-    ):  # fmt: skip
-        yield _gemm(tier, 2048, 2048, 2048, dtype)
-    yield _gemm("auto", 4096, 4096, 4096, "bf16")
-    yield _gemm("auto", 2048, 6144, 4096, "bf16")
-    for rows in (1, 4, 16, 64, 256):
-        yield _gemm("auto", rows, 4096, 4096, "bf16")
-    for rows in (1, 32):
-        yield _gemm("auto", rows, 24576, 4096, "bf16")
-        yield _gemm("auto", rows, 2304, 768, "bf16")
-    yield _gemm("auto", 512, 3072, 768, "f32")
-    yield _attention("naive", "bf16", 1, 0, 1024, 16, 8, 128)
-    yield _attention("flash", "f32", 1, 0, 1024, 12, 12, 64)
-    for seqs, queries, *heads in ((1, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (8, 512, 12, 12, 64)):
-        yield _attention("flash", "bf16", seqs, 0, queries, *heads)
-    for seqs, context in ((1, 4095), (1, 16383), (32, 2047)):
-        yield _attention("decode", "bf16", seqs, context, 1, 32, 8, 128)
-    for rows in (1, 32, 4096):
-        yield _rms_norm(rows, 4096)
-    yield _layer_norm(4096, 768)
-    yield _swiglu(32, 12288)
-    yield _swiglu(2048, 12288)
-    yield _softmax(32, 151936)
-
-
-def _gemm(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
+def product_case(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
+    """``y [m, n] = x [m, k] . w [n, k]^T``."""
     def prepare(inputs: Inputs) -> Prepared:
         x, weight = inputs.normal((m, k), dtype), inputs.normal((n, k), dtype, 0.05)
         launch = gemm.plan(tier, m, n, k, dtype, num_multiprocessors=inputs.gpu.properties.num_sms)
         out = inputs.empty(m * n * size)
-        run = inputs.bind((launch, (inputs.put(x), inputs.put(weight), 0, 0, out, m, n, k, 0)))
-        expected = x.astype(np.float32) @ weight.astype(np.float32).T
+        operands = inputs.put(x), inputs.put(weight)
+        run = inputs.bind((launch, (*operands, 0, 0, out, m, n, k, 0)))
+        rows = sampled(m)
+        expected = x[rows].astype(np.float32) @ weight.astype(np.float32).T
 
-        def torch(module: Any, tensor: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             left, right = tensor(x), tensor(weight)
             return lambda: module.nn.functional.linear(left, right)
 
-        return Prepared(run, out, (m, n), dtype, expected, torch)
+        return Prepared(run, out, (m, n), dtype, rows, expected, torch, operands, (m, n, k))
 
     size = numpy_dtype(dtype).itemsize
     least = (m * k + n * k + m * n) * size
     return Case(f"gemm {tier} {dtype}", f"{m} x {n} x {k}", least, 2 * m * n * k, TOLERANCE[dtype], prepare)
 
 
-def _attention(
+def attention_case(
     tier: str, dtype: str, seqs: int, context: int, queries: int, heads: int, kv_heads: int, head_dim: int
 ) -> Case:
-    """Ours reads shuffled pages; torch's has the same keys and values in rows."""
+    """Causal attention of each sequence's last `queries` tokens, with `context` tokens before them.
+
+    Ours reads shuffled pages; torch's has the same keys and values in rows.
+    """
     length = context + queries
     tokens, scale, blocks = seqs * queries, head_dim**-0.5, -(-length // BLOCK_SIZE)
 
@@ -188,15 +173,16 @@ def _attention(
             (plan.combine, plan.combine_arguments(workspace, out) if plan.combine is not None else ()),
         )  # fmt: skip
 
-        def torch(module: Any, tensor: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             rows = np.ascontiguousarray(q.reshape(seqs, queries, heads, head_dim).transpose(0, 2, 1, 3))
             a, b, c = tensor(rows), tensor(k), tensor(v)
             is_causal, is_grouped = queries > 1, heads != kv_heads
             attend = module.nn.functional.scaled_dot_product_attention
             return lambda: attend(a, b, c, is_causal=is_causal, enable_gqa=is_grouped).transpose(1, 2)
 
-        expected = _attention_expected(q.reshape(seqs, queries, heads, head_dim), k, v, scale)
-        return Prepared(run, out, (tokens, heads, head_dim), dtype, expected, torch)
+        rows = sampled(tokens)
+        expected = _attention_expected(q.reshape(seqs, queries, heads, head_dim), k, v, scale, rows)
+        return Prepared(run, out, (tokens, heads, head_dim), dtype, rows, expected, torch)
 
     size = numpy_dtype(dtype).itemsize
     seen = seqs * sum(context + 1 + query for query in range(queries))
@@ -205,7 +191,7 @@ def _attention(
     return Case(f"attention {tier} {dtype}", shape, least, 4 * seen * heads * head_dim, TOLERANCE[dtype], prepare)
 
 
-def _paged(rows: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _paged(rows: Array, table: Array) -> Array:
     """[seqs, kv_heads, length, head_dim] → pages [blocks, kv_heads, BLOCK_SIZE, head_dim] at the table's places."""
     seqs, kv_heads, length, head_dim = rows.shape
     blocks = -(-length // BLOCK_SIZE)
@@ -217,27 +203,31 @@ def _paged(rows: np.ndarray, table: np.ndarray) -> np.ndarray:
     return pages
 
 
-def _attention_expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """[tokens, heads, head_dim] float32, causal, one head at a time."""
-    seqs, queries, heads, head_dim = q.shape
+def _attention_expected(q: Array, k: Array, v: Array, scale: float, rows: Array) -> Array:
+    """[len(rows), heads, head_dim] float32, causal: of those tokens, counted over all sequences, one head at a time."""
+    _, queries, heads, head_dim = q.shape
     length, share = k.shape[2], heads // k.shape[1]
-    hidden = np.arange(length)[None, :] > np.arange(length - queries, length)[:, None]
-    out = np.empty(q.shape, np.float32)
-    for seq in range(seqs):
+    out = np.empty((len(rows), heads, head_dim), np.float32)
+    for seq in np.unique(rows // queries):
+        chosen = np.flatnonzero(rows // queries == seq)
+        query = rows[chosen] % queries
+        hidden = np.arange(length)[None, :] > (length - queries + query)[:, None]
         for head in range(heads):
             keys, values = (x[seq, head // share].astype(np.float32) for x in (k, v))
-            scores = q[seq, :, head].astype(np.float32) @ keys.T * np.float32(scale)
+            scores = q[seq, query, head].astype(np.float32) @ keys.T * np.float32(scale)
             scores[hidden] = -np.inf
             scores = np.exp(scores - scores.max(1, keepdims=True))
-            out[seq, :, head] = scores @ values / scores.sum(1, keepdims=True)
-    return out.reshape(seqs * queries, heads, head_dim)
+            out[chosen, head] = scores @ values / scores.sum(1, keepdims=True)
+    return out
 
 
-def _rms_norm(rows: int, size: int) -> Case:
+def rms_norm_case(rows: int, size: int) -> Case:
+    """RMSNorm of ``[rows, size]``."""
     return _norm("rms_norm", rows, size)
 
 
-def _layer_norm(rows: int, size: int) -> Case:
+def layer_norm_case(rows: int, size: int) -> Case:
+    """LayerNorm of ``[rows, size]``."""
     return _norm("layer_norm", rows, size)
 
 
@@ -258,19 +248,21 @@ def _norm(name: str, rows: int, size: int) -> Case:
         expected *= affine[0].astype(np.float32)
         if not is_rms:
             expected += affine[1].astype(np.float32)
+        chosen = sampled(rows)
 
-        def torch(module: Any, tensor: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             data, terms = tensor(x), [tensor(term) for term in affine]
             function = getattr(module.nn.functional, name)
             return lambda: function(data, (size,), *terms, eps=EPS)
 
-        return Prepared(run, out, (rows, size), "bf16", expected, torch)
+        return Prepared(run, out, (rows, size), "bf16", chosen, expected[chosen], torch)
 
     least = 4 * rows * size + 4 * size * (1 if is_rms else 2)
     return Case(f"{name} bf16", f"{rows} x {size}", least, 4 * rows * size, TOLERANCE["bf16"], prepare)
 
 
-def _swiglu(rows: int, size: int) -> Case:
+def swiglu_case(rows: int, size: int) -> Case:
+    """``silu(gate) * up`` of ``[rows, 2 size]``."""
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, 2 * size), "bf16")
         launch, accesses = activation.plan_swiglu(rows, size, "bf16")
@@ -278,30 +270,33 @@ def _swiglu(rows: int, size: int) -> Case:
         run = inputs.bind((launch, (inputs.put(x), out, rows, accesses)))
         gate, up = (part.astype(np.float32) for part in np.split(x, 2, axis=1))
         expected = gate / (1 + np.exp(-gate)) * up
+        chosen = sampled(rows)
 
-        def torch(module: Any, tensor: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             left, right = tensor(x).chunk(2, dim=1)
             return lambda: module.nn.functional.silu(left) * right
 
-        return Prepared(run, out, (rows, size), "bf16", expected, torch)
+        return Prepared(run, out, (rows, size), "bf16", chosen, expected[chosen], torch)
 
     count = rows * size
     return Case("swiglu bf16", f"{rows} x {size}", 6 * count, 5 * count, TOLERANCE["bf16"], prepare)
 
 
-def _softmax(rows: int, size: int) -> Case:
+def softmax_case(rows: int, size: int) -> Case:
+    """Softmax of ``[rows, size]``."""
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, size), "f32", math.sqrt(2))
         out = inputs.empty(x.nbytes)
         run = inputs.bind((softmax.plan_softmax(rows, size, "f32", is_log=False), (inputs.put(x), out, size)))
         weights = np.exp(x - x.max(1, keepdims=True))
         expected = weights / weights.sum(1, keepdims=True, dtype=np.float64).astype(np.float32)
+        chosen = sampled(rows)
 
-        def torch(module: Any, tensor: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             data = tensor(x)
             return lambda: module.softmax(data, dim=1)
 
-        return Prepared(run, out, (rows, size), "f32", expected, torch)
+        return Prepared(run, out, (rows, size), "f32", chosen, expected[chosen], torch)
 
     count = rows * size
     return Case("softmax f32", f"{rows} x {size}", 8 * count, 5 * count, TOLERANCE["f32"], prepare)

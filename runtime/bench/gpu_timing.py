@@ -26,6 +26,12 @@ class Times:
     high_us: float
     num_runs: int
 
+    @staticmethod
+    def of(values_us: list[float]) -> Times:
+        """Of single runs, at least one."""
+        low, middle, high = statistics.quantiles(values_us, n=4) if len(values_us) > 1 else values_us * 3
+        return Times(middle, low, high, len(values_us))
+
     def as_json(self) -> dict[str, Any]:
         return {name: round(value, 3) for name, value in asdict(self).items()}
 
@@ -49,7 +55,7 @@ class Stopwatch:
                 seconds = self._once(competitors[name])
                 if number >= 0:
                     found[name].append(seconds)
-        return {name: _summary(values) for name, values in found.items()}
+        return {name: Times.of(values) for name, values in found.items()}
 
     def _once(self, work: Callable[[], Any]) -> float:
         start, end = self._events
@@ -60,8 +66,3 @@ class Stopwatch:
         end.record(self.gpu.stream)
         end.synchronize()
         return 1e3 * end.elapsed_ms(start)
-
-
-def _summary(values: list[float]) -> Times:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return Times(middle, low, high, len(values))

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.bench.gpu_cases import Prepared
+from runtime.bench.gpu_table import error_share
 from tools import gpu_check, gpu_check_build
-from tools.gpu_check_cases import Prepared, cases
-from tools.gpu_check_kernels import error_share
+from tools.gpu_check_kernels import cases
 from tools.gpu_check_sections import Options, Section, sections
 from tools.gpu_check_summary import summary
 
@@ -102,7 +103,8 @@ def test_the_limits_fit_the_nine_minutes_and_names_are_unique() -> None:
 
 
 def ready(expected: np.ndarray) -> Prepared:
-    return Prepared(lambda: None, 0, expected.shape, "f32", expected, lambda *_: lambda: None)
+    rows = np.arange(len(expected))
+    return Prepared(lambda: None, 0, expected.shape, "f32", rows, expected, lambda *_: lambda: None)
 
 
 def test_a_wrong_result_and_nan_are_errors() -> None:

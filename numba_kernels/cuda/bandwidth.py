@@ -1,0 +1,51 @@
+"""A kernel that reads memory and does little else: the rate that every kernel which only streams is held against."""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cuda, types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics.memory import store_b32, stream_4xb32
+from numba_kernels.cuda.specialisation import Specialisation
+
+THREADS = 512
+
+
+@functools.cache
+def read_kernel() -> Specialisation:
+    """``sums[thread]`` = the sum, modulo 2^32, of every n-th 16 bytes; four loads in flight a thread.
+
+    Arguments: data, sums, count of 16-byte pieces (a multiple of four times the number of threads).
+    """
+
+    @cuda.jit
+    def kernel(data, sums, count):
+        threads = uint64(cuda.gridDim.x) * uint64(THREADS)
+        thread = uint64(cuda.blockIdx.x) * uint64(THREADS) + uint64(cuda.threadIdx.x)
+        step = threads * uint64(16)
+        address = data + thread * uint64(16)
+        end = data + count * uint64(16)
+        total = uint32(0)
+        while address < end:
+            a = stream_4xb32(address)
+            b = stream_4xb32(address + step)
+            c = stream_4xb32(address + step + step)
+            d = stream_4xb32(address + step + step + step)
+            total = uint32(total + a[0] + a[1] + a[2] + a[3] + b[0] + b[1] + b[2] + b[3])
+            total = uint32(total + c[0] + c[1] + c[2] + c[3] + d[0] + d[1] + d[2] + d[3])
+            address += uint64(4) * step
+        store_b32(sums + thread * uint64(4), total)
+
+    return Specialisation("read_sums", kernel, (types.uint64,) * 3, THREADS)
+
+
+@functools.cache
+def empty_kernel() -> Specialisation:
+    """Does nothing with eight arguments, four addresses and four integers: what a launch alone costs."""
+
+    @cuda.jit
+    def kernel(a, b, c, d, e, f, g, h):
+        return
+
+    return Specialisation("empty", kernel, (types.uint64,) * 4 + (types.int32,) * 4, 32)

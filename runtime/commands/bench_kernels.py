@@ -1,0 +1,70 @@
+"""`xserv bench kernels|profile`: what the kernels reach, and where a step's time goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from runtime.commands.bench import JsonFlag, OutputJson
+from runtime.commands.options import EngineOptions
+
+
+def kernels(
+    device: Annotated[str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts.")] = "cuda",
+    parts: Annotated[
+        str, typer.Option(help="Which lines, comma-separated.")
+    ] = "gemm,linear,prefill,decode,launch,graph,upload",
+    num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
+    plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours where it is installed."""
+    from runtime.bench.bars import roofline_svg
+    from runtime.bench.kernels import as_lines, bench_kernels, parts_named, roofs
+
+    report = bench_kernels(
+        device,
+        parts=parts_named(parts),
+        num_runs=num_runs,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )
+    if plot is not None:
+        plot.write_text(roofline_svg(report, *roofs(report)))
+    _deliver(report, as_lines(report), as_json, output_json)
+
+
+def profile(
+    engine: EngineOptions,
+    batch_size: Annotated[int, typer.Option(help="Sequences.")] = 8,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    num_steps: Annotated[int, typer.Option(help="Decode steps.")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Draw the shares to this SVG.")] = None,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Where a step's time goes, by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
+    from runtime.bench.bars import profile_svg
+    from runtime.bench.step_profile import as_lines, bench_profile
+    from runtime.engine.build import build_engine
+
+    arguments = engine.arguments() | {"overlap": "off"}
+    report = bench_profile(
+        build_engine(**arguments), batch=batch_size, prompt_len=input_len, num_steps=num_steps, seed=engine.seed or 0
+    )
+    if plot is not None:
+        plot.write_text(profile_svg(report))
+    _deliver(report, as_lines(report), as_json, output_json)
+
+
+def _deliver(report: dict[str, Any], lines: list[str], as_json: bool, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report) if as_json else "\n".join(lines))
+
+
+COMMANDS = (kernels, profile)
