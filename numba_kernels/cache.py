@@ -46,19 +46,27 @@ def _imports(source: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def sources_digest(*sources: Path) -> str:
+    """Of source files and of every file of this project that they import, directly or not: names and contents."""
+    seen: set[Path] = set()
+    pending = [source.resolve() for source in sources]
+    while pending:
+        path = pending.pop()
+        if path not in seen and path.is_file():
+            seen.add(path)
+            pending += _imports(path)
+    digest = hashlib.sha256()
+    for path in sorted(seen):
+        name = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
+        digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 @functools.cache
 def cache_folder(source: Path) -> Path:
     """The folder for a source file's code, made now; one of this process alone where the home cannot be written."""
-    seen: set[Path] = set()
-    pending = [source.resolve()]
-    while pending:
-        path = pending.pop()
-        if path not in seen:
-            seen.add(path)
-            pending += _imports(path)
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(seen):
-        digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    versions = f"{numba.__version__} {llvmlite.__version__} "
+    digest = hashlib.sha256((versions + sources_digest(source)).encode())
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "xserv" / "numba" / digest.hexdigest()[:16]
     try:

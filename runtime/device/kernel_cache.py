@@ -98,7 +98,7 @@ class KernelCache:
         self.num_compiled = 0
         self.num_read = 0
         self.num_front_ends = 0
-        self._is_marked = False
+        self._marked: set[Path] = set()
 
     def get(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
         """The kernel for an architecture, from disk, or compiled now and written there.
@@ -143,8 +143,9 @@ class KernelCache:
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every kernel's file, in the order of its name."""
+        current = {digest_of(source)[:16] for source in _SOURCES.rglob("*.py")} | {used.name for used in self._marked}
         for path in sorted(self.folder.glob(f"*/*{SUFFIX}")):
-            yield CacheEntry(path, path.stat().st_size, path.parent.name == sources_digest()[:16], _read(path))
+            yield CacheEntry(path, path.stat().st_size, path.parent.name in current, _read(path))
 
     def ir_bytes(self) -> int:
         """Bytes on disk of all kernels' LLVM IR."""
@@ -168,14 +169,15 @@ class KernelCache:
     def _path(self, specialisation: Specialisation, kind: str, suffix: str, *parts: str) -> Path:
         """The file of what depends on a specialisation and on `parts`."""
         parts = (
-            str(_FORMAT), sources_digest(), specialisation.name, repr(sorted(specialisation.constants.items())),
+            str(_FORMAT), _source_digest(specialisation), specialisation.name,
+            repr(sorted(specialisation.constants.items())),
             ",".join(str(each) for each in specialisation.argument_types),
             f"{specialisation.max_threads},{specialisation.min_blocks},{specialisation.fastmath}",
             function_digest(specialisation.kernel.py_func), *parts, tool_versions(),
         )  # fmt: skip
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         name = f"{identifier(specialisation.name)[:80]}-{kind}{key}{suffix}"
-        return self.folder / sources_digest()[:16] / name
+        return self.folder / _source_digest(specialisation)[:16] / name
 
     def _read_kernel(self, path: Path) -> CompiledKernel | None:
         self._check(path.parent)
@@ -191,9 +193,9 @@ class KernelCache:
     def _check(self, folder: Path) -> None:
         """Raises DeviceError where others could have written into the cache; notes that it is used."""
         refuse_foreign(self.folder)
-        if not self._is_marked:
+        if folder not in self._marked:
             mark_used(folder)
-            self._is_marked = True
+            self._marked.add(folder)
 
     def _write(self, path: Path, kernel: CompiledKernel) -> None:
         facts = {name: value for name, value in asdict(kernel).items() if name != "image"}
@@ -302,6 +304,18 @@ def identifier(name: str) -> str:
 def default_folder() -> Path:
     """``$XDG_CACHE_HOME/xserv/kernels``, or the same below ``~/.cache``."""
     return cache_root("kernels")
+
+
+def _source_digest(specialisation: Specialisation) -> str:
+    return digest_of(Path(specialisation.kernel.py_func.__code__.co_filename))
+
+
+@functools.cache
+def digest_of(source: Path) -> str:
+    """Of a kernel's file, of what it imports from this project, and of what compiles it: names and contents."""
+    from numba_kernels.cache import sources_digest
+
+    return sources_digest(source, _SOURCES / "compile.py")
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def test_folders_of_older_sources_go_when_long_unused(cache: KernelCache, monkey
         os.utime(cache.folder / name, (used, used))
     cache.folder.chmod(0o700)
     cache.get(scale(), "sm_80", is_ptx=True)
-    current = kernel_cache.sources_digest()[:16]
+    current = cache.path_of(scale(), "sm_80", is_ptx=True).parent.name
     assert {each.name for each in cache.folder.iterdir()} == {"1" * 16, "somebody's own", current}
     os.utime(cache.folder / current, (long_ago, long_ago))
     assert KernelCache(cache.folder).get(scale(), "sm_80", is_ptx=True) == whole
@@ -230,7 +230,7 @@ def test_everything_that_matters_is_in_the_key(cache: KernelCache, monkeypatch: 
     assert path() == paths[0]
     monkeypatch.setattr(kernel_cache, "tool_versions", lambda: "numba 0.0")
     assert path() not in paths
-    monkeypatch.setattr(kernel_cache, "sources_digest", lambda: "0" * 64)
+    monkeypatch.setattr(kernel_cache, "digest_of", lambda source: "0" * 64)
     assert path() not in paths
 
 
@@ -258,6 +258,20 @@ def test_the_sources_are_all_files_of_the_kernels(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text(text)
         assert digest() not in found
         found.add(digest())
+
+
+def test_a_kernels_sources_are_its_file_and_what_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = kernel_cache.digest_of.__wrapped__
+    folder = kernel_cache._SOURCES
+    tiers = {name: digest(folder / "gemm" / f"{name}.py") for name in ("naive", "tiled")}
+    assert tiers["naive"] != tiers["tiled"]
+    real = Path.read_bytes
+    for changed, expected in (("gemm/tiled.py", {"tiled"}), ("intrinsics/memory.py", {"naive", "tiled"})):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, end=changed: real(path) + b"#" * path.as_posix().endswith(end)
+        )
+        found = {name for name, before in tiers.items() if digest(folder / "gemm" / f"{name}.py") != before}
+        assert found == expected
 
 
 def test_kernels_that_do_not_compile_are_named(cache: KernelCache) -> None:
