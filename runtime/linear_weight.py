@@ -11,6 +11,7 @@ from numba_kernels.cpu.launch import address_of
 from numba_kernels.cpu.linear import empty_panels, pack_rows
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
@@ -19,7 +20,7 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 
-GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core")
+GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper")
 
 
 class LinearWeight:
@@ -138,11 +139,13 @@ def prepare_linear(
 
 
 def check_gemm(gemm: str, device: Device) -> None:
-    """Raises InvalidArgumentError for a name that is no tier, or any but "auto" on the cpu."""
+    """Raises InvalidArgumentError for a name that is no tier, any but "auto" on the cpu, or a device without it."""
     if gemm not in GEMM_TIERS:
         raise InvalidArgumentError(f"gemm is {gemm!r}, must be one of {', '.join(GEMM_TIERS)}", param="gemm")
     if gemm != "auto" and device.kind == "cpu":
         raise InvalidArgumentError(f"gemm is {gemm!r}: the cpu has one matrix product, 'auto'", param="gemm")
+    if gemm == "hopper" and (arch := Gpu.of(device).arch) != "sm_90a":
+        raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:

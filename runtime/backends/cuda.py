@@ -53,13 +53,14 @@ def _product(
         ends = [(t.address, t.address + t.size_bytes) for t in (x, out)]
         if max(start for start, _ in ends) < min(end for _, end in ends):
             raise fail(op, "out", "shares memory with x")
+    bias = 0 if weight.bias is None else weight.bias.address
     launch = _gemm.plan(
         weight.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
         is_aligned=alignment(x.address, matrix) >= 16, num_multiprocessors=gpu.properties.num_sms,
-        exact=weight.exact,
+        exact=weight.exact, arch=gpu.arch, has_residual=residual is not None,
+        is_out_aligned=alignment(result.address, added, bias) >= 16,
     )  # fmt: skip
     if launch is not None:
-        bias = 0 if weight.bias is None else weight.bias.address
         gpu.launch(launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1)
     return result
 

@@ -274,18 +274,33 @@ class Gpu:
         return found
 
     def launch(self, launch: Launch, *arguments: Argument, stream: Stream | None = None) -> None:
-        """Launches a kernel; arguments as `Bound` takes them. What is launched again and again is better bound once.
+        """Launches a kernel; arguments as `Bound` takes them, but of the tensors in `launch.maps` their addresses. What
+        is launched again and again is better bound once.
 
-        Raises: as `bind` and `Bound`.
+        Raises: as `bind`, `Bound` and `tensor_map`.
         """
         bound = self._bound.launches.get(launch)
         if bound is None:
             bound = self._bound.launches[launch] = self.bind(launch)
+        if launch.maps:
+            arguments = self._with_maps(launch, arguments)
         if stream is None or stream is self._streams.current:
             bound(*arguments)
         else:
             with self.use(stream):
                 bound(*arguments)
+
+    def _with_maps(self, launch: Launch, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        found = list(arguments)
+        for number, layout in launch.maps:
+            address = found[number] if number < len(found) else None
+            if not isinstance(address, int):
+                raise InvalidArgumentError(
+                    f"{describe(launch)}: argument {number} is {address!r}, must be a tensor's address",
+                    param=str(number),
+                )
+            found[number] = self.tensor_map(address, layout)
+        return tuple(found)
 
     def bind(self, launch: Launch) -> Bound:
         """The launch with all but its arguments; its kernel is compiled or read from disk, and loaded.

@@ -30,7 +30,7 @@ def test_float32_gives_the_cpus_tokens(hardware: str, gemm: str) -> None:
     assert answers(hardware, "float32", gemm) == expected
 
 
-@pytest.mark.parametrize("gemm", ["auto", "tensor_core"])
+@pytest.mark.parametrize("gemm", ["auto", "tensor_core", "hopper"])
 def test_bfloat16_answers_42(hardware: str, gemm: str) -> None:
     assert answers(hardware, "bfloat16", gemm)[0][0].strip() == "42"
 

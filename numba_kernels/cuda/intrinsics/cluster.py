@@ -8,7 +8,9 @@ from __future__ import annotations
 from numba_kernels.cuda.intrinsics.asm import instruction
 
 rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", is_pure=True)
+size = instruction("mov.u32 $0, %cluster_nctarank;", "r", is_pure=True)
 arrive = instruction("barrier.cluster.arrive.release.aligned;")
 wait = instruction("barrier.cluster.wait.acquire.aligned;")
 address_in = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "r", "r r", is_pure=True)
 """``(shared address, rank) -> address`` of the same place in another block's shared memory."""
+load_4xf32 = instruction("ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "r")  # at what `address_in` gave

@@ -18,6 +18,9 @@ arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r")
 arrive_expecting = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "", "r r")
 arrive_in_cluster = instruction("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", "", "r")
 """At an address that `cluster.address_in` gave: the barrier of any block of the cluster."""
+arrive_read = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", "", "r")
+"""The same by who has only read (by `wgmma`, whose groups it has waited for): nothing that it wrote need be seen there,
+so that its writes are not waited for, as the release to a cluster would, with a fence of the whole device."""
 
 wait = instruction(
     "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "

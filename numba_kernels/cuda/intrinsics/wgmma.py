@@ -48,6 +48,12 @@ def descriptor(swizzle_bytes: int, stride_bytes: int, leading_bytes: int = 16) -
     return describe
 
 
+@device_function
+def advance(descriptor, count):
+    """The descriptor of a tile like it, `count` times 16 bytes further in shared memory."""
+    return (descriptor & uint64(0xFFFFFFFF00000000)) | uint64(uint32(uint32(descriptor) + count))
+
+
 @functools.cache
 def group_multiply(
     dtype: str,

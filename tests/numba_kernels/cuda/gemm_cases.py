@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from numba_kernels.cuda import gemm
+from numba_kernels.cuda.specialisation import Launch
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.oracles import gemm as oracle
@@ -31,11 +32,17 @@ class Case:
 
     def run(self, gpu: Gpu, tier: str, *, rows: slice = slice(None), **options) -> np.ndarray:
         """The product by a tier, of all rows or of some."""
+        _, n, k = self.sizes
+        m = self.x[rows].shape[0]
+        launch = gemm.plan(tier, m, n, k, self.dtype, self.out_dtype, is_weight_layout=self.is_weight_layout, **options)
+        return self.run_launch(gpu, launch, rows)
+
+    def run_launch(self, gpu: Gpu, launch: Launch | None, rows: slice = slice(None)) -> np.ndarray:
+        """The product by a launch that was planned for these rows."""
         x = np.ascontiguousarray(self.x[rows])
         _, n, k = self.sizes
         m = x.shape[0]
         out_dtype = numpy_dtype(self.out_dtype)
-        launch = gemm.plan(tier, m, n, k, self.dtype, self.out_dtype, is_weight_layout=self.is_weight_layout, **options)
         out = empty(gpu, (m, n), out_dtype)
         if launch is None:
             return get(gpu, out, (m, n), out_dtype)

@@ -1,0 +1,221 @@
+"""Tier 5, Hopper alone: `wgmma` fed by the TMA. What it teaches: warps with different work.
+
+Against the tensor_core tier it changes
+
+- the arithmetic: four warps together multiply 64 rows of x by 256 columns, both from shared memory, in one instruction
+  that runs on while they do something else; only the sums are in registers;
+- the way in: one thread asks the TMA for whole tiles, which arrive swizzled as `wgmma` reads them and zero beyond the
+  matrices. No other thread computes an address;
+- the roles: a group of warps that only loads (the producer, which gives its registers away) runs as far ahead as
+  shared memory has stages; the groups that multiply (consumers) take these registers. They meet at two barriers a
+  stage, "full" and "empty", and nowhere else;
+- the cluster: two blocks, one below the other, need the same tile of the weight. Each loads half of it for both;
+- the blocks: as many as there are multiprocessors, each with one tile after another, so that the loads of the next
+  tile are under way while the sums of the last one are written.
+
+The order in which `wgmma` adds is its own: a row has other last bits than in the other tiers, the same in any company.
+
+Source of the instructions' meaning: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS
+from numba_kernels.cuda.gemm.hopper_out import residual_loader, row_finisher, tile_storer
+from numba_kernels.cuda.gemm.hopper_ring import (
+    BLOCK_K,
+    GROUP_ROWS,
+    PIECE_BYTES,
+    PIECE_COLUMNS,
+    Tile,
+    ring_starter,
+    tile_loader,
+    tile_multiplier,
+    tile_order,
+)
+from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+LARGE = Tile(256, 2, 4, cluster=2)
+SMALL = Tile(128, 2, 5)
+TILES = (SMALL, LARGE)
+
+
+ARCH = "sm_90a"
+RATES = {LARGE: 1.0, SMALL: 0.8}  # at which tensor cores work while a tile's loop runs; estimated from its traffic
+WAYS_OUT = ("rows", "tiles", "tiles_residual")
+"""How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none."""
+
+
+@functools.cache
+def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisation:
+    block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
+    pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
+    num_sums, num_pieces = block_n // 2, 8 * tile.num_consumers
+    start_ring, load_tile, multiply_tile = ring_starter(tile), tile_loader(tile), tile_multiplier(dtype, tile)
+    place_of = tile_order(max(1, GROUP_ROWS // blocks))
+    moves_registers = num_sums > 64  # else each thread has more than it needs
+    fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
+    stores_tiles, has_residual = way_out != "rows", way_out == "tiles_residual"
+    finish_rows, wait_until_read = row_finisher(dtype, out_dtype, block_n), tma.store_wait_read(0)
+    load_residual, store_tile = residual_loader(), tile_storer(dtype, block_n, has_residual)
+    is_phase_moved = block_n // PIECE_COLUMNS // 2 % 2  # of a residual's barrier, from one tile to the next
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+        shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
+        full = uint32(shared + uint32(barriers_at))
+        empty = uint32(full + uint32(8 * num_stages))
+        arrived = uint32(empty + uint32(8 * num_stages))  # pieces of the residual
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
+        if thread == uint32(0):
+            tma.prefetch_map(x)
+            tma.prefetch_map(weight)
+            if has_residual:
+                for number in range(num_pieces):
+                    mbarrier.init(uint32(arrived + uint32(8 * number)), uint32(1))
+            start_ring(full, empty)
+        if blocks > 1:
+            cluster.arrive()
+            cluster.wait()
+            rank = cluster.rank()
+        else:
+            sync_block()
+            rank = uint32(0)
+        wait_for_previous_grid()
+
+        tiles_m = uint32((m + uint32(block_m * blocks - 1)) // uint32(block_m * blocks))
+        tiles_n = uint32((n + uint32(block_n - 1)) // uint32(block_n))
+        num_tiles = uint32(tiles_m * tiles_n)
+        index = uint32(uint32(cuda.blockIdx.x) // uint32(blocks))
+        step = uint32(uint32(cuda.gridDim.x) // uint32(blocks))
+        stage = uint32(0)
+        if warp < uint32(4):
+            if moves_registers:
+                fewer_registers()
+            if thread == uint32(0):
+                phase = uint32(1)
+                while index < num_tiles:
+                    row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                    row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m))
+                    column = uint32(column_tile * uint32(block_n))
+                    stage, phase = load_tile(
+                        x, weight, shared, full, empty, stage, phase, rank, row, column, uint32(0), k
+                    )  # fmt: skip
+                    index = uint32(index + step)
+                launch_dependents()
+        else:
+            if moves_registers:
+                more_registers()
+            warp = uint32(warp - uint32(4))
+            x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
+            weight_part = uint32(shared + uint32(x_bytes))
+            piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
+            arrived = uint32(arrived + warp * uint32(16))
+            if blocks > 1:
+                empty = cluster.address_in(empty, lane & uint32(blocks - 1))
+            num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
+            phase, residual_phase = uint32(0), uint32(0)
+            sums = cuda.local.array(num_sums, float32)
+            while index < num_tiles:
+                row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m) + warp * uint32(16))
+                column = uint32(column_tile * uint32(block_n))
+                if has_residual and lane == uint32(0):
+                    load_residual(piece, arrived, residual, row, column)
+                stage, phase = multiply_tile(
+                    sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
+                )  # fmt: skip
+                if stores_tiles:
+                    store_tile(
+                        sums, piece, arrived, residual_phase, lane, bias, bias_is_f32, residual, out, n, row, column
+                    )
+                    residual_phase ^= uint32(is_phase_moved)
+                else:
+                    finish_rows(sums, piece, lane, bias, bias_is_f32, residual, out, m, n, row, column)
+                index = uint32(index + step)
+            if stores_tiles and lane == uint32(0):
+                wait_until_read()
+        if blocks > 1:  # nobody leaves while others may still write to its shared memory
+            sync_warp()
+            cluster.arrive()
+            cluster.wait()
+
+    return Specialisation(
+        name=f"gemm_hopper_{dtype}_{out_dtype}_{tile}_{way_out}",
+        kernel=cuda.jit(gemm),
+        argument_types=(
+            TENSOR_MAP, TENSOR_MAP, uint64, TENSOR_MAP if has_residual else uint64,
+            TENSOR_MAP if stores_tiles else uint64, *(uint32,) * 4,
+        ),
+        max_threads=tile.num_threads,
+        min_blocks=1,
+        min_capability=90,
+        needs_arch_features=True,
+        constants={"dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out},
+    )  # fmt: skip
+
+
+def choose_tile(m: int, n: int, num_multiprocessors: int) -> Tile:
+    """The tile with which ``out [m, n]`` takes the least time: rounds of blocks times a block's work."""
+
+    def cost(tile: Tile) -> float:
+        blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n)
+        return -(-blocks // num_multiprocessors) * tile.block_m * tile.block_n / RATES[tile]
+
+    return min(TILES, key=cost)
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    out_dtype: str,
+    num_multiprocessors: int,
+    *,
+    has_residual: bool,
+    is_out_aligned: bool,
+    tile: Tile | None = None,
+) -> Launch:
+    """A launch for ``out [m, n]``, all sizes at least 1 and k a multiple of 8.
+
+    `is_out_aligned`: whether bias, residual and out begin on 16-byte bounds. `tile` is chosen where it is None.
+    """
+    tile = tile or choose_tile(m, n, num_multiprocessors)
+    tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
+    blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
+    x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
+    weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
+    maps, way_out = ((0, x_map), (1, weight_map)), "rows"
+    if out_dtype == dtype and is_out_aligned and n % 8 == 0:
+        out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
+        maps, way_out = (*maps, (4, out_map)), "tiles"
+        if has_residual:
+            maps, way_out = (*maps, (3, out_map)), "tiles_residual"
+    return Launch(
+        _kernel(dtype, out_dtype, tile, way_out),
+        (blocks, 1, 1),
+        (tile.num_threads, 1, 1),
+        shared_bytes=tile.shared_bytes,
+        cluster=(tile.cluster, 1, 1),
+        maps=maps,
+    )
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every specialisation that `plan` can return."""
+    for dtype, out_dtype in DTYPE_PAIRS:
+        if dtype != "f32":
+            for tile in TILES:
+                for way_out in WAYS_OUT if out_dtype == dtype else WAYS_OUT[:1]:
+                    yield _kernel(dtype, out_dtype, tile, way_out)

@@ -1,0 +1,187 @@
+"""The Hopper tier's ring of stages in shared memory, between the one thread that fills and the groups that multiply.
+
+Each stage has two barriers: "full" counts the bytes that the TMA has delivered, "empty" the warps that have read them,
+in all blocks of the cluster that the bytes went to.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types
+
+from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+
+uint16, uint32 = types.uint16, types.uint32
+
+BLOCK_K = 64  # 128 bytes of a row, the longest that the TMA swizzles
+GROUP_ROWS = 16  # row tiles that pass over a column tile together
+PIECE_COLUMNS = 64  # of the sums, that a warp brings out at a time
+PIECE_BYTES = 16 * PIECE_COLUMNS * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A block's tile of the output.
+
+    Attributes:
+        block_n: its columns, 128 or 256.
+        num_consumers: groups of four warps that multiply, 64 rows each.
+        num_stages: K tiles that shared memory holds.
+        cluster: blocks, one below the other, that share the weight's tile: each loads its part of it for all of them.
+    """
+
+    block_n: int
+    num_consumers: int
+    num_stages: int
+    cluster: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (1 + self.num_consumers)
+
+    @property
+    def x_bytes(self) -> int:
+        """Of x's part of a stage; the weight's part follows."""
+        return self.block_m * BLOCK_K * 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_bytes + self.block_n * BLOCK_K * 2
+
+    @property
+    def pieces_at(self) -> int:
+        """Where the stages end and the warps' pieces of sums begin."""
+        return self.num_stages * self.stage_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Where the pieces end and the barriers begin: of full stages, of empty ones, two of each consumer's warp."""
+        return self.pieces_at + 4 * self.num_consumers * PIECE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        num_barriers = 2 * self.num_stages + 2 * 4 * self.num_consumers
+        return 1024 + self.barriers_at + 8 * num_barriers  # 1024: to begin on such a bound
+
+    def __str__(self) -> str:
+        shared = f"_c{self.cluster}" if self.cluster > 1 else ""
+        return f"{self.block_m}x{self.block_n}x{BLOCK_K}_s{self.num_stages}{shared}"
+
+
+@functools.cache
+def tile_order(group_rows: int) -> Any:
+    """A device function ``(index, tiles_m, tiles_n) -> (row tile, column tile)``.
+
+    Down `group_rows` row tiles, then on to the next column tile: what runs at the same time shares rows of x and of the
+    weight, which the second-level cache then holds.
+    """
+
+    @device_function
+    def place_of(index, tiles_m, tiles_n):
+        group_tiles = uint32(uint32(group_rows) * tiles_n)
+        group = divide_u32(index, group_tiles)
+        inside = uint32(index - group * group_tiles)
+        first = uint32(group * uint32(group_rows))
+        rows = minimum_u32(uint32(group_rows), uint32(tiles_m - first))
+        column = divide_u32(inside, rows)
+        return uint32(first + inside - column * rows), column
+
+    return place_of
+
+
+@functools.cache
+def ring_starter(tile: Tile) -> Any:
+    """A device function, called by one thread: makes a ring's barriers. The others see them after a barrier."""
+    num_stages, num_arrivals = tile.num_stages, 4 * tile.num_consumers * tile.cluster
+
+    @device_function
+    def start_ring(full, empty):
+        for stage in range(num_stages):
+            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
+            mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(num_arrivals))
+        mbarrier.fence_init()
+
+    return start_ring
+
+
+@functools.cache
+def tile_loader(tile: Tile) -> Any:
+    """A device function for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
+
+    It waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The weight's
+    tile is loaded by all blocks of the cluster, a part each, for all of them.
+    """
+    num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
+    part_rows = tile.block_n // blocks
+    load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
+
+    @device_function
+    def load_tile(x, weight, shared, full, empty, stage, phase, rank, row, column, start, end):
+        part_at = uint32(uint32(x_bytes) + rank * uint32(part_rows * BLOCK_K * 2))
+        part_row = uint32(column + rank * uint32(part_rows))
+        while start < end:
+            mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+            barrier = uint32(full + stage * uint32(8))
+            target = uint32(shared + stage * uint32(stage_bytes))
+            mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
+            load(target, x, barrier, start, row)
+            if blocks > 1:
+                mask = uint16((1 << blocks) - 1)
+                load_for_all(uint32(target + part_at), weight, barrier, mask, start, part_row)
+            else:
+                load(uint32(target + part_at), weight, barrier, start, part_row)
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(num_stages):
+                stage = uint32(0)
+                phase ^= uint32(1)
+            start = uint32(start + uint32(BLOCK_K))
+        return stage, phase
+
+    return load_tile
+
+
+@functools.cache
+def tile_multiplier(dtype: str, tile: Tile) -> Any:
+    """A device function for a group of consumers: a tile's sums, of `num_steps` stages, at least one.
+
+    While one stage is multiplied, the next one's products are handed over; the stage before it is then known to have
+    been read, and lane i of each warp says so to block i of the cluster (`empty` is its barrier there).
+    """
+    num_sums, num_stages, stage_bytes, blocks = tile.block_n // 2, tile.num_stages, tile.stage_bytes, tile.cluster
+    multiply, describe = wgmma.group_multiply(dtype, tile.block_n, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)
+    wait_but_one, wait_for_all = wgmma.group_wait(1, num_sums), wgmma.group_wait(0, num_sums)
+    arrive = mbarrier.arrive_read if blocks > 1 else mbarrier.arrive
+
+    @device_function
+    def multiply_tile(sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps):
+        first_x, first_weight = describe(x_part), describe(weight_part)
+        read = empty
+        count = uint32(0)
+        while count < num_steps:
+            mbarrier.wait(uint32(full + stage * uint32(8)), phase)
+            at = uint32(stage * uint32(stage_bytes // 16))
+            multiply(sums, wgmma.advance(first_x, at), wgmma.advance(first_weight, at), count)
+            wait_but_one(sums)
+            if count > uint32(0) and lane < uint32(blocks):
+                arrive(read)
+            read = uint32(empty + stage * uint32(8))
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(num_stages):
+                stage = uint32(0)
+                phase ^= uint32(1)
+            count = uint32(count + uint32(1))
+        wait_for_all(sums)
+        if lane < uint32(blocks):
+            arrive(read)
+        return stage, phase
+
+    return multiply_tile

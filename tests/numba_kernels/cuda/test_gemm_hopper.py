@@ -1,0 +1,128 @@
+"""The Hopper tier against float64, on integers exactly, at ragged sizes, with every tile and way out."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.compile import compile_ptx
+from numba_kernels.cuda.gemm import hopper
+from tests.numba_kernels.cuda.gemm_cases import Case, case
+from tests.numba_kernels.cuda.harness import assert_equal, get, put
+
+pytestmark = pytest.mark.emulator
+TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
+
+
+def plan(product: Case, tile=None, *, rows=None, num_multiprocessors=132, is_out_aligned=True):
+    """A launch for a case, with the residual that it has."""
+    m, n, k = product.sizes
+    return hopper.plan(
+        m if rows is None else rows, n, k, product.dtype, product.out_dtype, num_multiprocessors,
+        has_residual=product.residual is not None, is_out_aligned=is_out_aligned, tile=tile,
+    )  # fmt: skip
+
+
+@TILES
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "bias", "residual"),
+    [((1, 8, 64), "bf16", None, False), ((63, 136, 72), "f16", "f16", True), ((129, 264, 200), "bf16", "f32", True),
+     ((300, 520, 136), "bf16", "bf16", False), ((65, 128, 1032), "f16", "f32", False)],
+)  # fmt: skip
+def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
+    product = case(sizes, dtype, bias=bias, residual=residual)
+    launch = plan(product, tile)
+    assert ("tiles_residual" if residual else "tiles") in launch.specialisation.name
+    product.check(product.run_launch(gpu, launch))
+
+
+@TILES
+@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (300, 264, 328)), ("f16", (130, 520, 64))])
+def test_integers_are_exact_on_few_multiprocessors(gpu, tile, dtype, sizes):
+    """Each block has several tiles: barriers and stages go on from one to the next."""
+    product = case(sizes, dtype, integers=True)
+    product.check(product.run_launch(gpu, plan(product, tile, num_multiprocessors=2)))
+
+
+@TILES
+@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (70, 77, 72)), ("f16", (129, 260, 64))])
+def test_rows_on_any_bounds(gpu, tile, dtype, sizes):
+    """An output whose rows the TMA cannot store, and one in float32."""
+    for out_dtype, bias in ((dtype, "f32"), ("f32", dtype)):
+        product = case(sizes, dtype, out_dtype, bias=bias)
+        launch = plan(product, tile, is_out_aligned=False)
+        assert launch.specialisation.name.endswith("rows")
+        product.check(product.run_launch(gpu, launch))
+
+
+@TILES
+@pytest.mark.parametrize("is_by_tma", [True, False])
+def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_by_tma):
+    product = case((67, 144, 72), "bf16", bias=None)
+    m, n, k = product.sizes
+    x, weight = put(gpu, product.x), put(gpu, product.weight)
+    guarded = put(gpu, np.concatenate([np.ones((8, n)), product.residual, np.ones((70, n))]).astype(product.x.dtype))
+    out = guarded.address + 8 * n * 2
+    launch = plan(product, tile, is_out_aligned=is_by_tma)
+    gpu.launch(launch, x.address, weight.address, 0, out, out, m, n, k, 0)
+    found = get(gpu, guarded, (m + 78, n), "bf16")
+    assert (np.delete(found, slice(8, m + 8), 0) == 1).all()
+    product.check(found[8 : m + 8])
+
+
+def test_rows_have_the_same_bits_in_any_company_and_by_any_tile(gpu):
+    product = case((140, 136, 200), "bf16")
+    whole = product.run_launch(gpu, plan(product, hopper.LARGE))
+    for tile in hopper.TILES:
+        for rows in (slice(0, 1), slice(60, 130)):
+            launch = plan(product, tile, rows=rows.stop - rows.start, num_multiprocessors=3)
+            assert_equal(product.run_launch(gpu, launch, rows), whole[rows])
+
+
+@TILES
+def test_nan_stays_in_its_row(gpu, tile):
+    product = case((66, 40, 72), "bf16")
+    product.x[65, 71] = np.nan
+    out = product.run_launch(gpu, plan(product, tile)).astype(np.float32)
+    assert np.isnan(out[65]).all()
+    assert np.isfinite(np.delete(out, 65, 0)).all()
+
+
+def test_auto_takes_it_for_many_rows(gpu):
+    product = case((129, 72, 136), "bf16", "f32")
+    options = {"arch": "sm_90a", "num_multiprocessors": 4}
+    for rows, exact, tier in ((129, False, "hopper"), (30, False, "tensor_core"), (129, True, "tensor_core")):
+        launch = gemm.plan("auto", rows, 72, 136, "bf16", "f32", exact=exact, **options)
+        assert launch.specialisation.name.startswith(f"gemm_{tier}")
+    assert gemm.plan("auto", 129, 72, 136, "bf16").specialisation.name.startswith("gemm_tensor_core")
+    product.check(product.run(gpu, "auto", **options))
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype", "options", "family"),
+    [(65, "bf16", {}, "tensor_core"), (0, "bf16", {}, "tensor_core"), (64, "f32", {}, "register"),
+     (64, "bf16", {"is_aligned": False}, "tensor_core"), (64, "f16", {"is_weight_layout": False}, "tensor_core"),
+     (64, "f16", {}, "hopper")],
+)  # fmt: skip
+def test_what_the_tma_cannot_read_goes_to_another_tier(k, dtype, options, family):
+    launch = gemm.plan("hopper", 64, 64, k, dtype, arch="sm_90a", **options)
+    assert launch.specialisation.name.startswith(f"gemm_{family}_{dtype}")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120a"])
+def test_no_other_architecture_has_it(arch):
+    with pytest.raises(ValueError, match=f"tier hopper needs sm_90a, the device is {arch}"):
+        gemm.plan("hopper", 64, 64, 64, "bf16", arch=arch)
+
+
+def test_instructions():
+    text = compile_ptx(hopper._kernel("bf16", "bf16", hopper.LARGE, "tiles_residual"), "sm_90a")
+    assert not re.search(r"\.f64|\.local|\bcall", text)
+    for name in (
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", ".multicast::cluster", "setmaxnreg", "stmatrix",
+        "cp.async.bulk.tensor.2d.global", "griddepcontrol.wait",
+    ):  # fmt: skip
+        assert name in text
