@@ -29,6 +29,7 @@ from numba_kernels.cuda.intrinsics.element import (
     elements_storer,
 )
 from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, sigmoid
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu")
@@ -100,6 +101,8 @@ def _activation(name: str, dtype: str, width: int) -> Specialisation:
 
     @cuda.jit
     def activation(x, out, num_accesses):
+        wait_for_previous_grid()
+        launch_dependents()
         values = cuda.local.array(width, float32)
         index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
         step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
@@ -124,6 +127,8 @@ def _swiglu(dtype: str, width: int) -> Specialisation:
 
     @cuda.jit
     def swiglu(gate_up, out, num_rows, accesses_a_row):
+        wait_for_previous_grid()
+        launch_dependents()
         values = cuda.local.array(width, float32)
         column = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
         row = uint32(cuda.blockIdx.y)

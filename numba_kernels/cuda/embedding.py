@@ -22,6 +22,7 @@ from numba_kernels.cuda.intrinsics.element import (
     elements_storer,
 )
 from numba_kernels.cuda.intrinsics.memory import load_b32, store_b32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 256
@@ -35,6 +36,8 @@ def _gather(dtype: str, width: int, is_added: bool) -> Specialisation:
 
     @cuda.jit
     def gather(ids, table, out, flag, num_rows, table_rows, accesses_a_row):
+        wait_for_previous_grid()
+        launch_dependents()
         values = cuda.local.array(width, float32)
         column = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
         row = uint32(cuda.blockIdx.y)

@@ -33,7 +33,7 @@ from numba_kernels.cuda.intrinsics.element import (
     floats_loader,
 )
 from numba_kernels.cuda.intrinsics.math import divide, reciprocal_sqrt
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -48,6 +48,8 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
 
     @cuda.jit
     def rms_norm(x, residual, weight, out, size, reciprocal_size, eps):
+        wait_for_previous_grid()
+        launch_dependents()
         partials = cuda.shared.array(32, float32)
         values = cuda.local.array(width, float32)
         row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes
@@ -120,6 +122,8 @@ def _layer_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
 
     @cuda.jit
     def layer_norm(x, residual, weight, bias, out, size, reciprocal_size, eps):
+        wait_for_previous_grid()
+        launch_dependents()
         partials = cuda.shared.array((3, 32), float32)
         values = cuda.local.array(width, float32)
         row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes

@@ -21,6 +21,7 @@ from numba import cuda, float32, types, uint32, uint64
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, elements_storer, floats_loader
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages, page_row, row_address
 from numba_kernels.cuda.rope import check_rotary, head_cut
@@ -52,6 +53,8 @@ def _qkv_prepare(
         qkv, positions, cos, sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, q, num_tokens, num_q_heads,
         num_kv_heads, eps,
     ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
         lows = cuda.local.array((rounds, width), float32)
         highs = cuda.local.array((rounds, width), float32)
         zero = cuda.local.array(1, float32)

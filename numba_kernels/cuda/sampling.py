@@ -43,7 +43,7 @@ from numba_kernels.cuda.intrinsics.rounded import (
     pair_quotient,
     subtract,
 )
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_b32, shuffle_xor_f32
 from numba_kernels.cuda.selection import (
     FIRST_SHIFT,
@@ -214,6 +214,8 @@ def _kernel(is_aligned: bool) -> Specialisation:
         prompt_ids, prompt_start, output_ids, output_start, bias_ids, bias_values, bias_start, allowed, work,
         all_counts, token_ids, statuses, vocab, mask_words,
     ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
         bins = cuda.shared.array(NUM_BINS, uint64)
         totals = cuda.shared.array(WARPS, uint64)
         found = cuda.shared.array(2, uint64)
