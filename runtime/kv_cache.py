@@ -102,7 +102,8 @@ class KVCacheSpec:
 
 
 class KVCache:
-    """The pages of every layer on the spec's device, allocated once; on the cpu zeroed.
+    """The pages of every layer on the spec's device, allocated once and zeroed: kernels read pages whole, whatever of
+    them has been written.
 
     Attributes:
         spec, num_blocks, device: what it was made of.
@@ -122,6 +123,10 @@ class KVCache:
         self._layers = [
             (_pages((num_blocks, *keys), spec), _pages((num_blocks, *values), spec)) for _ in range(spec.num_layers)
         ]
+        if spec.device.kind != "cpu":  # any stream may use them from now on
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(spec.device).stream.synchronize()
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say.
@@ -193,7 +198,11 @@ class HostPages:
 
 def _pages(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
     if spec.device.kind != "cpu":
-        return Tensor.empty(shape, spec.dtype, spec.device)
+        from runtime.device.gpu import Gpu
+
+        pages = Tensor.empty(shape, spec.dtype, spec.device)
+        Gpu.of(spec.device).fill(pages.address, 0, pages.size_bytes)
+        return pages
     try:
         return Tensor.from_numpy(np.zeros(shape, spec.dtype.numpy))
     except MemoryError as error:

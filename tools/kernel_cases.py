@@ -97,7 +97,9 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 4, 2, 64, 16
 
 
 def _attentions() -> Iterator[Case]:
-    for tier, dtype in (("naive", "f32"), ("flash", "f32"), ("naive", "bf16"), ("flash", "bf16")):
+    for tier, dtype in (
+        ("naive", "f32"), ("flash", "f32"), ("naive", "bf16"), ("flash", "bf16"), ("flash_hopper", "bf16"),
+    ):  # fmt: skip
         yield _attention(tier, dtype, [(0, 256)])
     for dtype in ("f32", "bf16"):
         yield _attention("decode", dtype, [(511, 1)] * 4)
@@ -118,7 +120,7 @@ def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms:
         plan = attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=_HEADS,
             num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, table_width=blocks_each, dtype=dtype, block_size=_BLOCK,
-            num_sms=num_sms, tier=tier,
+            num_sms=num_sms, arch=bench.gpu.arch, num_blocks=seqs * blocks_each, tier=tier,
         )  # fmt: skip
         q = bench.normal((tokens, _HEADS, _HEAD_DIM), dtype)
         k, v = (bench.normal((seqs * blocks_each, _KV_HEADS, _BLOCK, _HEAD_DIM), dtype) for _ in range(2))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
+from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import hopper, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
@@ -82,6 +82,8 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_hopper"):
         return {str(tile): tile for tile in hopper.TILES}[constants["tile"]].shared_bytes
+    if name.startswith("attention_flash_hopper"):
+        return flash_hopper.shared_bytes(constants["head_dim"])
     if name.startswith(("attention_flash", "attention_decode")):
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
         if dtype == "f32":

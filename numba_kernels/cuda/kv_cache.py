@@ -7,7 +7,8 @@ and V are both
 
 of f32, f16 or bf16. One head's part of a page is one contiguous run, which a block of the attention kernel reads in
 16-byte pieces; rows begin at multiples of 16 bytes whatever the head dim. Columns from head_dim on hold zeros, written
-with the row, so that kernels may compute over whole pieces. Rows that nothing has written are never read.
+with the row, so that kernels may compute over whole pieces. Rows that nothing has written count for nothing, whatever
+they hold; but the TMA reads pages whole, so that they must have been zeroed once.
 
 A token's slot is block * block_size + offset, int64; -1: it is not stored. https://arxiv.org/abs/2309.06180
 """

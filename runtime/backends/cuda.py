@@ -243,7 +243,7 @@ def attention(
     op = "attention"
     gpu = first(op, "q", q, FLOATS, (None, None, None))
     device, (tokens, q_heads, head_dim) = q.device, q.shape
-    _, kv_heads, block_size = _page_shape(op, k_cache, v_cache, q, head_dim)
+    num_blocks, kv_heads, block_size = _page_shape(op, k_cache, v_cache, q, head_dim)
     if q_heads % kv_heads:
         raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
     if window is not None and window < 1:
@@ -260,14 +260,16 @@ def attention(
     result = output(op, None, (tokens, q_heads * head_dim), q.dtype, device)
     if tokens == 0 or q_heads == 0:
         return result
-    key = ("attention", group, tokens, q_heads, kv_heads, head_dim, block_size, window, sinks is None, q.dtype)
+    key = (
+        "attention", group, tokens, q_heads, kv_heads, head_dim, num_blocks, block_size, window, sinks is None, q.dtype
+    )  # fmt: skip
     plan = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
             block_size=block_size, window=window, has_sinks=sinks is not None, num_sms=gpu.properties.num_sms,
-            exact=batch.exact,
+            exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     work_address = 0 if workspace is None else workspace.address

@@ -2,14 +2,8 @@
 
 The mathematics of `flash_tensor_core`, arranged as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). A block has
 128 rows of queries and three groups of four warps. The first brings tiles by TMA, its warp 0 queries and keys, its
-warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other two. Those
-compute 64 rows each:
-
-    S(j) = Q K(j)^T     begun, asynchronous
-    O += P(j-1) V(j-1)  begun behind it, P in registers
-    P(j) = exp2(S(j))   while O's products run; then O is scaled to the new maximum
-
-and take turns at beginning products (two named barriers), so that one's softmax also runs beside the other's products.
+warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other two, which
+compute 64 rows each (`hopper_walk`).
 
 Scores stay unscaled: exp2(scale s - scale max) is one fused multiply-add and one exponential. Where the scale is
 negative the queries change their sign once. Sums of a row come in another order than in `flash_tensor_core`, and
@@ -34,7 +28,6 @@ from numba_kernels.cuda.attention.hopper_tiles import (
     NUM_ROWS,
     PANEL_COLUMNS,
     ROW_BYTES,
-    HopperTiles,
     hopper_tiles,
     page_bringer,
     page_layout,
@@ -43,6 +36,13 @@ from numba_kernels.cuda.attention.hopper_tiles import (
     row_storer,
     row_zeroer,
     sign_flipper,
+)
+from numba_kernels.cuda.attention.hopper_walk import (
+    GROUP_THREADS,
+    key_walker,
+    release,
+    score_multiplier,
+    value_multiplier,
 )
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
@@ -58,7 +58,6 @@ from numba_kernels.cuda.attention.tiles import (
 )
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
-from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import absolute
 from numba_kernels.cuda.intrinsics.memory import shared_address, shared_store_b32
@@ -76,7 +75,6 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 
 ARCH = "sm_90a"
 GROUP_ROWS = 64  # of queries, of one of the two computing groups
-GROUP_THREADS = 128
 THREADS = 3 * GROUP_THREADS
 _CONSUMER_WARPS = 8
 _SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
@@ -117,20 +115,6 @@ def plan(
     return Launch(kernel, grid, (THREADS, 1, 1), shared_bytes(head_dim), maps=maps)
 
 
-@device_function
-def _release(barrier, lane):
-    """The warp has done with a tile."""
-    if lane == uint32(0):
-        mbarrier.arrive(barrier)
-
-
-def _column_steps(tiles: HopperTiles, panel_bytes: int) -> tuple[int, ...]:
-    """Bytes from one product's 16 columns to the next, over panels."""
-    count = -(-tiles.head_dim // 16)
-    per_panel = PANEL_COLUMNS // 16
-    return tuple(32 if (i + 1) % per_panel else panel_bytes - 32 * (per_panel - 1) for i in range(count - 1))
-
-
 @functools.cache
 def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
     """For pages of `block_size` tokens. Grid: (KV heads, tiles of the longest chunk, sequences), so that the longest
@@ -140,29 +124,25 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     keys, panels, stages = tiles.num_keys, tiles.panels, tiles.stages
     phase_shift = stages.bit_length() - 1
     score_count, sum_count, weight_count = keys // 2, panels * PANEL_COLUMNS // 2, keys // 4
-    multiply_queries = wgmma.group_multiply(
-        dtype, keys, -(-head_dim // 16), _column_steps(tiles, tiles.query_panel_bytes),
-        _column_steps(tiles, tiles.panel_bytes), is_fresh=True,
-    )  # fmt: skip
-    multiply_values = wgmma.group_multiply(
-        dtype, panels * PANEL_COLUMNS, keys // 16, 0, 16 * ROW_BYTES, a_in_registers=True, b_is_transposed=True
-    )
-    wait_for_scores, wait_for_first = wgmma.group_wait(1, score_count), wgmma.group_wait(0, score_count)
+    multiply_queries, multiply_values = score_multiplier(dtype, tiles), value_multiplier(dtype, tiles)
+    wait_for_first = wgmma.group_wait(0, score_count)
     wait_for_sums = wgmma.group_wait(0, sum_count)
     describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
     describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, tiles.panel_bytes)
     bring_queries, bring_pages = query_bringer(tiles), page_bringer(tiles, block_size)
     zero_rows, flip_signs, store_rows = row_zeroer(tiles, THREADS), sign_flipper(tiles, GROUP_ROWS), row_storer(tiles)
-    weigh, pack_weights = score_weigher(keys, variant.has_window), weight_packer(dtype, keys)
+    has_window, has_sinks = variant.has_window, variant.has_sinks
+    weigh, pack_weights = score_weigher(keys, "edges", has_window), weight_packer(dtype, keys)
+    walk_whole = key_walker(dtype, tiles, "none", has_window)
+    walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", has_window)
     pack = pack_bf16 if dtype == "bf16" else pack_f16
     keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
-    has_window, has_sinks = variant.has_window, variant.has_sinks
     ring_bytes, query_panel_bytes = 8 * stages, tiles.query_panel_bytes
 
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, workspace_columns, part_keys, scale,
+        share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         storage = cuda.shared.array(0, uint32)
         shared = uint32((shared_address(storage) + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
@@ -246,8 +226,6 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
         else:
             _take_registers()
             own = shuffle_index_b32(uint32(group - uint32(1)), uint32(0))  # so ptxas knows it for uniform
-            own_turn = uint32(own + uint32(1))
-            other_turn = uint32(uint32(2) - own)
             own_barrier = uint32(own + uint32(3))
             own_queries = uint32(shared + own * uint32(GROUP_ROWS * ROW_BYTES))
             place = uint32(uint32(own * uint32(GROUP_ROWS)) + uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
@@ -285,54 +263,34 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                 mbarrier.wait(keys_full, uint32(0))
                 multiply_queries(scores, queries, key_tiles)
                 wait_for_first(scores)
-                _release(keys_empty, lane)
+                release(keys_empty, lane)
                 weigh(
                     scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
                     shortest_end, longest_end,
                 )  # fmt: skip
                 pack_weights(weights, scores)
                 if num_tiles > uint32(1):
-                    mbarrier.wait(uint32(keys_full + uint32(8 % ring_bytes)), uint32(8 // ring_bytes))
+                    mbarrier.wait(uint32(keys_full + uint32(8)), uint32(0))
                     if own == uint32(1):
-                        arrive_named(other_turn, uint32(2 * GROUP_THREADS))
-                value_stage = uint32(0)
-                value_phase = uint32(0)
-                turn = uint32(1)
-                while turn < num_tiles:
-                    stage = uint32(turn & uint32(stages - 1))
-                    phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
-                    turn = uint32(turn + uint32(1))
-                    sync_named(own_turn, uint32(2 * GROUP_THREADS))
-                    multiply_queries(scores, queries, key_tiles + uint64(stage * uint32(tile_bytes >> 4)))
-                    mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
-                    multiply_values(
-                        sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1)
-                    )
-                    if own == uint32(0) or turn < num_tiles:
-                        arrive_named(other_turn, uint32(2 * GROUP_THREADS))
-                    wait_for_scores(scores)
-                    _release(uint32(keys_empty + stage * uint32(8)), lane)
-                    key = uint32(key + uint32(keys))
-                    weigh(
-                        scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
-                        shortest_end, longest_end,
+                        arrive_named(uint32(1), uint32(2 * GROUP_THREADS))
+                num_whole = uint32(1)  # tiles that all rows see, but for the first
+                if not has_window and shortest_end > uint32(2 * keys):
+                    num_whole = uint32(shortest_end // uint32(keys))
+                    walk_whole(
+                        uint32(1), num_whole, num_tiles, first_key, queries, key_tiles, value_tiles, keys_full, own,
+                        lane, column, upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores,
+                        weights, sums, largest, totals, factors,
                     )  # fmt: skip
-                    # Here, and not in the next turn: ptxas moves the wait for the sums to the head of its basic block.
-                    if turn < num_tiles:
-                        following = uint32(turn & uint32(stages - 1))
-                        following_phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
-                        mbarrier.wait(uint32(keys_full + following * uint32(8)), following_phase)
-                    wait_for_sums(sums)
-                    _release(uint32(values_empty + value_stage * uint32(8)), lane)
-                    for i in range(sum_count // 4):
-                        for j in range(2):
-                            sums[4 * i + j] = sums[4 * i + j] * factors[0]
-                            sums[4 * i + 2 + j] = sums[4 * i + 2 + j] * factors[1]
-                    pack_weights(weights, scores)
-                    value_stage = stage
-                    value_phase = phase
-                mbarrier.wait(uint32(values_full + value_stage * uint32(8)), value_phase)
-                multiply_values(sums, weights, value_tiles + uint64(value_stage * uint32(tile_bytes >> 4)), uint32(1))
+                walk_edges(
+                    num_whole, num_tiles, num_tiles, first_key, queries, key_tiles, value_tiles, keys_full, own, lane,
+                    column, upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
+                    largest, totals, factors,
+                )  # fmt: skip
+                last = uint32(num_tiles - uint32(1))
+                stage = uint32(last & uint32(stages - 1))
+                phase = uint32((last >> uint32(phase_shift)) & uint32(1))
+                mbarrier.wait(uint32(values_full + stage * uint32(8)), phase)
+                multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), uint32(1))
                 wait_for_sums(sums)
 
             # The group's queries are no longer needed: their place takes the results, to be stored in whole rows.

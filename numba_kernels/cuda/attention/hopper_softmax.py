@@ -20,20 +20,24 @@ from numba_kernels.cuda.intrinsics.warp import maximum_f32
 
 
 @functools.cache
-def score_weigher(num_keys: int, has_window: bool) -> Any:
+def score_weigher(num_keys: int, masking: str, has_window: bool) -> Any:
     """A device function: scores of a lane's two rows become weights, measured from the rows' largest so far.
 
     ``(scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end)``:
     `factors` are what earlier weights must be multiplied by, `key` is the tile's first, `column` the lane's.
+    `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is found out.
     """
-    hidden = is_hidden(has_window)
+    hidden, is_masked, is_asked = is_hidden(has_window), masking != "none", masking == "edges"
 
     @device_function
     def weigh(
         scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end
     ):  # fmt: skip
-        # Only where not all rows of the block see all keys.
-        if uint32(key + uint32(num_keys)) > shortest_end or (has_window and uint32(key + window) < longest_end):
+        if is_masked and (
+            not is_asked
+            or uint32(key + uint32(num_keys)) > shortest_end
+            or (has_window and uint32(key + window) < longest_end)
+        ):
             for i in range(num_keys // 8):
                 for j in range(2):
                     at = uint32(key + column + uint32(8 * i + j))

@@ -6,16 +6,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core, naive, parts
+from numba_kernels.cuda.attention import (
+    decode_tensor_core,
+    flash_float32,
+    flash_hopper,
+    flash_tensor_core,
+    naive,
+    parts,
+)
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
 from numba_kernels.cuda.intrinsics.element import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
-TIERS = ("naive", "flash", "decode")
+TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # one tile of the decode kernels
 _PART_KEYS_MULTIPLE = 64  # what all of a decode block's warps take in one turn
 _MIN_PART_KEYS = 128  # fewer, and writing and combining the parts costs more than it gains
+_HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
 _MAX_GRID_YZ = 65535
 
 
@@ -77,18 +85,21 @@ def plan(
     has_sinks: bool = False,
     num_sms: int = 108,
     exact: bool = False,
+    arch: str = "sm_80",
+    num_blocks: int | None = None,
     tier: str | None = None,
 ) -> AttentionPlan:
     """The launches for a batch of at least one token.
 
     `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
     counts the keys that a query sees, its own included. With `has_sinks` the launches take the address of float32
-    [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `tier` forces one of `TIERS`.
+    [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `arch` is the device's;
+    `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
-    which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device.
-    Either way equal inputs give equal bits.
+    which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device,
+    and long ones flash_hopper where the device has it. Either way equal inputs give equal bits.
 
     ValueError for sizes that no kernel has, naming the field, its value and its limit.
     """
@@ -114,7 +125,13 @@ def plan(
     rows = max_query_len * share  # of a sequence and KV head
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
-        tier = "decode" if is_short and not exact else "flash"
+        is_for_hopper = arch == flash_hopper.ARCH and flash_hopper.has_kernel(dtype, head_dim, share)
+        if is_short and not exact:
+            tier = "decode"
+        elif is_for_hopper and num_blocks is not None and rows > _HOPPER_ROWS and not exact:
+            tier = "flash_hopper"
+        else:
+            tier = "flash"
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW)
     variant = Variant(window is not None, has_sinks)
     if tier == "naive":
@@ -122,6 +139,18 @@ def plan(
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
         columns = max(1, max_seq_len)
         return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, 0, shape)
+    if tier == "flash_hopper":
+        if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
+            raise ValueError(
+                f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
+                f"of 8 and at most {flash_hopper.NUM_ROWS} query heads a KV head; got {arch}, {num_blocks}, {dtype}, "
+                f"{head_dim} and {share}"
+            )
+        attend = flash_hopper.plan(
+            dtype, block_size, variant, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=max_query_len,
+            num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
+        )  # fmt: skip
+        return AttentionPlan(tier, attend, None, 0, 1, 0, shape)
     if tier == "flash":
         if dtype == "f32":
             kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
@@ -188,5 +217,7 @@ def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisa
         yield flash_float32.flash_float32(head_dim, 16, True, split)
     else:
         yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, variant)
+        if dtype == "bf16" and head_dim >= 64:
+            yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
         yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, False, variant)
         yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, True, split)

@@ -47,18 +47,20 @@ class PagedBatch:
         return np.concatenate(parts)
 
     def plan(self, window: int | None = None, **choices: Any) -> attention.AttentionPlan:
-        return attention.plan(
-            num_tokens=len(self.queries), num_seqs=len(self.chunks), max_query_len=max(q for _, q in self.chunks),
-            max_seq_len=int(self.seq_lens.max()), num_q_heads=self.queries.shape[1], num_kv_heads=self.num_kv_heads,
-            head_dim=self.queries.shape[2], table_width=self.block_tables.shape[1], dtype=self.dtype,
-            block_size=self.block_size, window=window, **choices,
-        )  # fmt: skip
+        sizes = {
+            "num_tokens": len(self.queries), "num_seqs": len(self.chunks),
+            "max_query_len": max(q for _, q in self.chunks), "max_seq_len": int(self.seq_lens.max()),
+            "num_q_heads": self.queries.shape[1], "num_kv_heads": self.num_kv_heads, "head_dim": self.queries.shape[2],
+            "table_width": self.block_tables.shape[1], "dtype": self.dtype, "block_size": self.block_size,
+            "window": window, "num_blocks": len(self.k_pages),
+        }  # fmt: skip
+        return attention.plan(**(sizes | choices))
 
     def run(
         self, gpu: Gpu, scale: float, window: int | None = None, sinks: np.ndarray | None = None, **choices: Any
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `choices` go to `attention.plan`."""
-        plan = self.plan(window, has_sinks=sinks is not None, **choices)
+        plan = self.plan(window, has_sinks=sinks is not None, arch=gpu.arch, **choices)
         arrays = (
             self.queries, self.k_pages, self.v_pages, self.query_start, self.seq_lens, self.block_tables,
         )  # fmt: skip

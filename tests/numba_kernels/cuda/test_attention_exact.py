@@ -14,7 +14,7 @@ TIERS = ("naive", "flash", "decode")
 CHUNKS = {"naive": [(70, 40), (31, 1)], "flash": [(70, 90), (128, 33), (31, 1)], "decode": [(300, 1), (31, 1), (95, 1)]}
 
 
-def _integers(rng: np.random.Generator, tier: str, dtype: str, head_dim: int = 64, share: int = 2) -> PagedBatch:
+def integers(rng: np.random.Generator, tier: str, dtype: str, head_dim: int = 64, share: int = 2) -> PagedBatch:
     """Values are small integers; keys are the signs of their position's bits; queries are zero."""
     chunks = CHUNKS[tier]
     kind = numpy_dtype(dtype)
@@ -32,7 +32,7 @@ def _integers(rng: np.random.Generator, tier: str, dtype: str, head_dim: int = 6
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu, tier: str, dtype: str) -> None:
-    batch = _integers(np.random.default_rng(1), tier, dtype)
+    batch = integers(np.random.default_rng(1), tier, dtype)
     for window in (1, 2, 8, 16, 32):  # a power of two, which every query of CHUNKS can fill
         out, _ = batch.run(gpu, 0.125, window, tier=tier, num_sms=132)
         assert_equal(out, batch.expected(0.125, window))
@@ -41,7 +41,7 @@ def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu, tier: str, dty
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_sink_of_equal_score_counts_as_one_more_key_of_value_zero(gpu: Gpu, tier: str, dtype: str) -> None:
-    batch = _integers(np.random.default_rng(8), tier, dtype)
+    batch = integers(np.random.default_rng(8), tier, dtype)
     sinks = np.zeros(batch.queries.shape[1], np.float32)
     for window in (1, 3, 7, 31):  # with the sink, a power of two
         out, _ = batch.run(gpu, 0.125, window, sinks, tier=tier, num_sms=132)
@@ -56,7 +56,7 @@ def test_a_sink_of_equal_score_counts_as_one_more_key_of_value_zero(gpu: Gpu, ti
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
-    batch = _integers(rng, tier, dtype)
+    batch = integers(rng, tier, dtype)
     expected = np.zeros(batch.queries.shape)
     for seq, (context, queries) in enumerate(batch.chunks):
         for j in range(queries):
