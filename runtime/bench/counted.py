@@ -22,7 +22,10 @@ _KINDS = {  # an opcode's first part: the column of the instruction mix
     **dict.fromkeys(("mov", "cvt", "cvta", "prmt", "shfl"), "move"),
 }
 KINDS = ("tensor", "float", "integer", "global", "shared", "move", "control")
-_BARRIERS = ("bar.", "barrier.", "mbarrier.arrive", "mbarrier.try_wait", "mbarrier.test_wait")
+_WAITS = (
+    "bar.sync", "bar.cta.sync", "bar.red", "bar.cta.red", "barrier.sync", "barrier.cta.sync", "barrier.red",
+    "barrier.cta.red", "barrier.cluster.wait", "mbarrier.try_wait", "mbarrier.test_wait",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -37,7 +40,8 @@ class Counts:
         useful_sectors: the sectors that their bytes fill at best; a sector that lanes share counts once.
         wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. What TMA writes and
             wgmma reads there is not modelled.
-        barriers: warp instructions that arrive or wait at a barrier of the block, the cluster or an mbarrier.
+        barriers: warp instructions at which a warp waits for other warps or for TMA: barriers of the block and of the
+            cluster, mbarriers. Arrivals that do not wait, and what synchronises lanes of one warp, are left out.
         tensor_flops: done by tensor cores, padding included.
         wasted_by, conflicts_by: instruction ("kernel:index opcode"): sectors that need not have been, and conflicts.
     """
@@ -75,7 +79,7 @@ class Counts:
         self.warp_instructions += counters.warp_instructions
         for opcode, number in counters.by_opcode.items():
             self.mix[_kind(opcode)] += number
-            if opcode.startswith(_BARRIERS):
+            if opcode.startswith(_WAITS):
                 self.barriers += number
             if opcode.startswith(("mma.", "wgmma.mma_async.")) and (shape := _MMA_SHAPE.search(opcode + ".")):
                 flops = number * 2 * int(shape[1]) * int(shape[2]) * int(shape[3])

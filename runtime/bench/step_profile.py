@@ -161,16 +161,20 @@ def _watched(engine: Engine, ledger: Ledger) -> Iterator[None]:
 def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int, seed: int = 0) -> dict[str, Any]:
     """Profiles the prefill of `batch` prompts and then `num_steps` decode steps of all of them.
 
-    The engine runs its plain loop (overlap "off"), eagerly. Returns {"phases": {"prefill": ..., "decode": ...}, ...}:
-    of each phase its "steps", "host" (milliseconds a step by part), and "work": of each kernel "runs" and either
-    "ms", over all steps, or what was counted and "bound_ms", what the product that is emulated takes at the least.
+    The engine runs its plain loop, eagerly: overlap "off", decode_graphs "off". Returns {"phases": {"prefill": ...,
+    "decode": ...}, ...}: of each phase its "steps", "host" (milliseconds a step by part), and "work": of each kernel
+    "runs" and either "ms", over all steps, or what was counted and "bound_ms", what the product that is emulated takes
+    at the least.
 
-    Raises BenchmarkError for sizes below 1 or that the engine has no room for, or steps that are not all decodes.
+    Raises BenchmarkError for sizes below 1 or that the engine has no room for, another loop, or steps that are not all
+    decodes.
     """
     for name, value in (("batch", batch), ("prompt_len", prompt_len), ("num_steps", num_steps)):
         if value < 1:
             raise BenchmarkError(f"{name} is {value}, must be at least 1")
     limits = engine.limits
+    if engine.overlaps or engine.runner.graphs is not None:
+        raise BenchmarkError('a profile needs the plain loop without graphs: overlap="off", decode_graphs="off"')
     output_len = num_steps + 4
     if prompt_len + output_len > limits.max_model_len or batch > limits.max_num_seqs:
         raise BenchmarkError(

@@ -52,7 +52,7 @@ def profile(
     from runtime.bench.step_profile import as_lines, bench_profile
     from runtime.engine.build import build_engine
 
-    arguments = engine.arguments() | {"overlap": "off"}
+    arguments = engine.arguments() | {"overlap": "off", "decode_graphs": "off"}
     report = bench_profile(
         build_engine(**arguments), batch=batch_size, prompt_len=input_len, num_steps=num_steps, seed=engine.seed or 0
     )
