@@ -2,7 +2,8 @@
 
 The plain loop is the oracle of the overlapped one. Both give the same outputs: what depends on the tokens of the step
 before (the last token ids, penalties, who has ended) is filled in when that step is over, between its commit and the
-next one's start; everything else of the next step was done while it ran.
+next one's start; everything else of the next step was done while it ran. Where decode graphs run both (`_lead`), the
+next step starts before the one before it is over.
 
 It works in token ids alone; text, stop strings and parsers are the client's side (``runtime.text``). One thread owns
 an ``Engine``; others reach it through ``runtime.engine.client``. From anywhere they may call ``prepare`` and ``stats``,
@@ -150,8 +151,9 @@ class Engine:
             opened = self._start(self._plan(outputs))
         if self.overlaps:
             following = self._plan(outputs) if opened.computation is not None else None
+            leads = following is not None and self._lead(following, poll, outputs)
             self._finish(opened, outputs)
-            if following is not None:
+            if following is not None and not leads:
                 outputs += poll()
                 self._start(self._revise(following, outputs))
         else:
@@ -235,6 +237,21 @@ class Engine:
         record.prepare_s = time.monotonic() - planned
         return opened
 
+    def _lead(self, following: _OpenStep, poll: Poll, outputs: list[EngineOutput]) -> bool:
+        """Start a planned step while the one before it runs, if both are a graph's and nobody else could take part.
+
+        The sequences that the step before ends are computed once more, for nobody. What they wrote lies behind their
+        committed tokens, and whoever gets the blocks next writes after them.
+        """
+        step, prepared = following.step, following.prepared
+        if prepared is None or step.has_transfers or self.scheduler.waiting or not self.runner.can_lead(prepared):
+            return False
+        outputs += poll()
+        if self.scheduler.waiting or any(chunk.sequence.is_finished for chunk in step.chunks):
+            return False
+        self._start(following)
+        return True
+
     def _revise(self, opened: _OpenStep, outputs: list[EngineOutput]) -> _OpenStep:
         """Bring a planned step up to date: without those who have ended, with those who have arrived."""
         step, record = opened.step, opened.record
@@ -311,7 +328,8 @@ class Engine:
         """Wait for the step and hand out what it drew."""
         step, record = opened.step, opened.record
         drawn: Drawn | None = None
-        self._running = None
+        following = None if self._running is opened else self._running
+        self._running = following
         if opened.computation is not None:
             try:
                 drawn = opened.computation.result()
@@ -335,5 +353,7 @@ class Engine:
         record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]
         record.end_s = time.monotonic()
         record.commit_s = record.end_s - ended
+        if following is not None:  # it was queued behind this one
+            following.started_s, following.record.start_s = ended, record.end_s
         if opened.computation is not None or step.has_transfers:
             self.timeline.append(record)

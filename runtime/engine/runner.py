@@ -6,7 +6,8 @@ costs a few vectorised numpy calls whatever the context's length.
 
 A step goes through three calls, so that the loop can overlap them: ``prepare`` lays out its arrays, which may be while
 the step before it still runs, for tokens that are not known yet are left open; ``start`` fills those in and begins the
-computation; ``result`` waits for what it drew.
+computation; ``result`` waits for what it drew. Steps of decodes alone run on a GPU as graphs (``decode_graphs``), which
+keep arrays of their own.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class StepRecord:
     """One step. Times are seconds, moments those of ``time.monotonic()``.
 
     start_s, end_s      plain loop: from the beginning of its planning until its tokens were committed. Overlapped loop:
-                        from the beginning of its computation (it was planned while the step before ran). So the steps'
-                        times do not overlap.
+                        from the beginning of its computation (it was planned while the step before ran), or, where
+                        that was queued before, from the end of the step before. So the steps' times do not overlap.
     schedule_s          choosing chunks and reserving blocks, changes for late arrivals included
     prepare_s           laying out its arrays
     run_s               from the beginning of its computation until its result was there

@@ -14,6 +14,7 @@ from runtime.device import gpu as gpu_module
 from runtime.device.emulator.dry_driver import DryDriver
 from runtime.device.emulator.fault import FaultKind
 from runtime.device.gpu import Gpu
+from runtime.device.kernel_list import KernelList
 from runtime.engine.build import build_engine
 from runtime.engine.decode_graphs import batch_sizes, sequence_lengths
 from runtime.engine.engine import Engine
@@ -54,21 +55,23 @@ def mixed_requests(count: int, vocab_size: int) -> list[EngineRequest]:
     stem = [rng.randrange(13, vocab_size) for _ in range(20)]
     made = []
     for i in range(count):
-        prompt = stem[: rng.randrange(20)] + [rng.randrange(13, vocab_size) for _ in range(rng.randrange(1, 6))]
-        params = {"max_tokens": rng.randrange(2, 24), **KINDS[i % len(KINDS)]}
-        made.append(request(f"r{i}", prompt, eos=(2,), **params))
+        prompt = stem[: rng.randrange(8, 20)] + [rng.randrange(13, vocab_size) for _ in range(rng.randrange(1, 6))]
+        params = {"max_tokens": rng.randrange(6, 22), **KINDS[i % len(KINDS)]}
+        made.append(request(f"r{i}", prompt, eos=(), **params))
     return made
 
 
-def serve(engine: Engine, requests: list[EngineRequest], *, arrivals: int = 2) -> dict[str, Collected]:
-    """Some arrive before each step."""
+def serve(engine: Engine, requests: list[EngineRequest], *, cancelled: str = "") -> dict[str, Collected]:
+    """Some arrive before each step; one may be cancelled after its third token."""
     rng = random.Random(7)
     results: dict[str, Collected] = {}
     waiting = list(requests)
     while waiting or engine.has_work:
-        for _ in range(rng.randrange(arrivals + 1)):
+        for _ in range(rng.randrange(3)):
             if waiting:
                 engine.add(waiting.pop(0))
+        if cancelled in engine.requests and cancelled in results and len(results[cancelled].token_ids()) >= 3:
+            collect(engine.cancel(cancelled), results)
         collect(engine.step(), results)
         engine.check_invariants()
     assert engine.pool.num_free == engine.pool.num_blocks
@@ -89,10 +92,9 @@ def check_equal(ours: dict[str, Collected], theirs: dict[str, Collected]) -> Non
 @pytest.mark.parametrize(
     ("golden", "stored_as", "device", "settings"),
     [
-        ("qwen3_tied_gqa4", "F32", "emulated:sm_80", {"num_blocks": 14, "preemption": "recompute"}),
-        ("llama_default", "BF16", "emulated:sm_90a", {"num_blocks": 14, "preemption": "swap"}),
+        ("qwen3_tied_gqa4", "F32", "emulated:sm_80", {"num_blocks": 10, "preemption": "recompute"}),
+        ("llama_default", "BF16", "emulated:sm_90a", {"num_blocks": 10, "preemption": "swap"}),
         ("gpt2_gelu_new", "F32", "emulated:sm_80", {"overlap": "off"}),
-        ("mistral_window", "BF16", "emulated:sm_90a", {}),
     ],
 )
 def test_replay_equals_eager(
@@ -103,10 +105,10 @@ def test_replay_equals_eager(
     answers = {}
     for mode in ("on", "off"):
         engine = new_engine(folder, device, exact=True, decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
-        answers[mode] = serve(engine, mixed_requests(14, engine.info.vocab_size))
+        answers[mode] = serve(engine, mixed_requests(len(KINDS), engine.info.vocab_size))
         stats = engine.stats()
         if mode == "on":
-            assert stats.num_graph_steps > 20
+            assert stats.num_graph_steps > 15
             assert 0 < stats.num_decode_graphs < stats.num_graph_steps
             assert stats.decode_graph_bytes > 1 << 20
             assert stats.prefix_cache_hits > 0
@@ -179,8 +181,6 @@ def test_a_step_is_one_launch_one_copy_up_one_down(
 
 def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that does nothing, whose draws are all token 0: only the host's part runs."""
-    from runtime.commands.model_kernels import KernelList
-
     gpu, calls = counted_gpu(api=DryDriver("sm_90a"), index=0)
     gpu.kernel_cache = KernelList()
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
@@ -196,6 +196,104 @@ def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: py
         assert calls_of_steps(engine, gpu, calls, 12) == [PER_STEP] * 12, count
         run_to_end(engine)
     assert engine.stats().num_decode_graphs >= 9
+    engine.close()
+
+
+# Steps that start before the one in front of them is over
+
+
+def counted_leads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step that was planned while another ran, whether it started at once."""
+    leads: list[bool] = []
+    lead = engine._lead
+
+    def noted(*arguments: Any) -> bool:
+        leads.append(lead(*arguments))
+        return leads[-1]
+
+    monkeypatch.setattr(engine, "_lead", noted)
+    return leads
+
+
+def plain_requests(count: int, vocab_size: int) -> list[EngineRequest]:
+    """Greedy and drawn, most of which end at a stop id."""
+    rng = random.Random(5)
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 12))]
+        params: dict[str, Any] = {"max_tokens": rng.randrange(4, 40)}
+        if i % 3:
+            params |= {"temperature": 0.9, "seed": i, "stop_token_ids": list(range(3, vocab_size, 9))}
+        made.append(request(f"r{i}", prompt, eos=(2,), **params))
+    return made
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_steps_that_lead_equal_steps_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preemption: str
+) -> None:
+    """Sequences end at stop ids, are cancelled and preempted while the next step computes them already."""
+    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    settings: dict[str, Any] = {"num_blocks": 16, "preemption": preemption, "swap_space_bytes": 1 << 16, "exact": True}
+    engine = new_engine(folder, "emulated:sm_80", dtype="float32", **settings)
+    leads = counted_leads(engine, monkeypatch)
+    requests = plain_requests(16, engine.info.vocab_size)
+    ours = serve(engine, requests, cancelled="r6")
+    assert sum(leads) > 10
+    assert not all(leads)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swaps > 0) == (preemption == "swap")
+    engine.close()
+    eager = new_engine(folder, "emulated:sm_80", dtype="float32", decode_graphs="off", overlap="off", **settings)
+    theirs = serve(eager, requests, cancelled="r6")
+    tokens, expected = ours.pop("r6").token_ids(), theirs.pop("r6").token_ids()
+    shorter = min(len(tokens), len(expected))
+    assert tokens[:shorter] == expected[:shorter]
+    check_equal(ours, theirs)
+    assert {each.finish_reason() for each in ours.values()} == {"stop", "length"}
+    Gpu.of("emulated:sm_80").allocator.check_integrity()
+
+
+def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of one sequence is spoilt: its draw is no id, and the next step takes it as input."""
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", num_blocks=30)
+    leads = counted_leads(engine, monkeypatch)
+    for i in range(3):
+        engine.add(request(f"r{i}", range(3 + i, 12 + i), max_tokens=12, ignore_eos=True))
+    results: dict[str, Collected] = {}
+    for _ in range(5):
+        collect(engine.step(), results)
+    assert leads[-1]
+    block = engine.requests["r1"].sequences[0].block_ids[0]
+    keys, _ = engine.runner.kv_cache.layer(0)
+    page_bytes = engine.runner.kv_cache.spec.page_bytes[0]
+    Gpu.of("emulated:sm_80").fill(keys.address + block * page_bytes, 0xFF, page_bytes)
+    run_to_end(engine, results)
+    assert [results[f"r{i}"].finish_reason() for i in range(3)] == ["length", "error", "length"]
+    assert "NaN" in (results["r1"].outputs[-1].error or "")
+    assert engine.stats().num_graph_steps > 3
+    engine.close()
+
+
+def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes while a step runs takes part in the next that starts."""
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
+    leads = counted_leads(engine, monkeypatch)
+    engine.add(request("old", range(3, 9), max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    assert leads[-1]
+
+    def arrive() -> list[EngineOutput]:
+        if "new" not in engine.requests:
+            engine.add(request("new", range(5, 9), max_tokens=2, ignore_eos=True))
+        return []
+
+    engine.step(arrive)
+    assert not leads[-1]
+    assert [chunk.sequence.request.request_id for chunk in engine._running.step.chunks] == ["old", "new"]  # type: ignore[union-attr]
+    run_to_end(engine)
     engine.close()
 
 
@@ -221,19 +319,19 @@ def test_off_means_eager(tmp_path: Path) -> None:
 def test_without_memory_for_a_graph_steps_stay_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu = new_gpu(index=1)
+    gpu = new_gpu(index=1, memory_bytes=256 << 20)
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
-    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type)
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type, num_blocks=24)
     engine.add(request("warm-up", range(3, 9), max_tokens=2, ignore_eos=True))
     run_to_end(engine)
     engine.runner.graphs._wanted = None  # type: ignore[union-attr]
     free, _ = gpu.context.call("cuMemGetInfo")
-    taken = gpu.allocate(int(free))
+    taken = gpu.context.call("cuMemAlloc", free)
     for i in range(3):
         engine.add(request(f"r{i}", range(3, 9 + i), max_tokens=5 + i, ignore_eos=True))
     with caplog.at_level(logging.WARNING, "xserv.engine"):
         results = run_to_end(engine)
-    taken.release()
+    gpu.context.call("cuMemFree", taken)
     (warning,) = caplog.records
     assert "no more decode graphs" in warning.getMessage()
     assert "bytes for one of 4 sequences are not to be had" in warning.getMessage()
@@ -258,25 +356,6 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly(tmp_path: Path, caplog: py
     assert len(results["x"].token_ids()) == 6
     assert "cannot be recorded" in caplog.text
     assert engine.stats().num_graph_steps == 0
-
-
-def test_a_failed_draw_ends_its_own_request(tmp_path: Path) -> None:
-    """The page of one sequence is spoilt while graphs decode three."""
-    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", num_blocks=30)
-    for i in range(3):
-        engine.add(request(f"r{i}", range(3 + i, 12 + i), max_tokens=12, ignore_eos=True))
-    results: dict[str, Collected] = {}
-    for _ in range(5):
-        collect(engine.step(), results)
-    block = engine.requests["r1"].sequences[0].block_ids[0]
-    keys, _ = engine.runner.kv_cache.layer(0)
-    page_bytes = engine.runner.kv_cache.spec.page_bytes[0]
-    Gpu.of("emulated:sm_80").fill(keys.address + block * page_bytes, 0xFF, page_bytes)
-    run_to_end(engine, results)
-    assert [results[f"r{i}"].finish_reason() for i in range(3)] == ["length", "error", "length"]
-    assert "NaN" in (results["r1"].outputs[-1].error or "")
-    assert engine.stats().num_graph_steps > 3
-    engine.close()
 
 
 def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
