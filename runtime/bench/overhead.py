@@ -2,12 +2,17 @@
 
 A hollow model computes nothing, so that every step is a decode of all sequences; the times are the medians of
 `Engine.timeline`'s records. Flat in the context's length means that nothing is done again for tokens of earlier steps.
+
+With decode graphs the loop has no other work than these parts and a few calls of the driver. So on a GPU that does
+nothing (`DryDriver`) the whole wall time of a step is the host's, and a real GPU's step must be longer to hide it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,46 +32,53 @@ BLOCK_SIZE = 16
 STEP_TOKENS = 1 << 16
 VOCAB_SIZE = 64
 PARTS = ("schedule", "prepare", "commit")
+DRY_ARCH = "sm_90a"
 
 
 class HollowModel:
-    """Computes nothing: every logit is zero but that of token 1."""
+    """Computes nothing: every logit is zero but that of token 1; on a GPU, which should do nothing, not even that."""
 
-    def __init__(self) -> None:
-        from runtime.device.device import CPU
-
-        self.device: Device = CPU
+    def __init__(self, device: Device) -> None:
+        self.device = device
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """One number a token."""
         from runtime.dtype import float32
         from runtime.kv_cache import KVCacheSpec
 
-        return KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
+        return KVCacheSpec(
+            num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32, device=self.device
+        )
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """``[num_tokens, 1]`` zeros."""
-        from runtime.tensor import Tensor
-
-        return Tensor.from_numpy(np.zeros((batch.num_tokens, 1), np.float32))
+        return self._filled(batch.num_tokens, 1)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[n, VOCAB_SIZE]``."""
+        logits = self._filled(hidden.shape[0], VOCAB_SIZE)
+        if self.device.kind == "cpu":
+            logits.array[:, 1] = 1.0
+        return logits
+
+    def _filled(self, rows: int, columns: int) -> Tensor:
         from runtime.tensor import Tensor
 
-        logits = np.zeros((hidden.shape[0], VOCAB_SIZE), np.float32)
-        logits[:, 1] = 1.0
-        return Tensor.from_numpy(logits)
+        if self.device.kind == "cpu":
+            return Tensor.from_numpy(np.zeros((rows, columns), np.float32))
+        return Tensor.empty((rows, columns), device=self.device)
 
 
-def hollow_engine(num_seqs: int, max_model_len: int) -> Engine:
-    """An engine with the plain loop around a hollow model, with room for `num_seqs` whole contexts."""
+def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Engine:
+    """An engine around a hollow model with room for `num_seqs` whole contexts: with the plain loop on the cpu, with the
+    overlapped loop and decode graphs on a GPU."""
+    from runtime.device.device import Device
     from runtime.engine.config import EngineConfig, resolve
     from runtime.engine.engine import Engine
     from runtime.engine.messages import EngineInfo
     from runtime.kv_cache import KVCache
 
-    model = HollowModel()
+    model = HollowModel(Device.parse(device))
     spec = model.kv_cache_spec(BLOCK_SIZE)
     config = EngineConfig(
         max_model_len=max_model_len,
@@ -74,7 +86,7 @@ def hollow_engine(num_seqs: int, max_model_len: int) -> Engine:
         max_num_batched_tokens=max(num_seqs, STEP_TOKENS),
         block_size=BLOCK_SIZE,
         num_blocks=num_seqs * (-(-max_model_len // BLOCK_SIZE) + 1),
-        overlap="off",
+        overlap="off" if device == "cpu" else "on",
     )
     limits = resolve(
         config,
@@ -103,21 +115,27 @@ def hollow_engine(num_seqs: int, max_model_len: int) -> Engine:
     return Engine(model, kv_cache, limits, info, seed=0)
 
 
-def measure_overhead(num_seqs: int, context_len: int, num_steps: int, seed: int = 0) -> dict[str, float]:
-    """Medians over `num_steps` steps that decode `num_seqs` sequences of `context_len` tokens and more: milliseconds
-    `schedule_ms`, `prepare_ms`, `commit_ms`, of their sum `host_ms` and `host_p90_ms`. The lengths are spread over a
-    block, so that in each step the same share of sequences fills its last one."""
+def loaded_engine(num_seqs: int, context_len: int, num_steps: int, seed: int, device: str) -> Engine:
+    """A hollow engine with as many requests, which decode together for more than `num_steps` steps."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
     longest = context_len + BLOCK_SIZE
     output_len = num_steps + 2 + -(-num_seqs * longest // STEP_TOKENS)  # some decode while others prefill
-    engine = hollow_engine(num_seqs, longest + output_len)
+    engine = hollow_engine(num_seqs, longest + output_len, device)
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     for index in range(num_seqs):
         prompt = rng.choices(range(VOCAB_SIZE), k=context_len + index % BLOCK_SIZE)
         engine.add(EngineRequest(request_id=f"overhead-{index}", prompt_token_ids=prompt, params=params))
+    return engine
+
+
+def measure_overhead(num_seqs: int, context_len: int, num_steps: int, seed: int = 0) -> dict[str, float]:
+    """Medians over `num_steps` steps that decode `num_seqs` sequences of `context_len` tokens and more: milliseconds
+    `schedule_ms`, `prepare_ms`, `commit_ms`, of their sum `host_ms` and `host_p90_ms`. The lengths are spread over a
+    block, so that in each step the same share of sequences fills its last one."""
+    engine = loaded_engine(num_seqs, context_len, num_steps, seed, "cpu")
     while engine.has_work:
         engine.step()
     records = [record for record in engine.timeline if record.num_tokens == num_seqs == len(record.chunks)]
@@ -129,17 +147,57 @@ def measure_overhead(num_seqs: int, context_len: int, num_steps: int, seed: int 
     return {**result, "host_ms": statistics.median(host), "host_p90_ms": host[len(host) * 9 // 10]}
 
 
+def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 0) -> dict[str, float]:
+    """The same decodes as graphs of a GPU that does nothing: the medians `graph_host_ms` and `graph_host_p90_ms` of a
+    step's wall time. The process's device of that architecture does nothing from then on."""
+    device = _dry_device()
+    engine = loaded_engine(num_seqs, context_len, num_steps + 8, seed, device)
+    walls = []
+    while engine.has_work:
+        before, start = engine.stats().num_graph_steps, time.perf_counter()
+        engine.step()
+        wall = time.perf_counter() - start
+        if engine.stats().num_graph_steps == before + 1 and len(engine.scheduler.running) == num_seqs:
+            walls.append(1e3 * wall)
+    engine.close()
+    walls = sorted(walls[4:][-num_steps:])  # not those that begin while graphs are recorded
+    if len(walls) < num_steps:
+        raise BenchmarkError(f"{len(walls)} of {num_steps} steps were graphs of all {num_seqs} sequences")
+    return {"graph_host_ms": statistics.median(walls), "graph_host_p90_ms": walls[len(walls) * 9 // 10]}
+
+
+def _dry_device() -> str:
+    """A GPU that does nothing."""
+    from cuda.bindings import driver as bindings
+
+    from runtime.device.device import Device
+    from runtime.device.driver import Driver
+    from runtime.device.emulator.dry_driver import DryDriver
+    from runtime.device.gpu import Gpu
+    from runtime.device.kernel_list import KernelList
+
+    driver = Driver(DryDriver(DRY_ARCH), bindings, arch=DRY_ARCH)
+    driver.call("cuInit", 0)
+    device = Device(f"emulated:{DRY_ARCH}")
+    Gpu(device, driver, kernel_cache=KernelList()).install()
+    return device.type
+
+
 def bench_overhead(
     *, batch_sizes: Sequence[int] = (32, 256), context_lens: Sequence[int] = (64, 4096), num_steps: int = 200
 ) -> dict[str, Any]:
-    """`measure_overhead` of every batch size and context length, as `results`."""
+    """`measure_overhead` of every batch size and context length, and `measure_graphs` where the libraries of GPUs are
+    installed, as `results`."""
     if num_steps < 1 or min(batch_sizes, default=0) < 1 or min(context_lens, default=0) < 1:
         raise BenchmarkError("--batch-sizes, --context-lens and --num-steps must be positive")
-    results = [
-        {"num_seqs": num_seqs, "context_len": context_len, **measure_overhead(num_seqs, context_len, num_steps)}
-        for num_seqs in batch_sizes
-        for context_len in context_lens
-    ]
+    has_gpu_libraries = all(importlib.util.find_spec(name) is not None for name in ("cuda", "numba_cuda"))
+    results = []
+    for num_seqs in batch_sizes:
+        for context_len in context_lens:
+            result = measure_overhead(num_seqs, context_len, num_steps)
+            if has_gpu_libraries:
+                result |= measure_graphs(num_seqs, context_len, num_steps)
+            results.append({"num_seqs": num_seqs, "context_len": context_len, **result})
     for result in results:
         check_finite(result)
     return {

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.device.kernel_cache import CompiledKernel, KernelCache, argument_format, identifier
+from runtime.device.kernel_list import KernelList
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -18,28 +18,6 @@ MOST_LAYERS = 2
 NUM_PROMPTS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 32, 48, 64, 65, 96, 128, 192, 256)
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 64, 65, 129, 300, 513, 1025, 2000)
 KV_CACHE_BYTES = 1 << 30
-
-
-class KernelList(KernelCache):
-    """Notes which kernels are asked for, and compiles none: what it gives can only be loaded by a DryDriver."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.specialisations: list[Specialisation] = []
-
-    def get(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
-        self.specialisations.append(specialisation)
-        return CompiledKernel(
-            name=identifier(specialisation.name),
-            arch=arch,
-            is_ptx=is_ptx,
-            argument_format=argument_format(specialisation),
-            waits_for_dependency=True,
-            num_registers=0,
-            spill_bytes=0,
-            static_shared_bytes=0,
-            image=b"\0",
-        )
 
 
 def kernels_of_model(model: str, arch: str, dtype: str) -> list[Specialisation]:

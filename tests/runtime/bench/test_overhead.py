@@ -8,6 +8,12 @@ import pytest
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.overhead import bench_overhead, hollow_engine
+from runtime.device import gpu as gpu_module
+
+
+@pytest.fixture(autouse=True)
+def _devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_module, "_opened", {})
 
 
 def test_every_part_is_measured() -> None:
@@ -15,6 +21,7 @@ def test_every_part_is_measured() -> None:
     assert [(result["num_seqs"], result["context_len"]) for result in report["results"]] == [(3, 5), (3, 200)]
     for result in report["results"]:
         assert 0 < max(result["schedule_ms"], result["prepare_ms"], result["commit_ms"]) < result["host_p90_ms"]
+        assert 0 < result["graph_host_ms"] <= result["graph_host_p90_ms"]
 
 
 def test_the_host_does_a_fixed_number_of_things_a_step_whatever_the_context() -> None:
