@@ -81,7 +81,7 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
     if name.startswith("gemm_tensor_core"):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_hopper"):
-        return {str(tile): tile for tile in hopper.TILES}[constants["tile"]].shared_bytes
+        return {str(tile): tile for tile in (*hopper.TILES, hopper.NARROW)}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):
         return flash_hopper.shared_bytes(constants["head_dim"])
     if name.startswith(("attention_flash", "attention_decode")):

@@ -105,8 +105,9 @@ def plan(
         tier = "register"
     if tier == "hopper":
         return hopper.plan(
-            m, n, k, dtype, out_dtype, num_multiprocessors, has_residual=has_residual, is_out_aligned=is_out_aligned
-        )
+            m, n, k, dtype, out_dtype, num_multiprocessors, has_residual=has_residual, is_out_aligned=is_out_aligned,
+            exact=exact,
+        )  # fmt: skip
     if tier == "naive":
         return naive.plan(m, n, dtype, out_dtype, is_weight_layout)
     if tier == "tiled":

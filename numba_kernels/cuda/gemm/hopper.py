@@ -11,7 +11,7 @@ Against the tensor_core tier it changes
   stage, "full" and "empty", and nowhere else;
 - the cluster: two blocks, one below the other, need the same tile of the weight. Each loads half of it for both;
 - the blocks: as many as there are multiprocessors, each with one tile after another, so that the loads of the next
-  tile are under way while the sums of the last one are written.
+  tile are under way while the sums of the last one are written. Where there are fewer tiles, hopper_split.py.
 
 The order in which `wgmma` adds is its own: a row has other last bits than in the other tiers, the same in any company.
 
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
+from numba_kernels.cuda.gemm import hopper_split
 from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS
 from numba_kernels.cuda.gemm.hopper_out import residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
@@ -47,11 +48,16 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 LARGE = Tile(256, 2, 4, cluster=2)
 SMALL = Tile(128, 2, 5)
-TILES = (SMALL, LARGE)
+NARROW = Tile(128, 1, 8)
+TILES, SPLIT_TILES = (SMALL, LARGE), (NARROW, SMALL)
 
 
 ARCH = "sm_90a"
-RATES = {LARGE: 1.0, SMALL: 0.8}  # at which tensor cores work while a tile's loop runs; estimated from its traffic
+
+# A model of a block's time on one multiprocessor, in cycles, estimated and to be measured. A step is a stage's products
+# or, for the smaller tiles, its way from the second-level cache; the ends are the first stage's way and the sums'.
+STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
+ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none."""
 
@@ -165,14 +171,24 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     )  # fmt: skip
 
 
-def choose_tile(m: int, n: int, num_multiprocessors: int) -> Tile:
-    """The tile with which ``out [m, n]`` takes the least time: rounds of blocks times a block's work."""
+def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> tuple[Tile, int]:
+    """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by the model above.
 
-    def cost(tile: Tile) -> float:
-        blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n)
-        return -(-blocks // num_multiprocessors) * tile.block_m * tile.block_n / RATES[tile]
+    With `exact` K is never split: then the choice changes no bit of the result.
+    """
+    num_steps = -(-k // BLOCK_K)
+    options = [(tile, 1) for tile in TILES]
+    if not exact:
+        most = min(hopper_split.MAX_PARTS, num_steps // hopper_split.LEAST_STEPS)
+        options += [(tile, parts) for tile in SPLIT_TILES for parts in (2, 4, 8) if parts <= most]
 
-    return min(TILES, key=cost)
+    def cost(option: tuple[Tile, int]) -> float:
+        tile, parts = option
+        blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n) * parts
+        ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
+        return -(-blocks // num_multiprocessors) * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
+
+    return min(options, key=cost)
 
 
 def plan(
@@ -185,30 +201,33 @@ def plan(
     *,
     has_residual: bool,
     is_out_aligned: bool,
+    exact: bool = False,
     tile: Tile | None = None,
+    parts: int = 1,
 ) -> Launch:
     """A launch for ``out [m, n]``, all sizes at least 1 and k a multiple of 8.
 
-    `is_out_aligned`: whether bias, residual and out begin on 16-byte bounds. `tile` is chosen where it is None.
+    `is_out_aligned`: whether bias, residual and out begin on 16-byte bounds. With a `tile`, it and `parts` are
+    taken instead of what `choose` says.
     """
-    tile = tile or choose_tile(m, n, num_multiprocessors)
+    if tile is None:
+        tile, parts = choose(m, n, k, num_multiprocessors, exact=exact)
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
-    blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
     weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
     maps, way_out = ((0, x_map), (1, weight_map)), "rows"
-    if out_dtype == dtype and is_out_aligned and n % 8 == 0:
-        out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
-        maps, way_out = (*maps, (4, out_map)), "tiles"
-        if has_residual:
-            maps, way_out = (*maps, (3, out_map)), "tiles_residual"
+    if parts > 1:
+        kernel, blocks, cluster_blocks = hopper_split.kernel(dtype, out_dtype, tile), tiles * parts, parts
+    else:
+        if out_dtype == dtype and is_out_aligned and n % 8 == 0:
+            out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
+            maps, way_out = (*maps, (4, out_map)), "tiles"
+            if has_residual:
+                maps, way_out = (*maps, (3, out_map)), "tiles_residual"
+        kernel, cluster_blocks = _kernel(dtype, out_dtype, tile, way_out), tile.cluster
+        blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
     return Launch(
-        _kernel(dtype, out_dtype, tile, way_out),
-        (blocks, 1, 1),
-        (tile.num_threads, 1, 1),
-        shared_bytes=tile.shared_bytes,
-        cluster=(tile.cluster, 1, 1),
-        maps=maps,
+        kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(cluster_blocks, 1, 1), maps=maps
     )
 
 
@@ -219,3 +238,5 @@ def specialisations() -> Iterator[Specialisation]:
             for tile in TILES:
                 for way_out in WAYS_OUT if out_dtype == dtype else WAYS_OUT[:1]:
                     yield _kernel(dtype, out_dtype, tile, way_out)
+            for tile in SPLIT_TILES:
+                yield hopper_split.kernel(dtype, out_dtype, tile)

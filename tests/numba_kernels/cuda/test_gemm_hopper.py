@@ -17,12 +17,12 @@ pytestmark = pytest.mark.emulator
 TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
 
 
-def plan(product: Case, tile=None, *, rows=None, num_multiprocessors=132, is_out_aligned=True):
+def plan(product: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=132, is_out_aligned=True):
     """A launch for a case, with the residual that it has."""
     m, n, k = product.sizes
     return hopper.plan(
         m if rows is None else rows, n, k, product.dtype, product.out_dtype, num_multiprocessors,
-        has_residual=product.residual is not None, is_out_aligned=is_out_aligned, tile=tile,
+        has_residual=product.residual is not None, is_out_aligned=is_out_aligned, tile=tile, parts=parts,
     )  # fmt: skip
 
 
@@ -89,6 +89,30 @@ def test_nan_stays_in_its_row(gpu, tile):
     out = product.run_launch(gpu, plan(product, tile)).astype(np.float32)
     assert np.isnan(out[65]).all()
     assert np.isfinite(np.delete(out, 65, 0)).all()
+
+
+@pytest.mark.parametrize("tile", hopper.SPLIT_TILES, ids=str)
+@pytest.mark.parametrize(
+    ("parts", "sizes", "dtypes", "bias"),
+    [(2, (130, 264, 136), ("bf16", "bf16"), "f32"), (3, (60, 77, 520), ("f16", "f32"), "f16"),
+     (8, (70, 128, 1032), ("bf16", "f32"), None)],
+)  # fmt: skip
+def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
+    product = case(sizes, *dtypes, bias=bias, residual=bias is not None)
+    launch = plan(product, tile, parts)
+    assert launch.cluster == (parts, 1, 1)
+    found = product.run_launch(gpu, launch)
+    product.check(found)
+    assert_equal(product.run_launch(gpu, launch), found)
+
+
+def test_what_is_split():
+    """Few tiles and depth enough, unless rows must have the same bits in any company."""
+    assert hopper.choose(64, 4096, 4096, 132, exact=False) == (hopper.NARROW, 4)
+    assert hopper.choose(128, 4096, 4096, 132, exact=False) == (hopper.SMALL, 4)
+    assert hopper.choose(128, 4096, 4096, 132, exact=True) == (hopper.SMALL, 1)
+    assert hopper.choose(128, 4096, 256, 132, exact=False) == (hopper.SMALL, 1)
+    assert hopper.choose(4096, 4096, 4096, 132, exact=False) == (hopper.LARGE, 1)
 
 
 def test_auto_takes_it_for_many_rows(gpu):

@@ -1,0 +1,139 @@
+"""Hopper, few tiles: the sum over K split among the blocks of a cluster. What it teaches: shared memory of others.
+
+An output of few tiles leaves most multiprocessors idle. Here each tile is a cluster's: each of its 2 to 8 blocks
+multiplies a run of K, all of them the same tile, and leaves its sums in its own shared memory, where its stages were.
+Then each block finishes some of the tile's rows: it reads their parts from all blocks, adds them in the blocks' order,
+and stores them. There is no workspace in device memory, no second launch, and no atomic: the same bits each time.
+
+The split depends on (M, N, K) and the number of multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
+from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
+from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.sync import (
+    launch_dependents,
+    sync_block,
+    sync_named,
+    wait_for_previous_grid,
+)
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
+
+uint32, float32 = types.uint32, types.float32
+
+MAX_PARTS = 8
+LEAST_STEPS = 4  # stages that each block has at least: below, filling the ring takes longer than using it
+
+
+@functools.cache
+def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
+    """Of a tile that is no cluster's; the launch's cluster is the number of parts, each of at least one stage."""
+    block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes
+    barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
+    num_warps, quads = 4 * num_consumers, block_n // 4
+    start_ring, load_tile, multiply_tile = ring_starter(tile), tile_loader(tile), tile_multiplier(dtype, tile)
+    finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
+    store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+        shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
+        full = uint32(shared + uint32(barriers_at))
+        empty = uint32(full + uint32(8 * num_stages))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
+        if thread == uint32(0):
+            tma.prefetch_map(x)
+            tma.prefetch_map(weight)
+            start_ring(full, empty)
+        sync_block()
+        wait_for_previous_grid()
+
+        rank, parts = cluster.rank(), cluster.size()
+        tiles_m = uint32((m + uint32(block_m - 1)) // uint32(block_m))
+        index = divide_u32(uint32(cuda.blockIdx.x), parts)
+        column_tile = divide_u32(index, tiles_m)
+        first_row = uint32((index - column_tile * tiles_m) * uint32(block_m))
+        first_column = uint32(column_tile * uint32(block_n))
+        num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
+        start, end = divide_u32(uint32(num_steps * rank), parts), divide_u32(uint32(num_steps * (rank + 1)), parts)
+        if warp < uint32(4):
+            if thread == uint32(0):
+                load_tile(
+                    x, weight, shared, full, empty, uint32(0), uint32(1), uint32(0), first_row, first_column,
+                    uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K)),
+                )  # fmt: skip
+                launch_dependents()
+            sync_warp()
+            cluster.arrive()
+            cluster.wait()
+        else:
+            warp = uint32(warp - uint32(4))
+            x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
+            weight_part = uint32(shared + uint32(x_bytes))
+            sums = cuda.local.array(num_sums, float32)
+            multiply_tile(
+                sums, x_part, weight_part, full, empty, uint32(0), uint32(0), lane, uint32(end - start)
+            )  # fmt: skip
+            sync_named(uint32(1), uint32(128 * num_consumers))  # all have read the stages
+            row = uint32(warp * uint32(16) + (lane >> uint32(2)))
+            pair = uint32(shared + (row * uint32(block_n) + (lane & uint32(3)) * uint32(2)) * uint32(4))
+            flip = uint32(flip_of(row) * uint32(4))
+            for i in range(block_n // 8):
+                at = uint32(pair + (uint32(i * 32) ^ flip))
+                store_pair(at, (sums[4 * i], sums[4 * i + 1]))
+                store_pair(uint32(at + uint32(8 * block_n * 4)), (sums[4 * i + 2], sums[4 * i + 3]))
+            cluster.arrive()
+            cluster.wait()
+            is_by_quads = can_finish_quads(bias, residual, out, n)
+            row, last = divide_u32(uint32(block_m) * rank, parts), divide_u32(uint32(block_m) * (rank + 1), parts)
+            row = uint32(row + warp)
+            while row < last:
+                quad = lane
+                while quad < uint32(quads):
+                    column = uint32(quad * uint32(4))
+                    at = uint32(shared + (row * uint32(block_n) + (column ^ flip_of(row))) * uint32(4))
+                    a, b, c, d = cluster.load_4xf32(cluster.address_in(at, uint32(0)))
+                    part = uint32(1)
+                    while part < parts:
+                        more = cluster.load_4xf32(cluster.address_in(at, part))
+                        a += more[0]
+                        b += more[1]
+                        c += more[2]
+                        d += more[3]
+                        part = uint32(part + uint32(1))
+                    if first_row + row < m and first_column + column < n:
+                        at_row, at_column = first_row + row, first_column + column
+                        if is_by_quads:
+                            finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, (a, b, c, d))
+                        else:
+                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
+                            if at_column + uint32(1) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
+                            if at_column + uint32(2) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
+                            if at_column + uint32(3) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
+                    quad = uint32(quad + uint32(32))
+                row = uint32(row + uint32(num_warps))
+        sync_warp()
+        cluster.arrive()  # nobody leaves while others read its sums
+        cluster.wait()
+
+    return Specialisation(
+        name=f"gemm_hopper_split_{dtype}_{out_dtype}_{tile}",
+        kernel=cuda.jit(gemm),
+        argument_types=(TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:]),
+        max_threads=tile.num_threads,
+        min_blocks=1,
+        min_capability=90,
+        needs_arch_features=True,
+        constants={"dtype": dtype, "out_dtype": out_dtype, "tile": str(tile)},
+    )
