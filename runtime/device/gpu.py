@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,6 +113,20 @@ class Gpu:
         finally:
             self._streams.captured = None
 
+    @contextmanager
+    def chained(self) -> Iterator[None]:
+        """Until the block ends, kernels that `launch` launches start before the kernel in front of them has ended, if
+        they wait for it themselves (``griddepcontrol.wait``): programmatic dependent launch.
+
+        The first does not; nor do those behind a copy or a fill. All work goes to one stream meanwhile.
+        """
+        streams = self._streams
+        streams.is_chained, streams.ends_with_kernel = True, False
+        try:
+            yield
+        finally:
+            streams.is_chained = False
+
     def new_stream(self, *, priority: int = 0) -> Stream:
         """A stream of this device; lower priorities run first."""
         return Stream(self.context, priority=priority)
@@ -197,6 +212,7 @@ class Gpu:
         """Copies from pinned memory, asynchronously: `source` must not change until the stream has come past it."""
         size = source.size_bytes if size_bytes is None else size_bytes
         self._check_size("upload", size, source.size_bytes)
+        self._streams.ends_with_kernel = False
         self.context.call("cuMemcpyHtoDAsync", address, source.address, size, (stream or self.stream).handle)
 
     def download(
@@ -205,11 +221,13 @@ class Gpu:
         """Copies into pinned memory, asynchronously: it is there when the stream has come past it."""
         size = target.size_bytes if size_bytes is None else size_bytes
         self._check_size("download", size, target.size_bytes)
+        self._streams.ends_with_kernel = False
         self.context.call("cuMemcpyDtoHAsync", target.address, address, size, (stream or self.stream).handle)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
         """Copies within the device, by addresses, asynchronously; the two must not overlap."""
         if size_bytes:
+            self._streams.ends_with_kernel = False
             self.context.call("cuMemcpyDtoDAsync", target, source, size_bytes, (stream or self.stream).handle)
 
     def copy_batch(
@@ -232,6 +250,7 @@ class Gpu:
     def fill(self, address: int, byte: int, size_bytes: int, stream: Stream | None = None) -> None:
         """Sets bytes, asynchronously."""
         if size_bytes:
+            self._streams.ends_with_kernel = False
             self.context.call("cuMemsetD8Async", address, byte, size_bytes, (stream or self.stream).handle)
 
     def copy_to_peer(self, peer: Gpu, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
@@ -279,6 +298,8 @@ class Gpu:
 
         Raises: as `bind`, `Bound` and `tensor_map`.
         """
+        if self._streams.is_chained:
+            launch = self._in_chain(launch)
         bound = self._bound.launches.get(launch)
         if bound is None:
             bound = self._bound.launches[launch] = self.bind(launch)
@@ -301,6 +322,16 @@ class Gpu:
                 )
             found[number] = self.tensor_map(address, layout)
         return tuple(found)
+
+    def _in_chain(self, launch: Launch) -> Launch:
+        """The launch, dependent if it may be."""
+        if 0 in launch.grid:  # launches nothing
+            return launch
+        streams = self._streams
+        follows, streams.ends_with_kernel = streams.ends_with_kernel, True
+        if follows and self.kernel(launch.specialisation).compiled.waits_for_dependency:
+            return replace(launch, is_dependent=True)
+        return launch
 
     def bind(self, launch: Launch) -> Bound:
         """The launch with all but its arguments; its kernel is compiled or read from disk, and loaded.

@@ -92,11 +92,14 @@ class Graph:
         self._launch = context.driver.api.cuGraphLaunch
 
     @staticmethod
-    def capture(gpu: Gpu, work: Callable[[], Any], *, pool: GraphPool | None = None) -> Graph:
+    def capture(
+        gpu: Gpu, work: Callable[[], Any], *, pool: GraphPool | None = None, is_chained: bool = False
+    ) -> Graph:
         """Runs `work` once on the device's stream, then records it from there.
 
         `work` must launch the same kernels each time, copy nothing from or to memory that is not pinned, and wait for
-        nothing. What it gets from `Gpu.allocate` lies in `pool` (None: a new one).
+        nothing. What it gets from `Gpu.allocate` lies in `pool` (None: a new one). With `is_chained` its kernels are
+        recorded as `Gpu.chained` says.
 
         Raises:
             CaptureError: where it does what cannot be recorded.
@@ -113,7 +116,8 @@ class Graph:
                 gpu.allocator.begin_capture(pool.memory)
                 missing = 0
                 try:
-                    graph, result = _record(gpu, stream, work)
+                    with gpu.chained() if is_chained else contextlib.nullcontext():
+                        graph, result = _record(gpu, stream, work)
                 except PoolTooSmallError as error:
                     missing = error.missing_bytes
                 finally:

@@ -87,15 +87,21 @@ class Arguments:
 class Streams:
     """Which stream a device's work goes to when none is named.
 
-    `captured`: the one that is recorded into a graph now; `last`: the launch made last, for messages.
+    Attributes:
+        current: the stream.
+        captured: the one that is recorded into a graph now.
+        last: the launch made last, for messages.
+        is_chained: whether kernels are launched dependently, those that can (`Gpu.chained`).
+        ends_with_kernel: while they are: whether the work queued last is a kernel.
     """
 
-    __slots__ = ("captured", "current", "last")
+    __slots__ = ("captured", "current", "ends_with_kernel", "is_chained", "last")
 
     def __init__(self, current: Stream) -> None:
         self.current = current
         self.captured: Stream | None = None
         self.last: Bound | None = None
+        self.is_chained = self.ends_with_kernel = False
 
 
 class Bound:

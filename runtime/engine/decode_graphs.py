@@ -219,7 +219,7 @@ class DecodeGraphs:
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
         try:
-            return Graph.capture(gpu, partial(self._run, key, kept), pool=self._pool)
+            return Graph.capture(gpu, partial(self._run, key, kept), pool=self._pool, is_chained=True)
         finally:
             sizes = [tensor.size_bytes for tensor in self._kept_logits.values()]
             self.reserved_bytes = sum(sizes) + self._pool.reserved_bytes + self._arrays.size_bytes

@@ -281,6 +281,30 @@ def test_dependent_launches_must_wait_in_every_kernel(gpu: Gpu, x: DeviceBlock) 
         Graph.capture(gpu, lambda: gpu.launch(launch_of(scale(), N, is_dependent=True), x.address, y.address, N, 2.0))
 
 
+def test_a_chain_is_of_kernels_that_wait_behind_kernels(gpu: Gpu, x: DeviceBlock) -> None:
+    """Not the first, none behind a fill, and none that does not wait itself; only in what is recorded."""
+    y, z = gpu.allocate(SIZE), gpu.allocate(SIZE)
+    dependent: list[list[bool]] = []
+
+    def work() -> None:
+        dependent.append([])
+        for each in (scale_dependent(), scale_dependent(), scale(), scale_dependent()):
+            gpu.launch(launch_of(each, N), (x if not dependent[-1] else y).address, y.address, N, 2.0)
+            dependent[-1].append(gpu._streams.last.launch.is_dependent)  # type: ignore[union-attr]
+        gpu.fill(z.address, 0, SIZE)
+        gpu.launch(launch_of(scale_dependent(), 0), y.address, y.address, 0, 2.0)  # launches nothing
+        for _ in range(2):
+            gpu.launch(launch_of(scale_dependent(), N), y.address, y.address, N, 2.0)
+            dependent[-1].append(gpu._streams.last.launch.is_dependent)  # type: ignore[union-attr]
+
+    graph = Graph.capture(gpu, work, is_chained=True)
+    assert dependent == [[False] * 6, [False, True, False, True, False, True]]
+    graph.replay()
+    np.testing.assert_array_equal(contents(gpu, y), 64 * RAMP)
+    gpu.launch(launch_of(scale_dependent(), N), x.address, y.address, N, 1.0)
+    assert not gpu._streams.last.launch.is_dependent  # type: ignore[union-attr]
+
+
 def test_bound_launches_are_recorded_too(gpu: Gpu, x: DeviceBlock) -> None:
     y = gpu.allocate(SIZE)
     bound = gpu.bind(launch_of(scale(), N))
