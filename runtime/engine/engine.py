@@ -238,16 +238,18 @@ class Engine:
         return opened
 
     def _lead(self, following: _OpenStep, poll: Poll, outputs: list[EngineOutput]) -> bool:
-        """Start a planned step while the one before it runs, if both are a graph's and nobody else could take part.
+        """Start a planned step while the one before it runs, if both are a graph's and nobody has just arrived.
 
         The sequences that the step before ends are computed once more, for nobody. What they wrote lies behind their
-        committed tokens, and whoever gets the blocks next writes after them.
+        committed tokens, and whoever gets the blocks next writes after them. Those who wait for what they leave have to
+        wait for one step more.
         """
-        step, prepared = following.step, following.prepared
-        if prepared is None or step.has_transfers or self.scheduler.waiting or not self.runner.can_lead(prepared):
+        step, prepared, waiting = following.step, following.prepared, self.scheduler.waiting
+        if prepared is None or step.has_transfers or not self.runner.can_lead(prepared):
             return False
+        num_waiting = len(waiting)
         outputs += poll()
-        if self.scheduler.waiting or any(chunk.sequence.is_finished for chunk in step.chunks):
+        if len(waiting) > num_waiting or any(chunk.sequence.is_finished for chunk in step.chunks):
             return False
         self._start(following)
         return True
