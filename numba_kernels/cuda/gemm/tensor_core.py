@@ -332,10 +332,17 @@ def choose_tile(m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_mu
 
 
 def plan(
-    m: int, n: int, dtype: str, out_dtype: str, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int
+    m: int,
+    n: int,
+    dtype: str,
+    out_dtype: str,
+    is_weight_layout: bool,
+    is_aligned: bool,
+    num_multiprocessors: int,
+    tile: Tile | None = None,
 ) -> Launch:
-    """A launch for ``out [m, n]``, both at least 1."""
-    tile = choose_tile(m, n, is_weight_layout, is_aligned, num_multiprocessors)
+    """A launch for ``out [m, n]``, both at least 1; `tile`, for the aligned weight layout, None to have it chosen."""
+    tile = tile or choose_tile(m, n, is_weight_layout, is_aligned, num_multiprocessors)
     return Launch(
         _kernel(dtype, out_dtype, tile, is_weight_layout, is_aligned),
         (-(-m // tile.block_m) * -(-n // tile.block_n), 1, 1),
