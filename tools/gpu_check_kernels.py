@@ -30,8 +30,8 @@ def cases(is_quick: bool) -> Iterator[Case]:
             yield product_case(tier, 32, 48, 64, dtype)
         yield product_case("auto", 1, 64, 128, "bf16")
         yield attention_case("naive", "f32", 1, 0, 17, 4, 2, 32)
-        yield attention_case("flash", "bf16", 1, 0, 33, 4, 2, 64)
-        yield attention_case("decode", "bf16", 2, 40, 1, 4, 2, 64)
+        yield attention_case("auto", "bf16", 1, 0, 33, 4, 2, 64)
+        yield attention_case("auto", "bf16", 2, 40, 1, 4, 2, 64)
         yield rms_norm_case(4, 128)
         yield layer_norm_case(4, 128)
         yield swiglu_case(4, 64)
@@ -53,9 +53,9 @@ def cases(is_quick: bool) -> Iterator[Case]:
     yield attention_case("naive", "bf16", 1, 0, 1024, 16, 8, 128)
     yield attention_case("flash", "f32", 1, 0, 1024, 12, 12, 64)
     for seqs, queries, *heads in ((1, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (8, 512, 12, 12, 64)):
-        yield attention_case("flash", "bf16", seqs, 0, queries, *heads)
+        yield attention_case("auto", "bf16", seqs, 0, queries, *heads)
     for seqs, context in ((1, 4095), (1, 16383), (32, 2047)):
-        yield attention_case("decode", "bf16", seqs, context, 1, 32, 8, 128)
+        yield attention_case("auto", "bf16", seqs, context, 1, 32, 8, 128)
     for rows in (1, 32, 4096):
         yield rms_norm_case(rows, 4096)
     yield layer_norm_case(4096, 768)

@@ -146,7 +146,8 @@ def product_case(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
 def attention_case(
     tier: str, dtype: str, seqs: int, context: int, queries: int, heads: int, kv_heads: int, head_dim: int
 ) -> Case:
-    """Causal attention of each sequence's last `queries` tokens, with `context` tokens before them.
+    """Causal attention of each sequence's last `queries` tokens, with `context` tokens before them. `tier`: one of
+    `attention.TIERS`, or "auto" for the one that is planned.
 
     Ours reads shuffled pages; torch's has the same keys and values in rows.
     """
@@ -160,7 +161,8 @@ def attention_case(
         plan = attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=heads,
             num_kv_heads=kv_heads, head_dim=head_dim, table_width=blocks, dtype=dtype, block_size=BLOCK_SIZE,
-            num_sms=inputs.gpu.properties.num_sms, tier=tier,
+            num_sms=inputs.gpu.properties.num_sms, arch=inputs.gpu.arch, num_blocks=seqs * blocks,
+            tier=None if tier == "auto" else tier,
         )  # fmt: skip
         out = inputs.empty(tokens * heads * head_dim * size)
         workspace = inputs.empty(plan.workspace_bytes) if plan.workspace_bytes else 0
