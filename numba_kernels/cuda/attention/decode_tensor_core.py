@@ -1,39 +1,41 @@
 """Paged decode on the tensor cores, f16 and bf16: few queries against a long sequence, bound by the reading of K and V.
 
-16 rows fill one tile of the tensor core (`tiles` says what a row is: with one query token, the query heads of a KV
-head share its keys; missing rows cost nothing, since bandwidth is what is scarce). A block takes one part of a
-sequence (`parts`); its warps take tiles of 16 keys in turn. Each warp has a ring of two stages of its own, filled by
-cp.async, and its own running softmax: nobody waits for a block's barrier until the end, when the warps' results are
-merged in the order of warps. Several blocks a multiprocessor keep enough bytes in flight.
+The tensor core multiplies 16 rows by 8 columns, and with few queries these are the columns: S^T = K Q^T and
+O^T = V^T P^T, so that 8 rows of queries (`tiles` says what a row is: with one query token, the query heads of a KV head
+share its keys) cost half of what they would as rows. `movmatrix` turns scores into the second product's operand.
+`num_rows` is 8 or 16.
 
-The parts are `plan`'s choice, which may depend on the batch; with one part the block writes out itself.
+A block takes one part of a sequence (`parts`); its warps take tiles of 16 keys in turn. Each warp has two tiles of keys
+and two of values of its own, filled by cp.async, and its own running softmax: nobody waits for a block's barrier until
+the end, when the warps' results are merged in the order of warps. A tile's place is filled again as soon as its warp
+has read it, so that three of the four are always on their way: with 4 warps, 3 blocks a multiprocessor and head dim
+128, 144 KiB. A tile's page is looked up once, for K and V, and a turn ahead.
+
+Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import asdict
+from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
-    group_max,
-    group_sum,
     load_sink,
     origin_of,
     reciprocal_of,
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import part_of, record
+from numba_kernels.cuda.attention.parts import part_finder, record_place, records_leaver, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    copy_batch,
     head_row,
     is_hidden,
-    key_tile_copier,
     query_tile_copier,
     sink_head,
     tile_shape,
@@ -41,34 +43,41 @@ from numba_kernels.cuda.attention.tiles import (
     visible_first,
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
-from numba_kernels.cuda.intrinsics.element import elements_storer
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_16,
     copy_async_commit,
     copy_async_wait,
+    copy_async_whole_16,
     shared_address,
+    shared_load_4xf32,
     shared_load_f32,
     shared_store_2xf32,
     shared_store_f32,
-    store_f32,
+    store_2xb32,
+    store_2xf32,
+    store_4xf32,
 )
 from numba_kernels.cuda.intrinsics.mma import (
-    accumulator_flip,
+    load_matrix_x2,
     load_matrix_x4,
     load_matrix_x4_transposed,
     mma_bf16,
     mma_f16,
+    transpose_matrix,
 )
-from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32
-from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
+from numba_kernels.cuda.kv_cache import check_pages, page_row
 from numba_kernels.cuda.specialisation import Specialisation
 
-NUM_ROWS = 16
 NUM_KEYS = 16  # of a warp's tile
 
-_wait_for_all_but_last = copy_async_wait(1)
+_wait_for_queries = copy_async_wait(3)  # three groups were committed behind them
+_wait_for_tile = copy_async_wait(2)  # two tiles were asked for behind it
 _wait_for_copies = copy_async_wait(0)
 
 
@@ -77,272 +86,431 @@ def num_warps(head_dim: int) -> int:
     return 4 if head_dim <= 128 else 2
 
 
-def shared_bytes(dtype: str, head_dim: int) -> int:
-    """Dynamic shared memory: the queries, then for each warp two stages of keys and values, later its results."""
-    return (NUM_ROWS + num_warps(head_dim) * 4 * NUM_KEYS) * tile_shape(dtype, head_dim).pitch
+def shared_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
+    """Dynamic shared memory: what finds the part, the queries, then for each warp two tiles of keys and two of values,
+    later its results."""
+    warps = num_warps(head_dim)
+    tiles = num_rows + warps * 4 * NUM_KEYS
+    return scratch_bytes(warps * 32) + tiles * tile_shape(dtype, head_dim).pitch
+
+
+def is_page_linear(dtype: str, head_dim: int) -> bool:
+    """Whether a tile's pieces lie one behind the other in the page."""
+    return page_row(head_dim) * ITEM_BYTES[dtype] == tile_shape(dtype, head_dim).pieces * 16
 
 
 @functools.cache
-def decode_tensor_core(dtype: str, head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
-    """Grid: (tiles of the longest chunk's rows times parts, KV heads, sequences). Split, `combine` applies sinks."""
-    if is_split and variant.has_sinks:
-        raise ValueError("has_sinks is True, must be False where sequences are split: sinks are applied once")
+def tile_copier(dtype: str, head_dim: int, block_size: int) -> Any:
+    """A device function ``copy(tile, column, first_page, second_page, left, targets, sources, lane)`` for a warp.
+
+    The lanes ask for a tile of `NUM_KEYS` rows of K or V in 16-byte pieces, the i-th of each lane being piece
+    lane + 32 i. `first_page` is the offset in bytes of the tile's first row from `column`, `second_page` that of its
+    ninth row less 8 rows, where pages hold 8. Rows from `left` on become zeros. `targets` and `sources` say where a
+    lane's pieces lie in the tile and in the page (`piece_places`).
+    """
+    pieces, stored = tile_shape(dtype, head_dim).pieces, page_row(head_dim) * ITEM_BYTES[dtype] // 16
+    count = NUM_KEYS * pieces // 32
+
+    @device_function
+    def copy(tile, column, first_page, second_page, left, targets, sources, lane):
+        if stored == pieces and left >= uint32(NUM_KEYS):
+            for i in range(count):
+                page = first_page
+                if block_size == 8 and uint32(lane + uint32(32 * i)) >= uint32(8 * pieces):
+                    page = second_page
+                copy_async_whole_16(uint32(tile + targets[i]), column + page + sources[i])
+        else:
+            for i in range(count):
+                piece = uint32(lane + uint32(32 * i))
+                row = uint32(piece // uint32(pieces))
+                page = first_page
+                if block_size == 8 and row >= uint32(8):
+                    page = second_page
+                size = uint32(0)
+                if row < left and uint32(piece - row * uint32(pieces)) < uint32(stored):
+                    size = uint32(16)
+                source = column
+                if size > uint32(0):
+                    source = column + page + sources[i]
+                copy_async_16(uint32(tile + targets[i]), source, size)
+
+    return copy
+
+
+@functools.cache
+def piece_places(dtype: str, head_dim: int) -> Any:
+    """A device function ``fill(targets, sources, lane)``: for `tile_copier`, offsets of a lane's pieces; where the page
+    is linear without the lane's 16 bytes, which `column` then holds."""
+    shape = tile_shape(dtype, head_dim)
+    pieces, pitch, stored = shape.pieces, shape.pitch, page_row(head_dim) * ITEM_BYTES[dtype] // 16
+    is_linear = is_page_linear(dtype, head_dim)
+    count = NUM_KEYS * pieces // 32
+
+    @device_function
+    def fill(targets, sources, lane):
+        for i in range(count):
+            if 32 % pieces == 0:  # then all differ by constants
+                row = uint32(uint32(lane // uint32(pieces)) + uint32(i * (32 // pieces)))
+                piece = uint32(lane % uint32(pieces))
+            else:
+                row = uint32(uint32(lane + uint32(32 * i)) // uint32(pieces))
+                piece = uint32(uint32(lane + uint32(32 * i)) % uint32(pieces))
+            targets[i] = uint32(row * uint32(pitch) + piece * uint32(16))
+            if is_linear:
+                sources[i] = uint64(512 * i)
+            else:
+                sources[i] = uint64(uint32(row * uint32(stored) + piece)) * uint64(16)
+
+    return fill
+
+
+@functools.cache
+def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int, variant: Variant) -> Specialisation:
+    """Grid: (parts of all sequences, as `parts` bounds them; KV heads)."""
     check_pages(head_dim, block_size, dtype)
     warps = num_warps(head_dim)
     threads = warps * 32
     shape = tile_shape(dtype, head_dim)
     columns, pitch = shape.columns, shape.pitch
-    steps, value_tiles = columns // 16, columns // 8
-    keeps_queries = columns <= 128  # in registers; else they are read again for each tile of keys
+    steps, groups = columns // 16, num_rows // 8  # of the tensor core along the head dim, and along the queries
+    keeps_queries = columns * groups <= 256  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
-    copy_keys = key_tile_copier(dtype, head_dim, block_size, NUM_KEYS, 32)
-    copy_queries = query_tile_copier(dtype, head_dim, NUM_ROWS, threads)
-    batch = copy_batch(dtype, head_dim, NUM_KEYS, 32)
-    store, flip_of = elements_storer(dtype, 1), accumulator_flip(columns)
-    tile_bytes = NUM_KEYS * pitch
-    stages_offset = NUM_ROWS * pitch
-    result_bytes = 16 * (columns + 2) * 4  # of a warp: sums [16, columns], then maxima and totals [16]
-    keys_a_turn = warps * NUM_KEYS
+    copy_tile, fill_places = tile_copier(dtype, head_dim, block_size), piece_places(dtype, head_dim)
+    copy_queries = query_tile_copier(dtype, head_dim, num_rows, threads)
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
-    record_bytes = record(head_dim) * 4
+    store = elements_storer(dtype, 1)
+    tile_bytes = NUM_KEYS * pitch
+    num_copies = NUM_KEYS * shape.pieces // 32
+    is_linear = is_page_linear(dtype, head_dim)
+    keys_a_turn = warps * NUM_KEYS
+    row_bytes = page_row(head_dim) * ITEM_BYTES[dtype]
+    q_offset = scratch_bytes(threads)
+    stages_offset = q_offset + num_rows * pitch
+    find = part_finder(num_rows, keys_a_turn, threads, has_window)
+    place_of, leave_records = record_place(head_dim, num_rows), records_leaver(head_dim, num_rows)
+    # The warps' results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks.
+    result_pitch = (columns + 4) * 4
+    statistics_offset = num_rows * result_pitch
+    result_bytes = statistics_offset + num_rows * 8
+    factors_offset = warps * result_bytes
+    row_threads = threads // num_rows
+    row_turns = -(-(columns // 4) // row_threads)
+    is_whole = columns // 4 % row_threads == 0
+    has_pairs = head_dim % 4 == 0
+
+    @device_function
+    def page_offset(block_tables, table, key, stop, page_stride):
+        """Of the page that holds a tile's first row, or its ninth; 0 where there is none."""
+        offset = uint64(0)
+        if key < stop:
+            block = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            offset = uint64(block) * uint64(page_stride) + uint64(uint32(key % uint32(block_size)) * uint32(row_bytes))
+        return offset
 
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, num_parts, part_keys, scale,
+        share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
-        seq = uint32(cuda.blockIdx.z)
-        kv_head = uint32(cuda.blockIdx.y)
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        rows = uint32(query_len * share)
-        num_tiles = uint32(uint32(rows + uint32(NUM_ROWS - 1)) // uint32(NUM_ROWS))
-        tile = uint32(cuda.blockIdx.x)
-        part = uint32(0)
-        if is_split:
-            tile = divide_u32(uint32(cuda.blockIdx.x), num_parts)
-            part = uint32(uint32(cuda.blockIdx.x) - tile * num_parts)
-        if tile >= num_tiles:
-            return
-        first_row = uint32(tile * uint32(NUM_ROWS))
-        last_row = uint32(minimum_u32(uint32(first_row + uint32(NUM_ROWS)), rows) - uint32(1))
-        seq_len = uint32(seq_lens[seq])
-        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
-        longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
-        stop = longest_end
-        turn = uint32(0)
-        if has_window:
-            turn = uint32(visible_first(shortest_end, window) // uint32(NUM_KEYS) * uint32(NUM_KEYS))
-        if is_split:
-            turn, stop = part_of(turn, stop, part, part_keys)
-        table = uint64(seq) * uint64(table_width)
-
+        wait_for_previous_grid()
+        launch_dependents()
         storage = cuda.shared.array(0, float32)
-        q_tile = shared_address(storage)
+        scratch = shared_address(storage)
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
         warp = uint32(thread >> uint32(5))
+        kv_head = uint32(cuda.blockIdx.y)
+        block = uint32(cuda.blockIdx.x)
+        seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find(
+            scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
+        )
+        if seq >= num_seqs:
+            return
+        rows = uint32(query_len * share)
+        first_row = uint32(tile * uint32(num_rows))
+        last_row = uint32(minimum_u32(uint32(first_row + uint32(num_rows)), rows) - uint32(1))
+        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
+        longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
+        turn = uint32(first_key + part * part_keys)
+        stop = minimum_u32(uint32(turn + part_keys), longest_end)
+        if has_window:
+            seen = uint32(visible_first(shortest_end, window) // uint32(NUM_KEYS) * uint32(NUM_KEYS))
+            if seen > turn:
+                turn = seen
+        table = uint64(seq) * uint64(table_width)
+
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
-        own = uint32(warp * uint32(NUM_KEYS))  # where this warp's keys begin in a turn of the block
-        own_stages = uint32(q_tile + uint32(stages_offset) + warp * uint32(4 * tile_bytes))
-        # Where a lane points ldmatrix: queries and values by rows of 16, keys by rows of 8 and halves.
-        row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
-        key_place = uint32(
+        q_tile = uint32(scratch + uint32(q_offset))
+        stages = uint32(scratch + uint32(stages_offset))
+        own_stages = uint32(stages + warp * uint32(4 * tile_bytes))
+        # Where a lane points ldmatrix: keys by rows of 16, values by rows of 8 and halves.
+        key_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
+        value_place = uint32(
             ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
             + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
         )
-        q_place = uint32(q_tile + row_place)
-        # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
-        upper = uint32(lane >> uint32(2))
-        upper_end = visible_end(seq_len, query_len, divide_u32(uint32(first_row + upper), share))
-        lower_end = visible_end(seq_len, query_len, divide_u32(uint32(first_row + upper + uint32(8)), share))
-        column = uint32((lane & uint32(3)) * uint32(2))
+        # A lane's accumulators belong to two neighbouring queries of each group of 8, and to two keys or columns.
+        query = uint32((lane & uint32(3)) * uint32(2))
+        below = uint32(lane >> uint32(2))
 
-        blocks = cuda.local.array(batch, uint32)
-        queries = cuda.local.array((query_registers, 4), uint32)
-        scores = cuda.local.array((2, 4), float32)
-        sums = cuda.local.array((value_tiles, 4), float32)
+        targets = cuda.local.array(num_copies, uint32)
+        sources = cuda.local.array(num_copies, uint64)
+        queries = cuda.local.array((query_registers, groups, 2), uint32)
+        ends = cuda.local.array((groups, 2), uint32)
+        maxima = cuda.local.array((groups, 2), float32)
+        totals = cuda.local.array((groups, 2), float32)
+        factors = cuda.local.array((groups, 2), float32)
+        scores = cuda.local.array((groups, 4), float32)
+        weights = cuda.local.array((groups, 2), uint32)
+        sums = cuda.local.array((steps, groups, 4), float32)
+        shares = cuda.local.array(warps, float32)
+        values = cuda.local.array(4, float32)
         value = cuda.local.array(1, float32)
+        fill_places(targets, sources, lane)
+        for n in range(groups):
+            for j in range(2):
+                row = uint32(first_row + query + uint32(8 * n + j))
+                ends[n, j] = visible_end(seq_len, query_len, divide_u32(row, share))
+                maxima[n, j] = MINUS_INFINITY
+                totals[n, j] = float32(0)
+        for i in range(steps):
+            for n in range(groups):
+                for j in range(4):
+                    sums[i, n, j] = float32(0)
+
+        # The tile at `key` of K lies at one of two places, that of V behind them.
+        page_stride = uint32(num_kv_heads * uint32(block_size * row_bytes))
+        head_offset = uint64(uint32(kv_head * uint32(block_size * row_bytes)))
+        if is_linear:
+            head_offset = head_offset + uint64(lane) * uint64(16)
+        k_column = k_cache + head_offset
+        v_column = v_cache + head_offset
+        key = uint32(turn + warp * uint32(NUM_KEYS))
+        next_key = uint32(key + uint32(keys_a_turn))
+        later_key = uint32(next_key + uint32(keys_a_turn))
+        page = page_offset(block_tables, table, key, stop, page_stride)
+        next_page = page_offset(block_tables, table, next_key, stop, page_stride)
+        later_page = page_offset(block_tables, table, later_key, stop, page_stride)
+        half = page
+        next_half = next_page
+        later_half = later_page
+        if block_size == 8:
+            eight = uint64(8 * row_bytes)
+            half = page_offset(block_tables, table, uint32(key + uint32(8)), stop, page_stride) - eight
+            next_half = page_offset(block_tables, table, uint32(next_key + uint32(8)), stop, page_stride) - eight
+            later_half = page_offset(block_tables, table, uint32(later_key + uint32(8)), stop, page_stride) - eight
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_async_commit()
-        _wait_for_copies()
+        odd = uint32(0)  # where the tiles of this turn lie in their pairs
+        left = uint32(0)
+        next_left = uint32(0)
+        later_left = uint32(0)
+        if key < stop:
+            left = uint32(stop - key)
+        if next_key < stop:
+            next_left = uint32(stop - next_key)
+        if turn < stop:
+            copy_tile(own_stages, k_column, page, half, left, targets, sources, lane)
+        copy_async_commit()
+        if turn < stop:
+            v_tile = uint32(own_stages + uint32(2 * tile_bytes))
+            copy_tile(v_tile, v_column, page, half, left, targets, sources, lane)
+        copy_async_commit()
+        if uint32(turn + uint32(keys_a_turn)) < stop:
+            k_tile = uint32(own_stages + uint32(tile_bytes))
+            copy_tile(k_tile, k_column, next_page, next_half, next_left, targets, sources, lane)
+        copy_async_commit()
+        _wait_for_queries()
         sync_block()
+        # Queries are the right operand: rows of 8, halves of a step.
+        query_place = uint32(
+            q_tile + (lane & uint32(7)) * uint32(pitch) + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
+        )
         if keeps_queries:
             for step in range(steps):
-                a, b, c, d = load_matrix_x4(uint32(q_place + uint32(step * 32)))
-                queries[step, 0] = a
-                queries[step, 1] = b
-                queries[step, 2] = c
-                queries[step, 3] = d
-        for i in range(value_tiles):
-            for j in range(4):
-                sums[i, j] = float32(0)
-        upper_max = MINUS_INFINITY
-        lower_max = MINUS_INFINITY
-        upper_total = float32(0)
-        lower_total = float32(0)
+                for n in range(groups):
+                    a, b = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
+                    queries[step, n, 0] = a
+                    queries[step, n, 1] = b
 
-        stage = own_stages
-        other_stage = uint32(own_stages + uint32(2 * tile_bytes))
         # The loop's bounds are the same in all warps, or ptxas could not tell that a warp's lanes stay together.
-        if turn < stop:
-            key = uint32(turn + own)
-            v_tile = uint32(stage + uint32(tile_bytes))
-            copy_keys(stage, k_cache, block_tables, table, key, stop, kv_head, num_kv_heads, lane, blocks)
-            copy_keys(v_tile, v_cache, block_tables, table, key, stop, kv_head, num_kv_heads, lane, blocks)
-        copy_async_commit()
         while turn < stop:
             following = uint32(turn + uint32(keys_a_turn))
+            k_tile = uint32(own_stages + odd)
+            v_tile = uint32(k_tile + uint32(2 * tile_bytes))
+            _wait_for_tile()
+            sync_named(own_barrier, uint32(32))  # the keys are there, and all lanes have read the values before
             if following < stop:
-                key = uint32(following + own)
-                v_tile = uint32(other_stage + uint32(tile_bytes))
-                copy_keys(other_stage, k_cache, block_tables, table, key, stop, kv_head, num_kv_heads, lane, blocks)
-                copy_keys(v_tile, v_cache, block_tables, table, key, stop, kv_head, num_kv_heads, lane, blocks)
+                other = uint32(own_stages + uint32(3 * tile_bytes) - odd)
+                copy_tile(other, v_column, next_page, next_half, next_left, targets, sources, lane)
             copy_async_commit()
-            key = uint32(turn + own)
-            _wait_for_all_but_last()
-            sync_named(own_barrier, uint32(32))
 
-            for i in range(2):
+            for n in range(groups):
                 for j in range(4):
-                    scores[i, j] = float32(0)
+                    scores[n, j] = float32(0)
             for step in range(steps):
-                k0, k1, k2, k3 = load_matrix_x4(uint32(stage + key_place + uint32(step * 32)))
-                if keeps_queries:
-                    query = (queries[step, 0], queries[step, 1], queries[step, 2], queries[step, 3])
-                else:
-                    query = load_matrix_x4(uint32(q_place + uint32(step * 32)))
-                s0, s1, s2, s3 = mma((scores[0, 0], scores[0, 1], scores[0, 2], scores[0, 3]), query, (k0, k1))
-                scores[0, 0] = s0
-                scores[0, 1] = s1
-                scores[0, 2] = s2
-                scores[0, 3] = s3
-                s0, s1, s2, s3 = mma((scores[1, 0], scores[1, 1], scores[1, 2], scores[1, 3]), query, (k2, k3))
-                scores[1, 0] = s0
-                scores[1, 1] = s1
-                scores[1, 2] = s2
-                scores[1, 3] = s3
+                keys = load_matrix_x4(uint32(k_tile + key_place + uint32(step * 32)))
+                for n in range(groups):
+                    if keeps_queries:
+                        pair = (queries[step, n, 0], queries[step, n, 1])
+                    else:
+                        pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
+                    s0, s1, s2, s3 = mma((scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair)
+                    scores[n, 0] = s0
+                    scores[n, 1] = s1
+                    scores[n, 2] = s2
+                    scores[n, 3] = s3
+            for n in range(groups):
+                for j in range(4):
+                    scores[n, j] = scores[n, j] * scale
+            if uint32(key + uint32(NUM_KEYS)) > shortest_end or (has_window and uint32(key + window) < longest_end):
+                for n in range(groups):
+                    for j in range(2):
+                        if hidden(uint32(key + below), ends[n, j], window):
+                            scores[n, j] = MINUS_INFINITY
+                        if hidden(uint32(key + below + uint32(8)), ends[n, j], window):
+                            scores[n, 2 + j] = MINUS_INFINITY
+            is_larger = uint32(0)
+            for n in range(groups):
+                for j in range(2):
+                    largest = maximum_f32(maxima[n, j], maximum_f32(scores[n, j], scores[n, 2 + j]))
+                    largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(4)))
+                    largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(8)))
+                    largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(16)))
+                    origin = origin_of(largest)
+                    factors[n, j] = exp2(subtract(maxima[n, j], origin))
+                    if largest > maxima[n, j]:
+                        is_larger = uint32(1)
+                    maxima[n, j] = largest
+                    scores[n, j] = exp2(subtract(scores[n, j], origin))
+                    scores[n, 2 + j] = exp2(subtract(scores[n, 2 + j], origin))
+                    totals[n, j] = totals[n, j] * factors[n, j] + (scores[n, j] + scores[n, 2 + j])
+                weights[n, 0] = transpose_matrix(pack(scores[n, 0], scores[n, 1]))
+                weights[n, 1] = transpose_matrix(pack(scores[n, 2], scores[n, 3]))
+            if or_b32(is_larger) != uint32(0):
+                for i in range(steps):
+                    for n in range(groups):
+                        for j in range(4):
+                            sums[i, n, j] = sums[i, n, j] * factors[n, j % 2]
 
-            upper_new = upper_max
-            lower_new = lower_max
-            for i in range(2):
-                for j in range(2):
-                    at = uint32(key + column + uint32(8 * i + j))
-                    score = scores[i, j] * scale
-                    if hidden(at, upper_end, window):
-                        score = MINUS_INFINITY
-                    scores[i, j] = score
-                    upper_new = maximum_f32(upper_new, score)
-                    score = scores[i, 2 + j] * scale
-                    if hidden(at, lower_end, window):
-                        score = MINUS_INFINITY
-                    scores[i, 2 + j] = score
-                    lower_new = maximum_f32(lower_new, score)
-            upper_new = group_max(upper_new, 4)
-            lower_new = group_max(lower_new, 4)
-            upper_origin = origin_of(upper_new)
-            lower_origin = origin_of(lower_new)
-            upper_factor = exp2(subtract(upper_max, upper_origin))
-            lower_factor = exp2(subtract(lower_max, lower_origin))
-            upper_max = upper_new
-            lower_max = lower_new
-            upper_total = upper_total * upper_factor
-            lower_total = lower_total * lower_factor
-            for i in range(2):
-                for j in range(2):
-                    scores[i, j] = exp2(subtract(scores[i, j], upper_origin))
-                    scores[i, 2 + j] = exp2(subtract(scores[i, 2 + j], lower_origin))
-                    upper_total = upper_total + scores[i, j]
-                    lower_total = lower_total + scores[i, 2 + j]
-            weights = (
-                pack(scores[0, 0], scores[0, 1]), pack(scores[0, 2], scores[0, 3]), pack(scores[1, 0], scores[1, 1]),
-                pack(scores[1, 2], scores[1, 3]),
-            )  # fmt: skip
-            v_place = uint32(stage + uint32(tile_bytes) + row_place)
-            for i in range(value_tiles):
-                for j in range(2):
-                    sums[i, j] = sums[i, j] * upper_factor
-                    sums[i, 2 + j] = sums[i, 2 + j] * lower_factor
-            for pair in range(value_tiles // 2):
-                v0, v1, v2, v3 = load_matrix_x4_transposed(uint32(v_place + uint32(pair * 32)))
-                left = 2 * pair
-                s0, s1, s2, s3 = mma((sums[left, 0], sums[left, 1], sums[left, 2], sums[left, 3]), weights, (v0, v1))
-                sums[left, 0] = s0
-                sums[left, 1] = s1
-                sums[left, 2] = s2
-                sums[left, 3] = s3
-                right = 2 * pair + 1
-                s0, s1, s2, s3 = mma(
-                    (sums[right, 0], sums[right, 1], sums[right, 2], sums[right, 3]), weights, (v2, v3)
-                )
-                sums[right, 0] = s0
-                sums[right, 1] = s1
-                sums[right, 2] = s2
-                sums[right, 3] = s3
-            sync_named(own_barrier, uint32(32))  # all lanes have read the stage that the next turn fills
-            finished = stage
-            stage = other_stage
-            other_stage = finished
+            _wait_for_tile()
+            sync_named(own_barrier, uint32(32))  # the values are there, and all lanes have read the keys
+            if uint32(following + uint32(keys_a_turn)) < stop:
+                later_left = uint32(0)
+                if later_key < stop:
+                    later_left = uint32(stop - later_key)
+                copy_tile(k_tile, k_column, later_page, later_half, later_left, targets, sources, lane)
+            copy_async_commit()
+            next_page = later_page
+            next_half = later_half
+            next_left = later_left
+            later_key = uint32(later_key + uint32(keys_a_turn))
+            later_page = page_offset(block_tables, table, later_key, stop, page_stride)
+            later_half = later_page
+            if block_size == 8:
+                later_half = page_offset(
+                    block_tables, table, uint32(later_key + uint32(8)), stop, page_stride
+                ) - uint64(8 * row_bytes)
+            for i in range(steps):
+                v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
+                for n in range(groups):
+                    s0, s1, s2, s3 = mma(
+                        (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]), v, (weights[n, 0], weights[n, 1])
+                    )
+                    sums[i, n, 0] = s0
+                    sums[i, n, 1] = s1
+                    sums[i, n, 2] = s2
+                    sums[i, n, 3] = s3
+            odd = uint32(uint32(tile_bytes) - odd)
+            key = uint32(key + uint32(keys_a_turn))
             turn = following
 
-        # The warps' results, where their stages were: sums, largest scores and totals of 16 rows each.
+        # The warps' results, where their tiles were: sums, then largest scores and totals of the rows.
         _wait_for_copies()
-        upper_total = group_sum(upper_total, 4)
-        lower_total = group_sum(lower_total, 4)
-        results = uint32(q_tile + uint32(stages_offset))
+        for n in range(groups):
+            for j in range(2):
+                total = totals[n, j] + shuffle_xor_f32(totals[n, j], uint32(4))
+                total = total + shuffle_xor_f32(total, uint32(8))
+                totals[n, j] = total + shuffle_xor_f32(total, uint32(16))
         sync_block()
-        own_results = uint32(results + warp * uint32(result_bytes))
-        place = uint32(own_results + (upper * uint32(columns) + column) * uint32(4))
-        flip = uint32(flip_of(upper) * uint32(4))
-        for i in range(value_tiles):
-            pair = uint32(place + (uint32(32 * i) ^ flip))
-            shared_store_2xf32(pair, (sums[i, 0], sums[i, 1]))
-            shared_store_2xf32(uint32(pair + uint32(32 * columns)), (sums[i, 2], sums[i, 3]))
-        statistics = uint32(own_results + uint32(16 * columns * 4) + upper * uint32(4))
-        if column == uint32(0):
-            shared_store_f32(statistics, upper_max)
-            shared_store_f32(uint32(statistics + uint32(32)), lower_max)
-            shared_store_f32(uint32(statistics + uint32(64)), upper_total)
-            shared_store_f32(uint32(statistics + uint32(96)), lower_total)
+        own_results = uint32(stages + warp * uint32(result_bytes))
+        place = uint32(own_results + query * uint32(result_pitch) + below * uint32(4))
+        for i in range(steps):
+            for n in range(groups):
+                for j in range(2):
+                    at = uint32(place + uint32((8 * n + j) * result_pitch + 64 * i))
+                    shared_store_f32(at, sums[i, n, j])
+                    shared_store_f32(uint32(at + uint32(32)), sums[i, n, 2 + j])
+        if below == uint32(0):
+            for n in range(groups):
+                for j in range(2):
+                    at = uint32(own_results + uint32(statistics_offset) + (query + uint32(8 * n + j)) * uint32(8))
+                    shared_store_2xf32(at, (maxima[n, j], totals[n, j]))
         sync_block()
-        index = thread
-        while index < uint32(16 * columns):
-            place_of_row = uint32(index // uint32(columns))
-            at = uint32(index - place_of_row * uint32(columns))
-            row = uint32(first_row + place_of_row)
-            if row < rows and (is_split or at < uint32(head_dim)):
-                statistics = uint32(results + uint32(16 * columns * 4) + place_of_row * uint32(4))
-                largest = MINUS_INFINITY
-                for i in range(warps):
-                    largest = maximum_f32(largest, shared_load_f32(uint32(statistics + uint32(i * result_bytes))))
-                origin = origin_of(largest)
-                total = float32(0)
-                result = float32(0)
-                for i in range(warps):
-                    own = uint32(statistics + uint32(i * result_bytes))
-                    factor = exp2(subtract(shared_load_f32(own), origin))
-                    total = total + factor * shared_load_f32(uint32(own + uint32(64)))
-                    own = uint32(results + uint32(i * result_bytes) + (index ^ flip_of(place_of_row)) * uint32(4))
-                    result = result + factor * shared_load_f32(own)
-                at_row = head_row(row, share, kv_head, num_q_heads, first_token)
-                if is_split:
-                    target = workspace + (at_row * uint64(num_parts) + uint64(part)) * uint64(record_bytes)
-                    if at == uint32(0):
-                        store_f32(target + uint64(columns * 4), largest)
-                        store_f32(target + uint64(columns * 4 + 4), total)
-                    if total != float32(0):
-                        store_f32(target + uint64(at) * uint64(4), result)
-                else:
-                    value[0] = result * reciprocal_of(total)
-                    if has_sinks:
-                        sink = load_sink(sinks, sink_head(row, share, kv_head))
-                        value[0] = result * share_of_keys(largest, total, sink)
-                    store(out + (at_row * uint64(head_dim) + uint64(at)) * uint64(2), value)
-            index = uint32(index + uint32(threads))
+        if thread < uint32(num_rows) and uint32(first_row + thread) < rows:
+            row = uint32(first_row + thread)
+            at_row = head_row(row, share, kv_head, num_q_heads, first_token)
+            statistics = uint32(stages + uint32(statistics_offset) + thread * uint32(8))
+            largest = MINUS_INFINITY
+            for i in range(warps):
+                largest = maximum_f32(largest, shared_load_f32(uint32(statistics + uint32(i * result_bytes))))
+            origin = origin_of(largest)
+            total = float32(0)
+            for i in range(warps):
+                at = uint32(statistics + uint32(i * result_bytes))
+                shares[i] = exp2(subtract(shared_load_f32(at), origin))
+                total = total + shares[i] * shared_load_f32(uint32(at + uint32(4)))
+            common = float32(1)
+            if num_parts == uint32(1):
+                common = reciprocal_of(total)
+                if has_sinks:
+                    common = share_of_keys(largest, total, load_sink(sinks, sink_head(row, share, kv_head)))
+            else:
+                target = place_of(workspace, block, kv_head, num_kv_heads, thread)
+                store_2xf32(target + uint64(columns * 4), (largest, total))
+            if part == uint32(0) and workspace != uint64(0):
+                leave_records(workspace, at_row, block, kv_head, num_kv_heads, thread, num_parts)
+            for i in range(warps):
+                at = uint32(stages + uint32(factors_offset + 4 * i) + thread * uint32(4 * warps))
+                shared_store_f32(at, shares[i] * common)
+        sync_block()
+        own_row = uint32(thread // uint32(row_threads))
+        row = uint32(first_row + own_row)
+        if own_row < uint32(num_rows) and row < rows:
+            for i in range(warps):
+                shares[i] = shared_load_f32(
+                    uint32(stages + uint32(factors_offset + 4 * i) + own_row * uint32(4 * warps))
+                )
+            record = place_of(workspace, block, kv_head, num_kv_heads, own_row)
+            at_row = head_row(row, share, kv_head, num_q_heads, first_token)
+            target = out + at_row * uint64(head_dim * 2)
+            for i in range(row_turns):
+                column = uint32(uint32(thread % uint32(row_threads) + uint32(i * row_threads)) * uint32(4))
+                if is_whole or column < uint32(columns):
+                    for j in range(4):
+                        values[j] = float32(0)
+                    for other in range(warps):
+                        at = uint32(stages + uint32(other * result_bytes) + own_row * uint32(result_pitch))
+                        a, b, c, d = shared_load_4xf32(uint32(at + column * uint32(4)))
+                        values[0] = values[0] + a * shares[other]
+                        values[1] = values[1] + b * shares[other]
+                        values[2] = values[2] + c * shares[other]
+                        values[3] = values[3] + d * shares[other]
+                    if num_parts > uint32(1):
+                        store_4xf32(record + uint64(column) * uint64(4), (values[0], values[1], values[2], values[3]))
+                    elif has_pairs:
+                        if head_dim == columns or column < uint32(head_dim):
+                            pairs = (pack(values[0], values[1]), pack(values[2], values[3]))
+                            store_2xb32(target + uint64(column) * uint64(2), pairs)
+                    else:
+                        for j in range(4):
+                            if uint32(column + uint32(j)) < uint32(head_dim):
+                                value[0] = values[j]
+                                store(target + uint64(uint32(column + uint32(j))) * uint64(2), value)
 
-    name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}{'_split' if is_split else ''}{variant.suffix}"
+    name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}_r{num_rows}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "is_split": is_split,
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": num_rows,
     } | asdict(variant)  # fmt: skip
     return Specialisation(name, kernel, ARGUMENT_TYPES, threads, constants=constants)

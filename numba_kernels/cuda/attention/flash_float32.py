@@ -7,8 +7,8 @@ so that a row's 16 threads are one half of a warp: they exchange maxima and sums
 shared memory without a block's barrier. K rows are read 16 bytes at a time; their pitch puts 8 rows' pieces into
 different banks.
 
-With `is_split` a block takes 16 rows and one part of the keys, and leaves a record for `combine` (`parts`): decode in
-f32. Without it a row's bits depend on its query and keys alone.
+With `is_split` a block takes 16 rows and one part of the keys (`parts`): decode in f32. Without it a row's bits depend
+on its query and keys alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import part_of, record
+from numba_kernels.cuda.attention.parts import part_finder, record_place, records_leaver, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -51,9 +51,10 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_load_4xf32,
     shared_load_f32,
     shared_store_f32,
+    store_2xf32,
     store_f32,
 )
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Specialisation
@@ -84,15 +85,14 @@ def weights_pitch(head_dim: int, is_split: bool) -> int:
 def shared_bytes(head_dim: int, is_split: bool) -> int:
     """Dynamic shared memory: tiles of queries, keys, values and weights."""
     rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
-    return (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * weights_pitch(head_dim, is_split)
+    scratch = scratch_bytes(THREADS) if is_split else 0
+    return scratch + (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * weights_pitch(head_dim, is_split)
 
 
 @functools.cache
 def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
-    """Grid: (tiles of the longest chunk's rows, times parts where split; KV heads; sequences). Split, `combine` applies
-    sinks."""
-    if is_split and variant.has_sinks:
-        raise ValueError("has_sinks is True, must be False where sequences are split: sinks are applied once")
+    """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
+    `parts` bounds them; KV heads)."""
     check_pages(head_dim, block_size, "f32")
     tile_rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
     shape = tile_shape("f32", head_dim)
@@ -105,45 +105,60 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     v_offset = k_offset + keys * pitch
     p_offset = v_offset + keys * pitch
     p_pitch = weights_pitch(head_dim, is_split)
-    record_bytes = record(head_dim) * 4
+    find = part_finder(tile_rows, keys, THREADS, variant.has_window)
+    place_of, leave_records = record_place(head_dim, tile_rows), records_leaver(head_dim, tile_rows)
+    q_offset = scratch_bytes(THREADS) if is_split else 0
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
 
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, num_parts, part_keys, scale,
+        share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
-        seq = uint32(cuda.blockIdx.z)
+        wait_for_previous_grid()
+        launch_dependents()
+        storage = cuda.shared.array(0, float32)
+        scratch = shared_address(storage)
+        thread = uint32(cuda.threadIdx.x)
+        block = uint32(cuda.blockIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        rows = uint32(query_len * share)
-        num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
-        tile = uint32(cuda.blockIdx.x)
         part = uint32(0)
+        num_parts = uint32(1)
         if is_split:
-            tile = divide_u32(uint32(cuda.blockIdx.x), num_parts)
-            part = uint32(uint32(cuda.blockIdx.x) - tile * num_parts)
-        if tile >= num_tiles:
-            return
-        # The longest rows first, so that the last blocks to run are short.
-        first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
+            seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find(
+                scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
+            )
+            if seq >= num_seqs:
+                return
+            rows = uint32(query_len * share)
+            first_row = uint32(tile * uint32(tile_rows))
+        else:
+            seq = uint32(cuda.blockIdx.z)
+            first_token = uint32(query_start[seq])
+            query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+            seq_len = uint32(seq_lens[seq])
+            rows = uint32(query_len * share)
+            num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
+            if block >= num_tiles:
+                return
+            # The longest rows first, so that the last blocks to run are short.
+            first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
-        seq_len = uint32(seq_lens[seq])
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         stop = visible_end(seq_len, query_len, divide_u32(last_row, share))
         key = uint32(0)
         if has_window:
             key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
         if is_split:
-            key, stop = part_of(key, stop, part, part_keys)
+            begin = uint32(first_key + part * part_keys)
+            stop = minimum_u32(uint32(begin + part_keys), stop)
+            if begin > key:
+                key = begin
         table = uint64(seq) * uint64(table_width)
 
-        storage = cuda.shared.array(0, float32)
-        q_tile = shared_address(storage)
+        q_tile = uint32(scratch + uint32(q_offset))
         k_tile = uint32(q_tile + uint32(k_offset))
         v_tile = uint32(q_tile + uint32(v_offset))
-        thread = uint32(cuda.threadIdx.x)
         tx = uint32(thread & uint32(15))
         own_row = uint32((thread >> uint32(4)) * uint32(own_rows))  # the first of this thread's rows in the tile
         q_place = uint32(q_tile + own_row * uint32(pitch))
@@ -244,14 +259,15 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             row = uint32(first_row + own_row + uint32(r))
             if row < rows:
                 at_row = head_row(row, share, kv_head, num_q_heads, first_token)
-                if is_split:
-                    target = workspace + (at_row * uint64(num_parts) + uint64(part)) * uint64(record_bytes)
+                place = uint32(own_row + uint32(r))
+                if is_split and part == uint32(0) and tx == uint32(0) and workspace != uint64(0):
+                    leave_records(workspace, at_row, block, kv_head, num_kv_heads, place, num_parts)
+                if is_split and num_parts > uint32(1):
+                    target = place_of(workspace, block, kv_head, num_kv_heads, place)
                     if tx == uint32(0):
-                        store_f32(target + uint64(columns * 4), maxima[r])
-                        store_f32(target + uint64(columns * 4 + 4), total)
-                    if total != float32(0):
-                        for c in range(own_columns):
-                            store_f32(target + uint64(uint32(tx + uint32(16 * c))) * uint64(4), sums[r, c])
+                        store_2xf32(target + uint64(columns * 4), (maxima[r], total))
+                    for c in range(own_columns):
+                        store_f32(target + uint64(uint32(tx + uint32(16 * c))) * uint64(4), sums[r, c])
                 else:
                     target = out + at_row * uint64(head_dim * 4)
                     reciprocal = reciprocal_of(total)

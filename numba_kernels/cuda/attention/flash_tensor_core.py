@@ -95,7 +95,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, variant: Varia
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, workspace_columns, part_keys, scale,
+        share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         seq = uint32(cuda.blockIdx.z)
         kv_head = uint32(cuda.blockIdx.y)

@@ -20,9 +20,9 @@ from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 TIERS = ("naive", "flash", "flash_hopper", "decode")
-_DECODE_ROWS = 16  # one tile of the decode kernels
-_PART_KEYS_MULTIPLE = 64  # what all of a decode block's warps take in one turn
-_MIN_PART_KEYS = 128  # fewer, and writing and combining the parts costs more than it gains
+_DECODE_ROWS = 16  # the largest tile of the decode kernels
+_DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
+_WAVES = 4  # of blocks, where one cannot hold them: then the last, which is not full, is a small part of them
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
 _MAX_GRID_YZ = 65535
 
@@ -37,9 +37,9 @@ class AttentionPlan:
         combine: the second, where sequences are split; else None. Arguments: `combine_arguments`.
         workspace_bytes: device memory that both need, 16-byte aligned; 0 for none. For the naive tier it ends as the
             softmax weights, float32 [num_tokens, num_q_heads, workspace_columns].
-        workspace_columns: weights a row (naive), parts of a sequence (decode), or 1.
-        part_keys: keys of a part.
-        shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, as the kernels take them.
+        workspace_columns: weights a row (naive), blocks that a KV head's keys are to be cut into (decode), or 1.
+        shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, num_seqs, as the kernels take them.
+        num_records, record_stride: of the parts (`parts.combine`); 0 where there is no combine.
     """
 
     tier: str
@@ -47,8 +47,9 @@ class AttentionPlan:
     combine: Launch | None
     workspace_bytes: int
     workspace_columns: int
-    part_keys: int
-    shape: tuple[int, int, int, int, int]
+    shape: tuple[int, int, int, int, int, int]
+    num_records: int = 0
+    record_stride: int = 0
 
     def attend_arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, query_start: int, seq_lens: int,
@@ -56,17 +57,16 @@ class AttentionPlan:
     ) -> tuple[int | float, ...]:  # fmt: skip
         """All addresses (workspace and sinks 0 where none are needed), and the scale of the scores, in the kernel's
         order."""
-        _, num_q_heads, num_kv_heads, table_width, window = self.shape
+        _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
             q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-            num_q_heads // num_kv_heads, table_width, window, self.workspace_columns, self.part_keys,
+            num_q_heads // num_kv_heads, table_width, window, num_seqs, self.workspace_columns,
             scale * math.log2(math.e),
         )  # fmt: skip
 
     def combine_arguments(self, workspace: int, out: int, sinks: int = 0) -> tuple[int, ...]:
         """For the second launch."""
-        num_tokens, num_q_heads, *_ = self.shape
-        return workspace, out, sinks, num_tokens * num_q_heads, self.workspace_columns, num_q_heads
+        return workspace, out, sinks, self.num_records, self.record_stride, self.shape[1]
 
 
 def plan(
@@ -132,13 +132,13 @@ def plan(
             tier = "flash_hopper"
         else:
             tier = "flash"
-    shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW)
+    shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW), num_seqs
     variant = Variant(window is not None, has_sinks)
     if tier == "naive":
         kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
         columns = max(1, max_seq_len)
-        return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, 0, shape)
+        return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, shape)
     if tier == "flash_hopper":
         if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
             raise ValueError(
@@ -149,8 +149,9 @@ def plan(
         attend = flash_hopper.plan(
             dtype, block_size, variant, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=max_query_len,
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
+            num_sms=num_sms,
         )  # fmt: skip
-        return AttentionPlan(tier, attend, None, 0, 1, 0, shape)
+        return AttentionPlan(tier, attend, None, 0, 1, shape)
     if tier == "flash":
         if dtype == "f32":
             kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
@@ -161,42 +162,35 @@ def plan(
             kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, variant)
             tile_rows, shared_bytes = flash_tensor_core.NUM_ROWS, flash_tensor_core.shared_bytes(dtype, head_dim)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
-        return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, 0, shape)
+        return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, shape)
 
-    tiles = -(-rows // _DECODE_ROWS)
-    most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
-    num_parts, part_keys = _parts(most_keys, tiles * num_kv_heads * num_seqs, num_sms)
-    is_split = num_parts > 1
     if dtype == "f32":
-        kernel = flash_float32.flash_float32(head_dim, block_size, True, Variant(variant.has_window))
-        shared_bytes, is_split = flash_float32.shared_bytes(head_dim, True), True
+        num_rows = flash_float32.num_rows(head_dim, True)
+        kernel = flash_float32.flash_float32(head_dim, block_size, True, variant)
+        shared_bytes = flash_float32.shared_bytes(head_dim, True)
     else:
-        attends = Variant(variant.has_window, has_sinks and not is_split)
-        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, is_split, attends)
-        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim)
-    attend = Launch(
-        kernel, (tiles * num_parts, num_kv_heads, num_seqs), (kernel.max_threads, 1, 1), shared_bytes
-    )  # fmt: skip
-    if not is_split:
-        return AttentionPlan(tier, attend, None, 0, 1, part_keys, shape)
+        num_rows = 8 if rows <= 8 else _DECODE_ROWS
+        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant)
+        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows)
+    tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
+    most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
+    wanted = _wanted(tiles, num_kv_heads, num_sms) if most_keys > parts.MIN_PART_KEYS else 0
+    blocks = tiles + wanted
+    attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
+    if not wanted:
+        return AttentionPlan(tier, attend, None, 0, 1, shape)
     combine_rows = num_tokens * num_q_heads
-    combine = Launch(
-        parts.combine(dtype, head_dim, has_sinks), (-(-combine_rows // parts.WARPS), 1, 1), (parts.WARPS * 32, 1, 1)
-    )  # fmt: skip
-    workspace_bytes = combine_rows * num_parts * parts.record(head_dim) * 4
-    return AttentionPlan(tier, attend, combine, workspace_bytes, num_parts, part_keys, shape)
+    combine = Launch(parts.combine(dtype, head_dim, has_sinks), (combine_rows, 1, 1), (parts.WARPS * 32, 1, 1))
+    workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads, combine_rows)
+    stride = num_kv_heads * num_rows
+    return AttentionPlan(tier, attend, combine, workspace_bytes, wanted, shape, blocks * stride, stride)
 
 
-def _parts(num_keys: int, num_blocks: int, num_sms: int) -> tuple[int, int]:
-    """(parts, keys a part): about two blocks a multiprocessor, and no part shorter than is worth it.
-
-    A part begins at a key that is a multiple of 16, so that the first one may lie up to 31 keys before what is seen.
-    """
-    num_keys += 32
-    wanted = max(1, 2 * num_sms // num_blocks)
-    part_keys = max(_MIN_PART_KEYS, -(-num_keys // wanted))
-    part_keys = -(-part_keys // _PART_KEYS_MULTIPLE) * _PART_KEYS_MULTIPLE
-    return -(-num_keys // part_keys), part_keys
+def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
+    """Blocks that a KV head's keys are to be cut into: with those of rounding up, at most one for each tile, they fill
+    the device once, or several times where the tiles alone nearly fill it."""
+    resident = max(1, num_sms * _DECODE_BLOCKS_PER_SM // num_kv_heads)
+    return resident - num_tiles if resident >= 2 * num_tiles else _WAVES * resident
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -209,15 +203,14 @@ def specialisations() -> Iterator[Specialisation]:
 
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
-    split = Variant(variant.has_window)
     yield naive.naive(dtype, head_dim, 16, variant)
     yield parts.combine(dtype, head_dim, variant.has_sinks)
     if dtype == "f32":
         yield flash_float32.flash_float32(head_dim, 16, False, variant)
-        yield flash_float32.flash_float32(head_dim, 16, True, split)
+        yield flash_float32.flash_float32(head_dim, 16, True, variant)
     else:
         yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, variant)
         if dtype == "bf16" and head_dim >= 64:
             yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
-        yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, False, variant)
-        yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, True, split)
+        for num_rows in (8, 16):
+            yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, num_rows, variant)

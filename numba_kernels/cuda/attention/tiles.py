@@ -61,8 +61,8 @@ ARGUMENT_TYPES = (
     types.uint32,  # share = num_q_heads / num_kv_heads
     types.uint32,  # table_width
     types.uint32,  # window, or NO_WINDOW
-    types.uint32,  # workspace_columns: naive: weights a row; decode: parts that a sequence is split into
-    types.uint32,  # part_keys: decode: keys a part
+    types.uint32,  # num_seqs
+    types.uint32,  # workspace_columns: naive: weights a row; decode: blocks that a KV head's keys are to be cut into
     types.float32,  # scale times log2 e
 )
 
