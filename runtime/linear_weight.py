@@ -10,6 +10,7 @@ import numpy as np
 from numba_kernels.cpu.launch import address_of
 from numba_kernels.cpu.linear import empty_panels, pack_rows
 from numba_kernels.cpu.target import PANEL_COLUMNS
+from runtime.device import cublas
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
@@ -20,7 +21,7 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 
-GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper")
+GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")
 
 
 class LinearWeight:
@@ -114,6 +115,8 @@ def prepare_linear(
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     _check(weights, biases)
     check_gemm(gemm, device)
+    if exact and gemm == "cublas":
+        raise InvalidArgumentError("gemm is 'cublas', whose bits depend on the batch: exact needs ours", param="gemm")
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
@@ -144,6 +147,10 @@ def check_gemm(gemm: str, device: Device) -> None:
         raise InvalidArgumentError(f"gemm is {gemm!r}, must be one of {', '.join(GEMM_TIERS)}", param="gemm")
     if gemm != "auto" and device.kind == "cpu":
         raise InvalidArgumentError(f"gemm is {gemm!r}: the cpu has one matrix product, 'auto'", param="gemm")
+    if gemm == "cublas":
+        if device.kind == "emulated":
+            raise InvalidArgumentError(f"gemm is 'cublas', which needs a GPU: {device} is emulated", param="gemm")
+        cublas.load()
     if gemm == "hopper" and (arch := Gpu.of(device).arch) != "sm_90a":
         raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
 

@@ -102,7 +102,7 @@ class LLM:
     device     "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype      of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     gemm       the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register",
-               "tensor_core", "hopper"
+               "tensor_core", "hopper", "cublas"
     tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
 
     settings   ``runtime.engine.config.EngineConfig``'s; its seed is 0 here unless given (None: fresh ones each run)

@@ -30,7 +30,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from numba_kernels.cuda import attention, gemm  # noqa: E402
-from numba_kernels.cuda.attention import flash_tensor_core  # noqa: E402
+from numba_kernels.cuda.attention import flash_tensor_core, hopper_tiles  # noqa: E402
+from numba_kernels.cuda.gemm import hopper, hopper_ring  # noqa: E402
 from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout  # noqa: E402
 from runtime.bench.counted import Counts  # noqa: E402
 from runtime.device.assemble import assemble  # noqa: E402
@@ -55,9 +56,10 @@ class Measured:
     Attributes:
         name: of our tier, or "triton".
         tile: a block's tile: rows x columns x depth, or queries x keys.
-        bytes, sectors: of device memory: those asked for, and the 32-byte sectors that they touch.
+        bytes, sectors: of device memory: those asked for, and the 32-byte sectors that they touch; without tables.
+        table_sectors: those read by single 32-bit integers a lane, of block tables and lengths.
         conflicts: turns of shared memory's banks beyond the fewest.
-        barriers: warp instructions at barriers.
+        barriers: warp instructions that wait at barriers.
         ptx_per_operation: warp instructions of the whole kernel as PTX for each product of 16 x 8 x 16.
         machine_per_operation: machine instructions of the main loop for each product of 16 x 8 x 16.
         mix: of the main loop's machine instructions, by opcode.
@@ -68,6 +70,7 @@ class Measured:
     tile: str
     bytes: int
     sectors: int
+    table_sectors: int
     conflicts: int
     barriers: int
     ptx_per_operation: float
@@ -107,11 +110,15 @@ Run = Callable[[Bench, Any], tuple[Specialisation, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One of our kernels. `run(bench, work)` launches it and returns what it launched, and a block's tile."""
+    """One of our kernels. `run(bench, work)` launches it and returns what it launched, and a block's tile.
+
+    `least_rows`: of a product; no plan takes the kernel for fewer, which leave blocks of a cluster empty.
+    """
 
     name: str
     archs: tuple[str, ...]
     run: Run
+    least_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +159,42 @@ def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int
     return launch.specialisation, tuple(map(int, tile.split("x")))
 
 
+def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
+    launch = hopper.plan(
+        work.m, work.n, work.k, "bf16", "bf16", 132, has_residual=False, is_out_aligned=True, tile=tile
+    )  # fmt: skip
+    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
+    return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
+
+
 def _flash(tier: str, bench: Bench, work: Prefill) -> tuple[Specialisation, tuple[int, ...]]:
+    pages = -(-work.length // PAGE)
     plan = attention.plan(
         num_tokens=work.length, num_seqs=1, max_query_len=work.length, max_seq_len=work.length,
-        num_q_heads=work.heads, num_kv_heads=work.heads, head_dim=work.head_dim, table_width=-(-work.length // PAGE),
-        dtype="bf16", block_size=PAGE, num_sms=132, tier=tier,
+        num_q_heads=work.heads, num_kv_heads=work.heads, head_dim=work.head_dim, table_width=pages,
+        dtype="bf16", block_size=PAGE, num_sms=132, tier=tier, arch=bench.gpu.arch, num_blocks=pages,
     )  # fmt: skip
     starts = bench.put(np.array([0, work.length], np.int32))
     lengths = bench.put(np.array([work.length], np.int32))
     arguments = (work.q, work.k, work.v, work.out, 0, starts, lengths, work.block_tables, work.head_dim**-0.5)
     bench.launch(plan.attend, *plan.attend_arguments(*arguments))
+    if tier == "flash_hopper":
+        return plan.attend.specialisation, (hopper_tiles.NUM_ROWS, hopper_tiles.hopper_tiles(work.head_dim).num_keys)
     return plan.attend.specialisation, (flash_tensor_core.NUM_ROWS, flash_tensor_core.num_keys(work.head_dim))
 
 
 PAGE = 16
-GEMMS = [Tier("tensor_core", ("sm_80", "sm_90a"), _tensor_core)]
-PREFILLS = [Tier("flash", ("sm_80", "sm_90a"), functools.partial(_flash, "flash"))]
+GEMMS = [
+    Tier("tensor_core", ("sm_80",), _tensor_core),
+    *(
+        Tier("hopper", ("sm_90a",), functools.partial(_hopper, tile), tile.block_m * tile.cluster)
+        for tile in hopper.TILES
+    ),
+]
+PREFILLS = [
+    Tier("flash", ("sm_80",), functools.partial(_flash, "flash")),
+    Tier("flash_hopper", ("sm_90a",), functools.partial(_flash, "flash_hopper")),
+]
 
 
 # Triton's side
@@ -252,7 +279,8 @@ class Comparer:
         made, loop = self._code(key, text)
         operations = counts.tensor_flops / _OPERATION_FLOPS
         return Measured(
-            name, tile, counts.global_bytes, counts.sectors, counts.conflicts, counts.barriers,
+            name, tile, counts.global_bytes - counts.word_bytes, counts.sectors - counts.word_sectors,
+            counts.word_sectors, counts.conflicts, counts.barriers,
             round(counts.warp_instructions / operations, 3), round(loop.instructions_per_operation, 3), loop.mix,
             made.num_registers, made.spill_store_bytes + made.spill_load_bytes,
         )  # fmt: skip
@@ -277,7 +305,8 @@ class Comparer:
                 raise AssertionError(f"{side} on {self.arch}: the product {m} x {n} x {k} is wrong")
             return counts, launched[0]
 
-        yield from self._rows("matmul", f"{m} x {n} x {k}", run, tiers, _peer_matmul)
+        fitting = [tier for tier in tiers if tier.least_rows <= m]
+        yield from self._rows("matmul", f"{m} x {n} x {k}", run, fitting, _peer_matmul)
 
     def prefill(self, heads: int, length: int, head_dim: int, tiers: Sequence[Tier] = PREFILLS) -> Iterator[Row]:
         """A row for each of our tiers that this architecture has. Raises AssertionError for a wrong result."""
@@ -363,10 +392,12 @@ of them are in [triton_comparison.json](triton_comparison.json). In each cell: o
 
 *Bytes* are those that lanes and TMA copies ask of device memory, *sectors* the 32-byte pieces that they touch. *Bank
 conflicts* are turns of shared memory beyond the fewest (what TMA writes and wgmma reads there is not modelled, on
-either side). *Barriers* are warp instructions that arrive or wait at a barrier or mbarrier. *Machine instructions /
-operation* are those of the main loop, as nvdisasm shows it, for each product of 16 x 8 x 16 that a warp's tensor-core
-instructions do in it (a wgmma of 64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say),
-it is the leanest, on both sides. Ours reads its keys from shuffled pages by a block table, Triton's from rows."""
+either side). *Barriers* are warp instructions at which a warp waits for others or for TMA: barriers of the block or the
+cluster, mbarriers; arrivals, which do not wait, are left out. *Machine instructions / operation* are those of the main
+loop, as nvdisasm shows it, for each product of 16 x 8 x 16 that a warp's tensor-core instructions do in it (a wgmma of
+64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say), it is the leanest, on both sides.
+Ours reads its keys from shuffled pages by a block table, Triton's from rows: what ours reads of tables and lengths is
+in a column of its own."""
 
 def as_json(rows: Sequence[Row]) -> str:
     """Everything counted."""
@@ -388,7 +419,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
     for work, title in (("matmul", "Matrix product, bf16, weight [N, K]"), ("attention", "Causal attention, bf16")):
         lines = [_cells(row) for row in rows if row.work == work]
         if lines:
-            header = ("arch", "shape", "ours", "Triton", *METRICS.values(), "registers", "ours is worse in")
+            header = (
+                "arch", "shape", "ours", "Triton", *METRICS.values(), "sectors of tables", "registers",
+                "ours is worse in",
+            )  # fmt: skip
             parts += [f"## {title}", "", table(header, lines), ""]
     parts += [f"Ours is worse in some count in {len(worse)} of {len(rows)} rows.", ""]
     parts += ["## Every configuration's main loop", ""]
@@ -399,9 +433,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> list[str]:
     ours, theirs = row.ours, row.triton
     pairs = [f"{getattr(ours, name):,} / {getattr(theirs, name):,}" for name in METRICS]
+    tables = f"{ours.table_sectors:,} / {theirs.table_sectors:,}"
     registers = f"{ours.num_registers} / {theirs.num_registers}"
     worse = ", ".join(METRICS[name] for name in row.worse) or "none"
-    return [row.arch, row.shape, f"{ours.name} {ours.tile}", theirs.tile, *pairs, registers, worse]
+    return [row.arch, row.shape, f"{ours.name} {ours.tile}", theirs.tile, *pairs, tables, registers, worse]
 
 
 def _loops(rows: Sequence[Row]) -> list[list[str]]:

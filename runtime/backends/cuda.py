@@ -15,6 +15,7 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
+from runtime.backends import cuda_cublas
 from runtime.backends.cpu_checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
@@ -53,6 +54,9 @@ def _product(
         ends = [(t.address, t.address + t.size_bytes) for t in (x, out)]
         if max(start for start, _ in ends) < min(end for _, end in ends):
             raise fail(op, "out", "shares memory with x")
+    if weight.tier == "cublas":
+        cuda_cublas.product(gpu, x, weight, residual, result)
+        return result
     bias = 0 if weight.bias is None else weight.bias.address
     launch = _gemm.plan(
         weight.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,

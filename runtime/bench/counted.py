@@ -22,6 +22,7 @@ _KINDS = {  # an opcode's first part: the column of the instruction mix
     **dict.fromkeys(("mov", "cvt", "cvta", "prmt", "shfl"), "move"),
 }
 KINDS = ("tensor", "float", "integer", "global", "shared", "move", "control")
+_WORD = re.compile(r"ld\.(?:\w+\.)*global(?:\.(?!v\d)[\w:]+)*\.[bus]32")
 _WAITS = (
     "bar.sync", "bar.cta.sync", "bar.red", "bar.cta.red", "barrier.sync", "barrier.cta.sync", "barrier.red",
     "barrier.cta.red", "barrier.cluster.wait", "mbarrier.try_wait", "mbarrier.test_wait",
@@ -37,6 +38,7 @@ class Counts:
         requests, sectors: warp instructions to device memory, 32-byte sectors that they touched; a TMA copy is one
             request, whatever number of blocks it is multicast to.
         global_bytes: of device memory that lanes asked for.
+        word_sectors, word_bytes: those of them that are loads of one 32-bit integer a lane: tables and lengths.
         useful_sectors: the sectors that their bytes fill at best; a sector that lanes share counts once.
         wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. What TMA writes and
             wgmma reads there is not modelled.
@@ -53,6 +55,8 @@ class Counts:
     requests: int = 0
     sectors: int = 0
     global_bytes: int = 0
+    word_sectors: int = 0
+    word_bytes: int = 0
     useful_sectors: float = 0.0
     wavefronts: int = 0
     conflicts: int = 0
@@ -89,6 +93,9 @@ class Counts:
             self.requests += traffic.global_requests
             self.sectors += traffic.global_sectors
             self.global_bytes += traffic.global_bytes
+            if _WORD.fullmatch(kernel.instructions[site].opcode):
+                self.word_sectors += traffic.global_sectors
+                self.word_bytes += traffic.global_bytes
             self.useful_sectors += min(traffic.global_bytes / SECTOR_BYTES, traffic.global_sectors)
             self.wavefronts += traffic.shared_wavefronts
             self.conflicts += traffic.bank_conflicts

@@ -53,7 +53,7 @@ class EngineOptions:
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
     ] = "auto"
     gemm: Annotated[
-        Literal["auto", "naive", "tiled", "register", "tensor_core", "hopper"],
+        Literal["auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas"],
         typer.Option(help="Kernel of matrix products on a GPU, to compare the tiers."),
     ] = "auto"
     seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (

@@ -85,21 +85,29 @@ class Cublas:
         self._workspace = gpu.allocate(WORKSPACE_BYTES)
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
-    def bind_linear(self, m: int, n: int, k: int, dtype: str, x: int, weight: int, y: int) -> Callable[[], None]:
-        """What queues ``y [m, n] = x [m, k] . weight [n, k]^T``, all row-major of one dtype, sums in float32.
+    def bind_linear(
+        self, m: int, n: int, k: int, dtype: str, x: int, weight: int, y: int, *, out_dtype: str | None = None,
+        is_added: bool = False,
+    ) -> Callable[[], None]:  # fmt: skip
+        """What queues ``y [m, n] = x [m, k] . weight [n, k]^T``, all row-major at these addresses, sums in float32.
+
+        `out_dtype`: of y, `dtype` or "f32". `is_added`: the product is added to what y holds.
 
         Raises InvalidArgumentError for another dtype than f32, f16, bf16, or sizes below 1.
         """
-        if dtype not in _TYPES:
-            raise InvalidArgumentError(f"cublas: dtype is {dtype!r}, must be one of {', '.join(_TYPES)}", param="dtype")
+        out_dtype = out_dtype or dtype
+        for name, value in (("dtype", dtype), ("out_dtype", out_dtype)):
+            if value not in _TYPES:
+                known = ", ".join(_TYPES)
+                raise InvalidArgumentError(f"cublas: {name} is {value!r}, must be one of {known}", param=name)
         for name, size in (("m", m), ("n", n), ("k", k)):
             if size < 1:
                 raise InvalidArgumentError(f"cublas: {name} is {size}, must be at least 1", param=name)
-        kind = _TYPES[dtype]
+        kind, out_kind, beta = _TYPES[dtype], _TYPES[out_dtype], self._one if is_added else self._zero
         # Its matrices are column-major: y^T [n, m] = weight [n, k] . x^T, where both lie as [k, ...] columns.
         arguments = (
             self._handle, _OP_T, _OP_N, n, m, k, ctypes.byref(self._one), ctypes.c_void_p(weight), kind, k,
-            ctypes.c_void_p(x), kind, k, ctypes.byref(self._zero), ctypes.c_void_p(y), kind, n, _COMPUTE_32F,
+            ctypes.c_void_p(x), kind, k, ctypes.byref(beta), ctypes.c_void_p(y), out_kind, n, _COMPUTE_32F,
             _GEMM_DEFAULT,
         )  # fmt: skip
 

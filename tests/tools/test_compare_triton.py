@@ -135,7 +135,7 @@ def test_a_wrong_result_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(**changes: object) -> Measured:
-    return dataclasses.replace(Measured("t", "1x1", 10, 10, 0, 10, 2.0, 2.0, {}, 32, 0), **changes)
+    return dataclasses.replace(Measured("t", "1x1", 10, 10, 0, 0, 10, 2.0, 2.0, {}, 32, 0), **changes)
 
 
 def test_what_is_worse_is_named() -> None:

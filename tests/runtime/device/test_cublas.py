@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime import linear_weight, ops
+from runtime.backends import cuda_cublas
 from runtime.device import cublas
 from runtime.device.cublas import Cublas, CublasError, NoCublasError
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
+from runtime.linear_weight import RowWeight
+from runtime.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
 
@@ -44,11 +48,15 @@ class Library:
     ) -> int:  # fmt: skip
         self.calls.append("gemm")
         assert (handle.value, op_a, op_b, compute, algorithm) == (77, 1, 0, 68, -1)
-        assert (a_type, b_type, c_type) == (2, 2, 2)
+        assert (a_type, b_type) == (2, 2)
+        assert (ldc, alpha._obj.value) == (m, 1)
         left, right = self._columns(a, lda, k, m), self._columns(b, ldb, k, n)
-        product = (left.T.astype(np.float32) @ right.astype(np.float32)).astype(np.float16)
-        assert ldc == m
-        self.gpu.write(c.value, np.ascontiguousarray(product.T))
+        product = (left.T.astype(np.float32) @ right.astype(np.float32)).T
+        found = np.empty((n, m), {2: np.float16, 0: np.float32}[c_type])
+        if beta._obj.value:
+            self.gpu.read(c.value, found)
+            product += beta._obj.value * found.astype(np.float32)
+        self.gpu.write(c.value, product.astype(found.dtype))
         return self.status
 
     def cublasDestroy_v2(self, handle: Any) -> int:
@@ -82,6 +90,38 @@ def test_a_product_is_what_it_says(gpu: Gpu) -> None:
     handle.close()
     handle.close()
     assert library.calls == ["stream", "workspace", "gemm", "destroy"]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("added", ["", "residual", "in place"])
+def test_a_linear_layer_by_cublas(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, has_bias: bool, added: str) -> None:
+    handle = Cublas(gpu, Library(gpu))
+    monkeypatch.setattr(cuda_cublas, "_handle", lambda gpu: handle)
+    rng = np.random.default_rng(1)
+    x, weight, extra = (rng.integers(-3, 4, shape).astype(np.float16) for shape in ((5, 16), (24, 16), (5, 24)))
+    bias = rng.integers(-3, 4, 24).astype(np.float32)
+    place, expected = [Tensor.from_numpy(array).to(gpu.device) for array in (x, weight, extra, bias)], x @ weight.T
+    layer = RowWeight(place[1], place[3] if has_bias else None, "cublas")
+    expected = expected + (bias if has_bias else 0) + (extra if added else 0)
+    residual = place[2] if added else None
+    found = ops.linear(place[0], layer, residual=residual, out=residual if added == "in place" else None)
+    assert np.array_equal(found.to("cpu").numpy(), expected.astype(np.float16))
+    if not added:
+        logits = ops.logits_linear(place[0], layer)
+        assert logits.dtype.name == "float32"
+        assert np.array_equal(logits.to("cpu").numpy(), expected)
+    handle.close()
+
+
+def test_where_a_model_may_ask_for_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Tensor.from_numpy(np.ones((8, 8), np.float16))
+    with pytest.raises(InvalidArgumentError, match="needs a GPU: emulated:sm_90a is emulated"):
+        ops.prepare_linear(weight, device=gpu.device, gemm="cublas")
+    with pytest.raises(InvalidArgumentError, match="the cpu has one"):
+        ops.prepare_linear(weight, gemm="cublas")
+    monkeypatch.setattr(linear_weight, "check_gemm", lambda gemm, device: None)
+    with pytest.raises(InvalidArgumentError, match="bits depend on the batch"):
+        ops.prepare_linear(weight, device=gpu.device, gemm="cublas", exact=True)
 
 
 def test_what_it_refuses_and_what_fails(gpu: Gpu) -> None:
