@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
-from numba_kernels.cuda.gemm import hopper, tensor_core
+from numba_kernels.cuda.gemm import few_rows, hopper, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
@@ -80,6 +80,8 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
     name, constants = specialisation.name, specialisation.constants
     if name.startswith("gemm_tensor_core"):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
+    if name.startswith("gemm_few_rows"):
+        return max(few_rows.shared_bytes(constants["row_tiles"], 2**i) for i in range(4))
     if name.startswith("gemm_hopper"):
         return {str(tile): tile for tile in (*hopper.TILES, hopper.NARROW)}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):

@@ -1,15 +1,16 @@
-"""Few rows: the weight passes once, as fast as memory delivers it. What it teaches: when arithmetic is free.
+"""A row or two: the weight passes once, as fast as memory delivers it. What it teaches: when arithmetic is free.
 
-A decode step multiplies 1 to 8 rows, so that each element of the weight is used as often as there are rows: no tile
-can help, and only the bytes in flight count. So shared memory is left out. A team of warps owns 4 columns of the output
-(2 where there are 8 rows), that is 4 rows of the weight; its lanes read them in turn, 16 bytes each, past the
-first-level cache, and multiply them with the same places of x, which the caches hold. At the end the lanes' sums are
-added by shuffles, in which each lane keeps half of what it holds until lane i has sum i, and the warps' sums in shared
-memory, in their order.
+A decode step of one sequence uses each element of the weight once: no tile can help, and only the bytes in flight
+count. So shared memory is left out. A team of warps owns 4 columns of the output (2 where there are 8 rows), that is 4
+rows of the weight; its lanes read them in turn, 16 bytes each, past the first-level cache. Each lane has two such loads
+of each column on their way, and begins one anew as soon as it has used it; x, which all teams share, comes out of the
+caches. At the end the lanes' sums are added by shuffles, in which each lane keeps half of what it holds until lane i
+has sum i, and the warps' sums in shared memory, in their order.
 
 The more warps a team has, the more the sum over K is split; few columns need it to fill the GPU. The split depends on
-(N, K) alone and the order of additions on nothing else: a row has the same bits in any company of up to 8 rows. They
-are not those of the other tiers.
+(N, K) alone and the order of additions on nothing else: a row has the same bits in any company. They are not those of
+the other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
+(`few_rows`).
 
 Threads: x lanes, y the warps of a team, z the teams of a block.
 """
@@ -26,37 +27,36 @@ from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, elemen
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-MAX_ROWS = 8
-COLUMNS = {1: 4, 2: 4, 4: 4, MAX_ROWS: 2}  # of a team, by the rows that a kernel is made for
+MAX_ROWS = {"f32": 8, "f16": 2, "bf16": 2}
+COLUMNS = {1: 4, 2: 4, 4: 4, 8: 2}  # of a team, by the rows that a kernel is made for
+TURNS = 2  # loads of each of its columns that a lane has on their way
 BLOCK_WARPS = 8
-WANTED_WARPS = 2048  # that many keep a large GPU's memory busy
-MIN_VECTORS_A_LANE = 2  # below, a wider team has nothing to do
+WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
+MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
 
 
 @functools.cache
-def _weight_loader(dtype: str) -> Any:
-    """A device function ``address -> VECTOR_WIDTH float32``, for what is read once."""
+def _weight_loader(dtype: str) -> tuple[Any, Any]:
+    """Device functions ``address -> 4 words``, for what is read once, and ``words -> VECTOR_WIDTH float32``."""
     if dtype == "f32":
-        return memory.stream_4xf32
+        return memory.stream_4xf32, device_function(lambda a, b, c, d: (a, b, c, d))
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
-    load = memory.stream_4xb32
 
     @device_function
-    def load_weights(address):
-        a, b, c, d = load(address)
+    def widen(a, b, c, d):
         a0, a1 = unpack(a)
         b0, b1 = unpack(b)
         c0, c1 = unpack(c)
         d0, d1 = unpack(d)
         return a0, a1, b0, b1, c0, c1, d0, d1
 
-    return load_weights
+    return memory.stream_4xb32, widen
 
 
 @functools.cache
@@ -88,11 +88,25 @@ def _exchange(distance: int, num_sums: int) -> Any:
 def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Specialisation:
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
-    load_x, load_weight, load_element = vector_loader(dtype), _weight_loader(dtype), element_loader(dtype)
+    load_x, load_element = vector_loader(dtype), element_loader(dtype)
+    load_weights, widen = _weight_loader(dtype)
     columns = COLUMNS[rows]
+    turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
+    word = uint32 if is_aligned and dtype != "f32" else float32
     num_sums = rows * columns
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (_exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
     partial_floats = BLOCK_WARPS * num_sums
+
+    @device_function
+    def load_turn(weight_rows, i, loaded):
+        for c in range(columns):
+            address = weight_rows[c] + uint64(i * turn * item_bytes)
+            if is_aligned:
+                vector = load_weights(address)
+                for e in range(4):
+                    loaded[i, c, e] = vector[e]
+            else:
+                loaded[i, c, 0] = load_element(address)
 
     def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32):
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
@@ -100,39 +114,57 @@ def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Speciali
         team_warps = uint32(cuda.blockDim.y)
         first_column = (uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.z) + team) * uint32(columns)
         row_bytes = uint64(k) * uint64(item_bytes)
+        position = rank * uint32(TURNS * turn) + lane * uint32(width)
+        step = team_warps * uint32(TURNS * turn)
+        start_bytes, step_bytes = uint64(position) * uint64(item_bytes), uint64(step) * uint64(item_bytes)
         # Beyond the last row or column, the last one is computed again, and not stored.
-        x_rows = cuda.local.array(rows, uint64)
-        for r in range(rows):
-            x_rows[r] = x + uint64(min(uint32(r), m - uint32(1))) * row_bytes
         weight_rows = cuda.local.array(columns, uint64)
         for c in range(columns):
-            weight_rows[c] = weight + uint64(min(first_column + uint32(c), n - uint32(1))) * row_bytes
+            weight_rows[c] = weight + uint64(min(first_column + uint32(c), n - uint32(1))) * row_bytes + start_bytes
+        loaded = cuda.local.array((TURNS, columns, words), word)
+        for i in range(TURNS):
+            for c in range(columns):
+                for e in range(words):
+                    loaded[i, c, e] = word(0)
+            if position + uint32(i * turn) < k:
+                load_turn(weight_rows, i, loaded)
+
+        wait_for_previous_grid()  # the weight is nobody's output; x may be
+        launch_dependents()
+        x_rows = cuda.local.array(rows, uint64)
+        for r in range(rows):
+            x_rows[r] = x + uint64(min(uint32(r), m - uint32(1))) * row_bytes + start_bytes
         sums = cuda.local.array(num_sums, float32)
         for i in range(num_sums):
             sums[i] = float32(0.0)
         weights = cuda.local.array((columns, width), float32)
-
-        start = (rank * uint32(32) + lane) * uint32(width)
-        while start < k:
-            offset = uint64(start) * uint64(item_bytes)
+        while position < k:
             for c in range(columns):
-                if is_aligned:
-                    vector = load_weight(weight_rows[c] + offset)
-                    for e in range(width):
-                        weights[c, e] = vector[e]
-                else:
-                    weights[c, 0] = load_element(weight_rows[c] + offset)
-            for r in range(rows):
-                if is_aligned:
-                    vector = load_x(x_rows[r] + offset)
-                    for e in range(width):
-                        for c in range(columns):
-                            sums[r * columns + c] += vector[e] * weights[c, e]
-                else:
-                    element = load_element(x_rows[r] + offset)
+                weight_rows[c] += step_bytes
+            for i in range(TURNS):
+                if position + uint32(i * turn) < k:
                     for c in range(columns):
-                        sums[r * columns + c] += element * weights[c, 0]
-            start += team_warps * uint32(32 * width)
+                        if is_aligned:
+                            wide = widen(loaded[i, c, 0], loaded[i, c, 1], loaded[i, c, 2], loaded[i, c, 3])
+                            for e in range(width):
+                                weights[c, e] = wide[e]
+                        else:
+                            weights[c, 0] = loaded[i, c, 0]
+                    for r in range(rows):
+                        if is_aligned:
+                            vector = load_x(x_rows[r] + uint64(i * turn * item_bytes))
+                            for e in range(width):
+                                for c in range(columns):
+                                    sums[r * columns + c] += vector[e] * weights[c, e]
+                        else:
+                            element = load_element(x_rows[r] + uint64(i * turn * item_bytes))
+                            for c in range(columns):
+                                sums[r * columns + c] += element * weights[c, 0]
+                if position + uint32(i * turn) + step < k:
+                    load_turn(weight_rows, i, loaded)
+            for r in range(rows):
+                x_rows[r] += step_bytes
+            position += step
 
         exchange_16(sums, lane)
         exchange_8(sums, lane)
@@ -170,15 +202,15 @@ def _team_warps(n: int, k: int, width: int) -> int:
     while (
         warps < BLOCK_WARPS
         and -(-n // COLUMNS[1]) * warps < WANTED_WARPS
-        and k >= 2 * warps * 32 * width * MIN_VECTORS_A_LANE
+        and k >= 2 * warps * TURNS * 32 * width * MIN_ROUNDS
     ):
         warps *= 2
     return warps
 
 
 def plan(m: int, n: int, k: int, dtype: str, out_dtype: str, is_aligned: bool) -> Launch:
-    """A launch for ``out [m, n]``, 1 <= m <= MAX_ROWS, n at least 1, and a weight [n, k]."""
-    rows = next(rows for rows in COLUMNS if rows >= m) if is_aligned else MAX_ROWS
+    """A launch for ``out [m, n]``, 1 <= m <= MAX_ROWS[dtype], n at least 1, and a weight [n, k]."""
+    rows = next(rows for rows in COLUMNS if rows >= m) if is_aligned else MAX_ROWS[dtype]
     warps = _team_warps(n, k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
     blocks = -(-n // (COLUMNS[rows] * teams))
@@ -189,5 +221,6 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype, out_dtype in DTYPE_PAIRS:
         for rows in COLUMNS:
-            yield _kernel(dtype, out_dtype, rows, True)
-        yield _kernel(dtype, out_dtype, MAX_ROWS, False)
+            if rows <= MAX_ROWS[dtype]:
+                yield _kernel(dtype, out_dtype, rows, True)
+        yield _kernel(dtype, out_dtype, MAX_ROWS[dtype], False)

@@ -1,13 +1,14 @@
 """Loads and tensor-core products on whole arrays of registers, unrolled where the kernel is made.
 
-    load = load_all("global.nc", ((0, 0, 0), (4, 1, 0)))       # (first element, which address, bytes from there)
+    load = load_all("shared", ((0, 0, 0), (4, 1, 0)))      # (first element, which address, bytes from there)
     load(words, addresses)      # words[0:4] from addresses[0], words[4:8] from addresses[1]
-    multiply = multiply_all("bf16", (((0, (0, 1, 2, 3), (0, 1)),))
+    multiply = multiply_all("bf16", ((0, (0, 1, 2, 3), (0, 1)),))
     multiply(sums, a, b)        # sums[0:4] += A, of words a[0] to a[3], times B, of words b[0], b[1]
 
-Arrays are ``cuda.local.array`` of one dimension. Each call becomes as many instructions as its list has entries. Written
-as loops in a kernel they would be the same instructions, once LLVM has unrolled them: it gives up on long ones, which
-then keep their arrays in local memory, and Numba types every subscript. PTX ISA, "ld", "ldmatrix", "mma.sync".
+Arrays are ``cuda.local.array`` of one dimension. Each call becomes as many instructions as its list has entries.
+Written as loops in a kernel they would be the same instructions, once LLVM has unrolled them: it gives up on long ones,
+which then keep their arrays in local memory, and Numba types every subscript. PTX ISA, "ld", "ldmatrix", "mma.sync",
+"cp.async".
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -24,13 +25,14 @@ from numba.cuda.extending import intrinsic
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FOUR_WORDS = "{$0,$1,$2,$3}, [$4];"
 _LOADS = {
-    "global": ("ld.global.v4.b32 " + _FOUR_WORDS, "l"),
-    # For immutable weights, each byte of which is read once; a row's neighbouring sectors will be wanted soon.
-    "stream": ("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS, "l"),
-    "shared": ("ld.shared.v4.b32 " + _FOUR_WORDS, "r"),
-    "matrix": ("ldmatrix.sync.aligned.m8n8.x4.shared.b16 " + _FOUR_WORDS, "r"),
-    "matrix_transposed": ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 " + _FOUR_WORDS, "r"),
+    # For immutable weights, each byte of which is read once: past the first-level cache. A row's neighbouring sectors
+    # will be wanted soon.
+    "stream": "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS,
+    "shared": "ld.shared.v4.b32 " + _FOUR_WORDS,
+    "matrix": "ldmatrix.sync.aligned.m8n8.x4.shared.b16 " + _FOUR_WORDS,
+    "matrix_transposed": "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 " + _FOUR_WORDS,
 }
+_COPY = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.cg.shared.global [$0], [$1], 16, $2; }"
 
 
 def _place(context, builder, kind, value, index):
@@ -43,16 +45,15 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...]) -> Any:
     """A function ``(words, addresses) -> None``: each entry of `plan` is one load of 16 bytes a lane.
 
     Args:
-        how: "global"; "stream": global memory that nobody writes, past the first-level cache; "shared"; "matrix" and
+        how: "stream": global memory that nobody writes, past the first-level cache; "shared"; "matrix" and
             "matrix_transposed": `ldmatrix`.
         plan: (first of 4 elements of `words`, element of `addresses`, bytes to add).
 
     `words` are uint32; `addresses` uint64 for global memory, else uint32.
     """
-    text, letter = _LOADS[how]
-    address_type, numba_type = (_LONG, types.uint64) if letter == "l" else (_WORD, types.uint32)
+    address_type, letter = (_LONG, "l") if how == "stream" else (_WORD, "r")
     function_type = ir.FunctionType(ir.LiteralStructType([_WORD] * 4), [address_type])
-    assembly = ir.InlineAsm(function_type, text, f"=r,=r,=r,=r,{letter},~{{memory}}", side_effect=True)
+    assembly = ir.InlineAsm(function_type, _LOADS[how], f"=r,=r,=r,=r,{letter},~{{memory}}", side_effect=True)
 
     def generate(context, builder, signature, arguments):
         for first, which, offset in plan:
@@ -63,12 +64,59 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...]) -> Any:
                 builder.store(builder.extract_value(words, index), place)
         return context.get_dummy_value()
 
-    def typed(typing_context: Any, words: Any, addresses: Any) -> Any:
-        if addresses.dtype != numba_type or words.dtype != types.uint32:
-            raise TypeError(f"load_all({how!r}): words are {words.dtype}, addresses {addresses.dtype}")
-        return types.void(words, addresses), generate
+    return intrinsic(lambda typing_context, words, addresses: (types.void(words, addresses), generate))
 
-    return intrinsic(typed)
+
+@functools.cache
+def copy_all(count: int, target_step: int) -> Any:
+    """A function ``(target, source, source_step, chosen, num_there) -> None``: `count` asynchronous copies of 16 bytes,
+    from global memory (uint64) to shared memory, every `source_step` and `target_step` bytes.
+
+    Copy i happens where bit i of `chosen` is set; from `num_there` on it brings zeros, and reads nothing.
+    """
+    function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD, _WORD])
+    assembly = ir.InlineAsm(function_type, _COPY, "r,l,r,r,~{memory}", side_effect=True)
+
+    def generate(context, builder, signature, arguments):
+        target, source, source_step, chosen, num_there = arguments
+        zero, full = ir.Constant(_WORD, 0), ir.Constant(_WORD, 16)
+        for index in range(count):
+            size = builder.select(builder.icmp_unsigned(">", num_there, ir.Constant(_WORD, index)), full, zero)
+            is_chosen = builder.and_(chosen, ir.Constant(_WORD, 1 << index))
+            to = builder.add(target, ir.Constant(_WORD, index * target_step))
+            builder.call(assembly, [to, source, size, is_chosen])
+            source = builder.add(source, source_step)
+        return context.get_dummy_value()
+
+    uint32, uint64 = types.uint32, types.uint64
+    return intrinsic(
+        lambda typing_context, target, source, source_step, chosen, num_there: (
+            types.void(uint32, uint64, uint64, uint32, uint32), generate
+        )
+    )  # fmt: skip
+
+
+@functools.cache
+def copy_rows(count: int, target_step: int) -> Any:
+    """A function ``(target, sources, num_bytes) -> None``: `count` asynchronous copies of 16 bytes, each from its own
+    address, an element of `sources` (uint64), to shared memory, every `target_step` bytes.
+
+    `num_bytes`, at most 16, are read each time, and zeros fill the rest.
+    """
+    function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD])
+    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    assembly = ir.InlineAsm(function_type, text, "r,l,r,~{memory}", side_effect=True)
+
+    def generate(context, builder, signature, arguments):
+        target, sources, num_bytes = arguments
+        for index in range(count):
+            source = builder.load(_place(context, builder, signature.args[1], sources, index))
+            builder.call(assembly, [builder.add(target, ir.Constant(_WORD, index * target_step)), source, num_bytes])
+        return context.get_dummy_value()
+
+    return intrinsic(
+        lambda typing_context, target, sources, num_bytes: (types.void(types.uint32, sources, types.uint32), generate)
+    )
 
 
 @functools.cache

@@ -1,0 +1,68 @@
+"""Which tier a product takes where nothing has been measured: the one that a small model expects to be the fastest.
+
+A tier takes at least as long as memory needs for its bytes, as the second-level cache needs for what its blocks read
+anew, and as the arithmetic units need for its work, padding included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba_kernels.cuda.gemm import few_rows, gemv
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+
+HOPPER_ROWS = 65  # from so many on wgmma, where there is one: a tile of fewer would be half empty
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What an architecture's product with the most bandwidth does in a second.
+
+    Attributes:
+        memory_bytes, cache_bytes: read from device memory, and from the second-level cache.
+        tensor_flops: by `mma.sync` of 16-bit factors.
+        float_flops: float32 multiply-adds, two each.
+    """
+
+    memory_bytes: float
+    cache_bytes: float
+    tensor_flops: float
+    float_flops: float
+
+
+MACHINES = {
+    "sm_80": Machine(2.0e12, 4.5e12, 312e12, 19.5e12),
+    "sm_86": Machine(0.94e12, 3.0e12, 71e12, 35.6e12),
+    "sm_89": Machine(1.0e12, 5.0e12, 165e12, 82.6e12),
+    "sm_90a": Machine(4.8e12, 6.5e12, 600e12, 67e12),
+    "sm_100a": Machine(8.0e12, 10e12, 600e12, 80e12),
+    "sm_120a": Machine(1.8e12, 6.0e12, 210e12, 105e12),
+}
+"""Data sheets; the caches, and `mma.sync` on Hopper and Blackwell, are estimates."""
+
+_TILE = 64  # rows and columns of the tensor_core tier's small tile
+
+
+def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
+    """The tier for ``y[m, n]`` and a weight [n, k], rows on 16-byte bounds, all sizes at least 1, no bits prescribed.
+
+    An architecture that is not in the table is taken for sm_80. Of tiers that are equal, the one that comes first.
+    """
+    if m > few_rows.MAX_ROWS or dtype == "f32":
+        if m <= gemv.MAX_ROWS[dtype]:
+            return "gemv"
+        return "hopper" if arch == "sm_90a" and m >= HOPPER_ROWS and dtype != "f32" else "tensor_core"
+    machine, size = MACHINES.get(arch, MACHINES["sm_80"]), ITEM_BYTES[dtype]
+    least = size * (n * k + m * k + m * n) / machine.memory_bytes
+    block_columns = few_rows.COLUMNS * few_rows.BLOCK_WARPS // few_rows.split(n, k)
+    times = {
+        "gemv": n * k * 2 * (m + 1) / machine.float_flops if m <= gemv.MAX_ROWS[dtype] else float("inf"),
+        "few_rows": max(
+            2 * n * k * -(-m // 16) * 16 / machine.tensor_flops,
+            size * n * k * (1 + m / block_columns) / machine.cache_bytes,
+        ),
+        "tensor_core": max(
+            2 * n * k * -(-m // _TILE) * _TILE / machine.tensor_flops, size * n * k * 2 / machine.cache_bytes
+        ),
+    }  # fmt: skip
+    return min(times, key=lambda tier: max(times[tier], least))

@@ -1,0 +1,104 @@
+"""Products of up to 64 rows by tensor cores: against float64, exactly on integers, the same bits in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import few_rows
+from tests.numba_kernels.cuda.gemm_cases import case
+from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
+
+SHAPES = [  # K ends within a step, a group, a stream; few columns, and more than a block's
+    (1, 1, 8), (2, 3, 16), (1, 40, 264), (8, 65, 72), (5, 130, 1032), (7, 33, 520),
+    (9, 32, 128), (16, 100, 136), (12, 257, 1160), (17, 36, 256), (32, 60, 2056), (25, 300, 96),
+    (33, 64, 384), (64, 96, 1024), (50, 47, 1304), (64, 260, 56),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@both_archs
+def test_equals_float64(gpu, dtype):
+    for seed, sizes in enumerate(SHAPES):
+        bias = (None, "f32", dtype)[seed % 3]
+        product = case(sizes, dtype, (dtype, "f32")[seed // 2 % 2], bias=bias, residual=seed % 2 == 0, seed=seed)
+        product.check(product.run(gpu, "few_rows"))
+
+
+def test_integers_are_exact(gpu):
+    for sizes in (*SHAPES[1::3], (20, 20, 0)):
+        product = case(sizes, "bf16", integers=True)
+        product.check(product.run(gpu, "few_rows"))
+
+
+@pytest.mark.parametrize("sizes", [(64, 40, 1096), (64, 8200, 136)], ids=str)
+def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
+    product = case(sizes, "bf16", "f32")
+    whole = product.run(gpu, "few_rows")
+    for rows in (slice(0, 1), slice(5, 13), slice(40, 56), slice(20, 52)):
+        assert_equal(product.run(gpu, "few_rows", rows=rows), whole[rows])
+
+
+def test_the_split_knows_the_weight_alone():
+    splits = {(n, k): few_rows.split(n, k) for n, k in ((64, 4096), (4096, 12288), (24576, 4096), (64, 512), (8, 64))}
+    assert splits == {(64, 4096): 8, (4096, 12288): 8, (24576, 4096): 4, (64, 512): 4, (8, 64): 1}
+    for (n, k), streams in splits.items():
+        for m in (1, 8, 9, 64):
+            launch = gemm.plan("few_rows", m, n, k, "bf16")
+            assert launch.block == (32, streams, few_rows.BLOCK_WARPS // streams)
+            assert launch.grid[0] * launch.block[2] * few_rows.COLUMNS >= n
+            assert launch.shared_bytes <= 99 << 10  # of a block on sm_86
+
+
+def test_nan_stays_in_its_row(gpu):
+    product = case((11, 40, 200), "bf16")
+    product.x[3, 199] = np.nan
+    out = product.run(gpu, "few_rows").astype(np.float32)
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(np.delete(out, 3, 0)).all()
+
+
+def test_an_infinite_weight_stays_infinite_where_k_ends_within_a_group(gpu):
+    product = case((4, 6, 72), "bf16", bias=None, residual=False)
+    product.x[:] = 1
+    product.weight[2, 5], product.weight[4, 71] = np.inf, -np.inf
+    out = product.run(gpu, "few_rows").astype(np.float32)
+    assert (out[:, 2] == np.inf).all()
+    assert (out[:, 4] == -np.inf).all()
+    assert np.isfinite(out[:, [0, 1, 3, 5]]).all()
+
+
+@pytest.mark.parametrize("tier", ["few_rows", "gemv"])
+def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier):
+    product = case((2, 70, 640), "bf16", bias=None, residual=False)
+    m, n, k = product.sizes
+    x, weight, out = put(gpu, product.x), put(gpu, product.weight), empty(gpu, (m, n), "bf16")
+    launch = dataclasses.replace(gemm.plan(tier, m, n, k, "bf16"), is_dependent=True)
+    gpu.launch(launch, x.address, weight.address, 0, 0, out.address, m, n, k, 0)
+    product.check(get(gpu, out, (m, n), "bf16"))
+
+
+def test_writes_nothing_beyond_its_output(gpu):
+    product = case((18, 13, 24), "f16", bias=None, residual=False)
+    m, n, k = product.sizes
+    guarded = put(gpu, np.full((m + 2, n), 7, np.float16))
+    x, weight = put(gpu, product.x), put(gpu, product.weight)
+    gpu.launch(
+        gemm.plan("few_rows", m, n, k, "f16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
+    )
+    out = get(gpu, guarded, (m + 2, n), "f16")
+    assert (out[[0, -1]] == 7).all()
+    product.check(out[1:-1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"m": 65}, {"k": 9}, {"dtype": "f32"}, {"is_weight_layout": False}, {"exact": True},
+                {"is_aligned": False}], ids=str,
+)  # fmt: skip
+def test_refuses_what_it_cannot_do(options):
+    options = {"m": 2, "k": 8, "dtype": "bf16", **options}
+    with pytest.raises(ValueError, match="tier few_rows has"):
+        gemm.plan("few_rows", options.pop("m"), 8, options.pop("k"), options.pop("dtype"), **options)

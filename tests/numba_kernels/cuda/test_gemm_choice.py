@@ -1,0 +1,41 @@
+"""Which tier `auto` takes where nothing has been measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import choice
+
+SIZES = ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+
+
+@pytest.mark.parametrize("arch", [*choice.MACHINES, "sm_87"])
+def test_rows_decide(arch):
+    for n, k in SIZES:
+        chosen = [choice.choose(m, n, k, "bf16", arch) for m in (1, 2, 3, 8, 16)]
+        assert chosen == ["gemv", "gemv", "few_rows", "few_rows", "few_rows"]
+        assert choice.choose(2048, n, k, "bf16", arch) == ("hopper" if arch == "sm_90a" else "tensor_core")
+        assert choice.choose(8, n, k, "f32", arch) == "gemv"
+        assert choice.choose(9, n, k, "f32", arch) == "tensor_core"
+        order = [choice.choose(m, n, k, "f16", arch) for m in range(1, 70)]
+        assert [a for a, b in zip(order, [*order[1:], ""], strict=True) if a != b] in (
+            ["gemv", "few_rows", "tensor_core"], ["gemv", "few_rows", "hopper"],
+            ["gemv", "few_rows", "tensor_core", "hopper"],
+        )  # fmt: skip
+
+
+def test_auto_asks_it_where_it_may():
+    def name(m: int, **options: object) -> str:
+        launch = gemm.plan("auto", m, 24576, 4096, "bf16", **options)
+        return launch.specialisation.name
+
+    assert name(1).startswith("gemv_bf16_bf16_1_")
+    assert name(2).startswith("gemv_bf16_bf16_2_")
+    assert name(3).startswith("gemm_few_rows_bf16_bf16_16")
+    assert name(64).startswith("gemm_few_rows_bf16_bf16_64")
+    assert name(65).startswith("gemm_tensor_core")
+    assert name(1, exact=True).startswith("gemm_tensor_core")
+    assert name(1, is_aligned=False).startswith("gemv_bf16_bf16_2_any")
+    assert name(3, is_aligned=False).startswith("gemm_tensor_core")
+    assert name(3, is_weight_layout=False).startswith("gemm_tensor_core")
