@@ -1,10 +1,10 @@
 """Decode steps as recorded graphs: all kernels of a step, the draw among them, in one launch.
 
-There is a graph for a number of places (1, 2, 4, 8, 16, 24 ...), for sequences up to a length (1024, 2048, 4096 ...,
-for which attention is planned), with and without penalties, with and without the logits kept for log probabilities. It
-is recorded when it was missing for the first time: the step that missed it runs without. All share one pool, and read
-and write `DecodeArrays`. What they hold no place for runs without them: prompts, logit bias, allowed ids, and tokens
-that ``min_tokens`` forbids.
+There is a graph for a number of places (1, 2, 4, 8, 16, 24 ...), for short sequences and for any (attention cuts long
+ones, on the device), with and without penalties, with and without the logits kept for log probabilities. It is recorded
+when it was missing for the first time: the step that missed it runs without. All share one pool, and read and write
+`DecodeArrays`. What they hold no place for runs without them: prompts, logit bias, allowed ids, and tokens that
+``min_tokens`` forbids.
 
 A step may be started while the one before it runs, if a graph runs that, too: it takes its tokens where they are drawn.
 """
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
 from runtime import ops
 from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
 from runtime.device.gpu import Gpu
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xserv.engine")
 
-FIRST_LENGTH = 1024
 MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
 
@@ -102,7 +102,7 @@ class DecodeGraphs:
         self._limits = limits
         self._sampler = sampler
         self._sizes = batch_sizes(limits.max_num_seqs)
-        self._lengths = sequence_lengths(limits.max_model_len)
+        self._lengths = sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, Graph] = {}
         self._wanted: GraphKey | None = None
         self._has_given_up = False
@@ -249,11 +249,9 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
 
 
-def sequence_lengths(max_model_len: int) -> list[int]:
-    """1024, 2048, 4096 ... and the most that there may be."""
-    lengths = []
-    length = FIRST_LENGTH
-    while length < max_model_len:
-        lengths.append(length)
-        length *= 2
-    return [*lengths, max_model_len]
+def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
+    """Those for which attention is planned: the longest that is never cut, and the longest that there may be. In exact
+    mode none is cut."""
+    if exact or max_model_len <= MIN_PART_KEYS:
+        return [max_model_len]
+    return [MIN_PART_KEYS, max_model_len]

@@ -22,7 +22,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.errors import DeviceError
 from runtime.kv_cache import KVCache
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import change_config, load_golden, write_model
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.engine.counted_gpu import counted_gpu
 from tests.runtime.engine.fakes import Collected, collect, make_engine, request, run_to_end
@@ -138,6 +138,24 @@ def test_replay_gives_the_golden_tokens(tmp_path: Path, golden: str, device: str
     for i in range(3):
         assert results[f"r{i}"].token_ids() == expected
     engine.close()
+
+
+def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:
+    """Without exactness too: a full graph computes what the same batch computes eagerly, to the bit."""
+    folder = write_model(tmp_path, load_golden("llama_default"), "BF16")
+    change_config(folder, max_position_embeddings=512)
+    answers = {}
+    for mode in ("on", "off"):
+        engine = new_engine(
+            folder, "emulated:sm_90a", decode_graphs=mode, max_model_len=512, num_blocks=130, max_num_batched_tokens=640
+        )
+        for i, length in enumerate((5, 100, 140, 290)):
+            prompt = [3 + (7 * i + 5 * place) % 40 for place in range(length)]
+            engine.add(request(f"r{i}", prompt, max_tokens=8, ignore_eos=True, logprobs=1))
+        answers[mode] = run_to_end(engine)
+        assert engine.stats().num_graph_steps == (6 if mode == "on" else 0)
+        engine.close()
+    check_equal(answers["on"], answers["off"])
 
 
 # One launch, one copy up, one copy down
@@ -387,6 +405,6 @@ def test_sizes() -> None:
     assert batch_sizes(8) == [1, 2, 4, 8]
     assert batch_sizes(28) == [1, 2, 4, 8, 16, 24, 28]
     assert batch_sizes(256)[-2:] == [248, 256]
-    assert sequence_lengths(64) == [64]
-    assert sequence_lengths(1024) == [1024]
-    assert sequence_lengths(5000) == [1024, 2048, 4096, 5000]
+    assert sequence_lengths(64, exact=False) == [64]
+    assert sequence_lengths(5000, exact=False) == [128, 5000]
+    assert sequence_lengths(5000, exact=True) == [5000]
