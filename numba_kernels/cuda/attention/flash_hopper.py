@@ -3,7 +3,8 @@
 The mathematics of `flash_tensor_core`, arranged as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). A block has
 128 rows of queries and three groups of four warps. The first brings tiles by TMA, its warp 0 queries and keys, its
 warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other two, which
-compute 64 rows each (`hopper_walk`).
+compute 64 rows each (`hopper_walk`). A block goes on to other tiles of queries and heads: their queries, keys and
+values come while results of the one before are still on their way out.
 
 Scores stay unscaled: exp2(scale s - scale max) is one fused multiply-add and one exponential. Where the scale is
 negative the queries change their sign once. Sums of a row come in another order than in `flash_tensor_core`, and
@@ -28,6 +29,7 @@ from numba_kernels.cuda.attention.hopper_tiles import (
     NUM_ROWS,
     PANEL_COLUMNS,
     ROW_BYTES,
+    find_tile,
     hopper_tiles,
     page_bringer,
     page_layout,
@@ -58,6 +60,7 @@ from numba_kernels.cuda.attention.tiles import (
 )
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import absolute
 from numba_kernels.cuda.intrinsics.memory import shared_address, shared_store_b32
@@ -79,8 +82,8 @@ THREADS = 3 * GROUP_THREADS
 _CONSUMER_WARPS = 8
 _SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
 
-_give_registers = set_registers(40, is_more=False)
-_take_registers = set_registers(232, is_more=True)
+_give_registers = set_registers(56, is_more=False)
+_take_registers = set_registers(224, is_more=True)
 
 
 def has_kernel(dtype: str, head_dim: int, share: int) -> bool:
@@ -105,20 +108,22 @@ def plan(
     num_kv_heads: int,
     head_dim: int,
     num_blocks: int,
+    num_sms: int,
 ) -> Launch:
     """The launch for a batch, as `planning.plan`; `num_blocks` are the cache's."""
     share = num_q_heads // num_kv_heads
     pages = page_layout(dtype, head_dim, block_size, num_kv_heads, num_blocks)
     maps = (0, query_layout(dtype, head_dim, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
-    grid = num_kv_heads, -(-max_query_len // (NUM_ROWS // share)), num_seqs
+    tile_tokens = NUM_ROWS // share
+    most_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_seqs + num_tokens // tile_tokens)
+    grid = min(num_sms, num_kv_heads * most_tiles), 1, 1
     kernel = flash_hopper(dtype, head_dim, block_size, variant)
     return Launch(kernel, grid, (THREADS, 1, 1), shared_bytes(head_dim), maps=maps)
 
 
 @functools.cache
 def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
-    """For pages of `block_size` tokens. Grid: (KV heads, tiles of the longest chunk, sequences), so that the longest
-    tiles of all heads come first."""
+    """For pages of `block_size` tokens. Grid: as many blocks as the device has multiprocessors, or fewer."""
     check_pages(head_dim, block_size, dtype)
     tiles = hopper_tiles(head_dim)
     keys, panels, stages = tiles.num_keys, tiles.panels, tiles.stages
@@ -137,7 +142,31 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", has_window)
     pack = pack_bf16 if dtype == "bf16" else pack_f16
     keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
+    out_at, has_own_out = tiles.out_at, tiles.has_own_out
     ring_bytes, query_panel_bytes = 8 * stages, tiles.query_panel_bytes
+
+    @device_function
+    def item_of(round_):
+        size = uint32(cuda.gridDim.x)
+        place = uint32(cuda.blockIdx.x)
+        if uint32(round_ & uint32(1)) == uint32(1):
+            place = uint32(uint32(size - uint32(1)) - place)
+        return uint32(round_ * size + place)
+
+    @device_function
+    def sight(query_len, seq_len, first, tile_tokens, window):
+        """(first key, tiles of keys, first key that is seen, shortest and longest row's end) of a tile of queries."""
+        num_tokens = minimum_u32(tile_tokens, uint32(query_len - first))
+        shortest_end = visible_end(seq_len, query_len, first)
+        longest_end = visible_end(seq_len, query_len, uint32(first + num_tokens - uint32(1)))
+        first_seen = uint32(0)
+        if has_window:
+            first_seen = visible_first(shortest_end, window)
+        first_key = uint32(first_seen // uint32(block_size) * uint32(block_size))
+        num_tiles = uint32(0)
+        if longest_end > first_key:
+            num_tiles = uint32(uint32(longest_end - first_key + uint32(keys - 1)) // uint32(keys))
+        return first_key, num_tiles, first_seen, shortest_end, longest_end
 
     @cuda.jit
     def kernel(
@@ -146,8 +175,11 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     ):  # fmt: skip
         storage = cuda.shared.array(0, uint32)
         shared = uint32((shared_address(storage) + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
-        queries_come = uint32(shared + uint32(barriers_at))
-        keys_full = uint32(queries_come + uint32(16))
+        out_tile = uint32(shared + uint32(out_at))
+        queries_full = uint32(shared + uint32(barriers_at))
+        queries_empty = uint32(queries_full + uint32(8))
+        landed = uint32(queries_full + uint32(16))
+        keys_full = uint32(queries_full + uint32(24))
         keys_empty = uint32(keys_full + uint32(ring_bytes))
         values_full = uint32(keys_full + uint32(2 * ring_bytes))
         values_empty = uint32(keys_full + uint32(3 * ring_bytes))
@@ -157,8 +189,9 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             tma.prefetch_map(q)
             tma.prefetch_map(k_cache)
             tma.prefetch_map(v_cache)
-            mbarrier.init(queries_come, uint32(1))
-            mbarrier.init(uint32(queries_come + uint32(8)), uint32(1))
+            mbarrier.init(queries_full, uint32(1))
+            mbarrier.init(queries_empty, uint32(_CONSUMER_WARPS))
+            mbarrier.init(landed, uint32(1))
             for stage in range(stages):
                 mbarrier.init(uint32(keys_full + uint32(8 * stage)), uint32(1))
                 mbarrier.init(uint32(keys_empty + uint32(8 * stage)), uint32(_CONSUMER_WARPS))
@@ -171,57 +204,64 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
         sync_block()
         wait_for_previous_grid()
 
-        seq = uint32(cuda.blockIdx.z)
-        kv_head = uint32(cuda.blockIdx.x)
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        num_row_tiles = divide_u32(uint32(query_len + tile_tokens - uint32(1)), tile_tokens)
-        row_tile = uint32(cuda.blockIdx.y)
-        if row_tile >= num_row_tiles:
-            return
-        first = uint32(uint32(uint32(num_row_tiles - uint32(1)) - row_tile) * tile_tokens)  # the tile's, of the chunk
-        num_tokens = minimum_u32(tile_tokens, uint32(query_len - first))
-        seq_len = uint32(seq_lens[seq])
-        shortest_end = visible_end(seq_len, query_len, first)
-        longest_end = visible_end(seq_len, query_len, uint32(first + num_tokens - uint32(1)))
-        first_seen = uint32(0)
-        if has_window:
-            first_seen = visible_first(shortest_end, window)
-        first_key = uint32(first_seen // uint32(block_size) * uint32(block_size))
-        num_tiles = uint32(0)
-        if longest_end > first_key:
-            num_tiles = uint32(uint32(longest_end - first_key + uint32(keys - 1)) // uint32(keys))
+        # Every block takes each gridDim-th tile and head, to and fro so that none has the longer of every pair.
+        round_ = uint32(0)
+        item = uint32(cuda.blockIdx.x)
+        row_tile = divide_u32(item, num_kv_heads)
+        seq, first_token, query_len, seq_len, first = find_tile(
+            query_start, seq_lens, num_seqs, tile_tokens, row_tile, lane
+        )
+        turn = uint32(0)  # tiles of keys that went through the rings
+        num_done = uint32(0)  # tiles of queries
 
         group = uint32(thread >> uint32(7))
         if group == uint32(0):
             _give_registers()
             warp = uint32(thread >> uint32(5))
-            if warp < uint32(2) and num_tiles > uint32(0):
-                source = k_cache
-                ring = uint32(shared + uint32(keys_at))
-                full = keys_full
-                empty = keys_empty
-                num_unwritten = uint32(0)
-                unwritten = uint32(0)
-                if warp == uint32(0):
-                    rows = uint32(tile_tokens * share)
-                    bring_queries(
-                        shared, q, queries_come, rows, uint32(kv_head * share), uint32(first_token + first), lane
-                    )
-                else:
-                    source = v_cache
-                    ring = uint32(shared + uint32(values_at))
-                    full = values_full
-                    empty = values_empty
-                    written = uint32(seq_len & uint32(block_size - 1))  # of the last page
-                    if written > uint32(0) and longest_end > uint32(seq_len - written):
-                        num_unwritten = uint32(uint32(block_size) - written)
-                        unwritten = uint32(seq_len - first_key - uint32(uint32(num_tiles - uint32(1)) * uint32(keys)))
-                bring_pages(
-                    ring, source, full, empty, uint32(queries_come + uint32(8)), num_tiles, first_key, first_seen,
-                    longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width), kv_head,
-                    lane,
-                )  # fmt: skip
+            landed_phase = uint32(0)
+            while warp < uint32(2) and seq < num_seqs:
+                kv_head = uint32(item - row_tile * num_kv_heads)
+                first_key, num_tiles, first_seen, shortest_end, longest_end = sight(
+                    query_len, seq_len, first, tile_tokens, window
+                )
+                if num_tiles > uint32(0):
+                    source = k_cache
+                    ring = uint32(shared + uint32(keys_at))
+                    full = keys_full
+                    empty = keys_empty
+                    num_unwritten = uint32(0)
+                    unwritten = uint32(0)
+                    if warp == uint32(0):
+                        rows = uint32(tile_tokens * share)
+                        mbarrier.wait(queries_empty, uint32((num_done & uint32(1)) ^ uint32(1)))
+                        bring_queries(
+                            shared, q, queries_full, rows, uint32(kv_head * share), uint32(first_token + first), lane
+                        )
+                    else:
+                        source = v_cache
+                        ring = uint32(shared + uint32(values_at))
+                        full = values_full
+                        empty = values_empty
+                        written = uint32(seq_len & uint32(block_size - 1))  # of the last page
+                        if written > uint32(0) and longest_end > uint32(seq_len - written):
+                            num_unwritten = uint32(uint32(block_size) - written)
+                            unwritten = uint32(seq_len - first_key - uint32(num_tiles - uint32(1)) * uint32(keys))
+                    stop = uint32(turn + num_tiles)
+                    bring_pages(
+                        ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen,
+                        longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width),
+                        kv_head, lane,
+                    )  # fmt: skip
+                    if num_unwritten > uint32(0):
+                        landed_phase = uint32(landed_phase ^ uint32(1))
+                    turn = stop
+                    num_done = uint32(num_done + uint32(1))
+                round_ = uint32(round_ + uint32(1))
+                item = item_of(round_)
+                row_tile = divide_u32(item, num_kv_heads)
+                seq, first_token, query_len, seq_len, first = find_tile(
+                    query_start, seq_lens, num_seqs, tile_tokens, row_tile, lane
+                )
             launch_dependents()
         else:
             _take_registers()
@@ -231,11 +271,15 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             place = uint32(uint32(own * uint32(GROUP_ROWS)) + uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
             # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
             upper = uint32(place + (lane >> uint32(2)))
-            upper_end = visible_end(seq_len, query_len, uint32(first + divide_u32(upper, share)))
-            lower_end = visible_end(seq_len, query_len, uint32(first + divide_u32(uint32(upper + uint32(8)), share)))
+            upper_token = divide_u32(upper, share)
+            lower_token = divide_u32(uint32(upper + uint32(8)), share)
+            column = uint32((lane & uint32(3)) * uint32(2))
             magnitude = absolute(scale)
             if magnitude < _SMALLEST_SCALE:
                 magnitude = _SMALLEST_SCALE
+            queries = describe(own_queries)
+            key_tiles = describe(uint32(shared + uint32(keys_at)))
+            value_tiles = describe_values(uint32(shared + uint32(values_at)))
 
             scores = cuda.local.array(score_count, float32)
             weights = cuda.local.array(weight_count, uint32)
@@ -243,77 +287,120 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             largest = cuda.local.array(2, float32)
             totals = cuda.local.array(2, float32)
             factors = cuda.local.array(2, float32)
-            for i in range(sum_count):
-                sums[i] = float32(0)
-            for row in range(2):
-                largest[row] = MINUS_INFINITY
-                totals[row] = float32(0)
+            if own == uint32(1):
+                arrive_named(uint32(1), uint32(2 * GROUP_THREADS))
 
-            if num_tiles > uint32(0):
-                queries = describe(own_queries)
-                key_tiles = describe(uint32(shared + uint32(keys_at)))
-                value_tiles = describe_values(uint32(shared + uint32(values_at)))
-                key = first_key
-                column = uint32((lane & uint32(3)) * uint32(2))
-                mbarrier.wait(queries_come, uint32(0))
-                if scale < float32(0):
-                    flip_signs(own_queries, uint32(thread & uint32(GROUP_THREADS - 1)))
-                    tma.fence_shared()
-                    sync_named(own_barrier, uint32(GROUP_THREADS))
-                mbarrier.wait(keys_full, uint32(0))
-                multiply_queries(scores, queries, key_tiles)
-                wait_for_first(scores)
-                release(keys_empty, lane)
-                weigh(
-                    scores, largest, totals, factors, upper_end, lower_end, key, column, window, magnitude,
-                    shortest_end, longest_end,
-                )  # fmt: skip
-                pack_weights(weights, scores)
-                if num_tiles > uint32(1):
-                    mbarrier.wait(uint32(keys_full + uint32(8)), uint32(0))
-                    if own == uint32(1):
-                        arrive_named(uint32(1), uint32(2 * GROUP_THREADS))
-                num_whole = uint32(1)  # tiles that all rows see, but for the first
-                if not has_window and shortest_end > uint32(2 * keys):
-                    num_whole = uint32(shortest_end // uint32(keys))
-                    walk_whole(
-                        uint32(1), num_whole, num_tiles, first_key, queries, key_tiles, value_tiles, keys_full, own,
-                        lane, column, upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores,
-                        weights, sums, largest, totals, factors,
-                    )  # fmt: skip
-                walk_edges(
-                    num_whole, num_tiles, num_tiles, first_key, queries, key_tiles, value_tiles, keys_full, own, lane,
-                    column, upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
-                    largest, totals, factors,
-                )  # fmt: skip
-                last = uint32(num_tiles - uint32(1))
-                stage = uint32(last & uint32(stages - 1))
-                phase = uint32((last >> uint32(phase_shift)) & uint32(1))
-                mbarrier.wait(uint32(values_full + stage * uint32(8)), phase)
-                multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), uint32(1))
-                wait_for_sums(sums)
+            while seq < num_seqs:
+                kv_head = uint32(item - row_tile * num_kv_heads)
+                round_ = uint32(round_ + uint32(1))
+                first_row = uint32(first * share)
+                num_rows = uint32(minimum_u32(tile_tokens, uint32(query_len - first)) * share)
+                chunk_first = first_token
+                first_key, num_tiles, first_seen, shortest_end, longest_end = sight(
+                    query_len, seq_len, first, tile_tokens, window
+                )
+                upper_end = visible_end(seq_len, query_len, uint32(first + upper_token))
+                lower_end = visible_end(seq_len, query_len, uint32(first + lower_token))
+                for i in range(sum_count):
+                    sums[i] = float32(0)
+                for row in range(2):
+                    largest[row] = MINUS_INFINITY
+                    totals[row] = float32(0)
 
-            # The group's queries are no longer needed: their place takes the results, to be stored in whole rows.
-            sync_named(own_barrier, uint32(GROUP_THREADS))
-            flip = uint32((lane >> uint32(2)) * uint32(16))
-            below = uint32(shared + upper * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
-            for row in range(2):
-                total = group_sum(totals[row], 4)
-                part = share_of(total)
-                if has_sinks:
-                    sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
-                    part = share_beside_sink(largest[row] * magnitude, total, sink)
-                for i in range(head_dim // 8):
-                    at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
-                    swizzled = uint32(uint32(i % 8 * 16) ^ flip)
-                    shared_store_b32(
-                        uint32(at + swizzled), pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
+                if num_tiles > uint32(0):
+                    mbarrier.wait(queries_full, uint32(num_done & uint32(1)))
+                    if scale < float32(0):
+                        flip_signs(own_queries, uint32(thread & uint32(GROUP_THREADS - 1)))
+                        tma.fence_shared()
+                        sync_named(own_barrier, uint32(GROUP_THREADS))
+                    origin = uint32(first_key - turn * uint32(keys))
+                    last = uint32(turn + num_tiles)
+                    stage = uint32(turn & uint32(stages - 1))
+                    mbarrier.wait(
+                        uint32(keys_full + stage * uint32(8)), uint32((turn >> uint32(phase_shift)) & uint32(1))
                     )
-            sync_warp()
-            store_rows(
-                shared, out, place, uint32(num_tokens * share), uint32(first * share), share, kv_head, num_q_heads,
-                first_token, lane,
-            )  # fmt: skip
+                    multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(tile_bytes >> 4)))
+                    wait_for_first(scores)
+                    release(uint32(keys_empty + stage * uint32(8)), lane)
+                    weigh(
+                        scores, largest, totals, factors, upper_end, lower_end, first_key, column, window, magnitude,
+                        shortest_end, longest_end,
+                    )  # fmt: skip
+                    pack_weights(weights, scores)
+                    turn = uint32(turn + uint32(1))
+                    if turn < last:
+                        stage = uint32(turn & uint32(stages - 1))
+                        mbarrier.wait(
+                            uint32(keys_full + stage * uint32(8)), uint32((turn >> uint32(phase_shift)) & uint32(1))
+                        )
+                    if not has_window and shortest_end > uint32(2 * keys):
+                        # Tiles that all rows see: their keys begin at 0.
+                        stop = uint32(uint32(turn - uint32(1)) + shortest_end // uint32(keys))
+                        walk_whole(
+                            turn, stop, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column,
+                            upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
+                            largest, totals, factors,
+                        )  # fmt: skip
+                        turn = stop
+                    walk_edges(
+                        turn, last, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column,
+                        upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
+                        largest, totals, factors,
+                    )  # fmt: skip
+                    if has_own_out:
+                        release(queries_empty, lane)
+                    turn = last
+                    before = uint32(last - uint32(1))
+                    stage = uint32(before & uint32(stages - 1))
+                    mbarrier.wait(
+                        uint32(values_full + stage * uint32(8)), uint32((before >> uint32(phase_shift)) & uint32(1))
+                    )
+                    multiply_values(
+                        sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), uint32(1)
+                    )
+                    following = item_of(round_)
+                    following_tile = divide_u32(following, num_kv_heads)
+                    # What comes next is looked up beside the last product.
+                    seq, first_token, query_len, seq_len, first = find_tile(
+                        query_start, seq_lens, num_seqs, tile_tokens, following_tile, lane
+                    )
+                    wait_for_sums(sums)
+                    release(uint32(values_empty + stage * uint32(8)), lane)
+                    if not has_own_out:
+                        sync_named(own_barrier, uint32(GROUP_THREADS))
+                else:
+                    following = item_of(round_)
+                    following_tile = divide_u32(following, num_kv_heads)
+                    seq, first_token, query_len, seq_len, first = find_tile(
+                        query_start, seq_lens, num_seqs, tile_tokens, following_tile, lane
+                    )
+                item = following
+                row_tile = following_tile
+
+                flip = uint32((lane >> uint32(2)) * uint32(16))
+                below = uint32(out_tile + upper * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
+                for row in range(2):
+                    total = group_sum(totals[row], 4)
+                    part = share_of(total)
+                    if has_sinks:
+                        sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
+                        part = share_beside_sink(largest[row] * magnitude, total, sink)
+                    for i in range(head_dim // 8):
+                        at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
+                        swizzled = uint32(uint32(i % 8 * 16) ^ flip)
+                        shared_store_b32(
+                            uint32(at + swizzled), pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
+                        )
+                sync_warp()
+                store_rows(out_tile, out, place, num_rows, first_row, share, kv_head, num_q_heads, chunk_first, lane)
+                sync_warp()
+                if num_tiles > uint32(0):
+                    if not has_own_out:
+                        tma.fence_shared()
+                        release(queries_empty, lane)
+                    num_done = uint32(num_done + uint32(1))
+            if own == uint32(0):
+                sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other group's last leave
 
     name = f"attention_flash_hopper_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
     constants = {

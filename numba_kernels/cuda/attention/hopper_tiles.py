@@ -22,8 +22,9 @@ from numba import uint32, uint64
 from numba_kernels.cuda.attention.tiles import head_row
 from numba_kernels.cuda.intrinsics import mbarrier, tma
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.memory import shared_load_4xb32, shared_store_4xb32, store_4xb32
-from numba_kernels.cuda.intrinsics.warp import sync_warp
+from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_b32, sum_to_lane_u32, sync_warp
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.specialisation import TensorMapLayout
 
@@ -38,7 +39,7 @@ _load_queries, _load_page = tma.load(3), tma.load(4)
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """Shared memory of a block, in bytes from an aligned beginning: queries, keys, values, barriers.
+    """Shared memory of a block, in bytes from an aligned beginning: queries, keys, values, results, barriers.
 
     Attributes:
         panels: of 64 columns.
@@ -73,14 +74,23 @@ class HopperTiles:
         return self.keys_at + self.stages * self.tile_bytes
 
     @property
+    def out_at(self) -> int:
+        """A tile of results, where there is room for it: else it takes the queries' place."""
+        return self.values_at + self.stages * self.tile_bytes if self.has_own_out else 0
+
+    @property
+    def has_own_out(self) -> bool:
+        return self.panels <= 3
+
+    @property
     def barriers_at(self) -> int:
-        """Of the queries, of values that are zeroed in part, and four rings: keys full, empty; values full, empty."""
-        return self.values_at + self.stages * self.tile_bytes
+        """Queries full, empty; values that are zeroed in part; and four rings: keys full, empty; values full, empty."""
+        return self.values_at + self.stages * self.tile_bytes + self.has_own_out * self.panels * self.query_panel_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, with what aligning it may take."""
-        return self.barriers_at + 8 * (2 + 4 * self.stages) + ALIGNMENT
+        return self.barriers_at + 8 * (3 + 4 * self.stages) + ALIGNMENT
 
 
 def hopper_tiles(head_dim: int) -> HopperTiles:
@@ -105,6 +115,46 @@ def page_layout(dtype: str, head_dim: int, block_size: int, num_kv_heads: int, n
     return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, block_size, 1, 1), ROW_BYTES)
 
 
+@device_function
+def find_tile(query_start, seq_lens, num_seqs, tile_tokens, index, lane):
+    """Tile `index` of the batch's: (sequence, its first token, query length and length, the tile's first token of it).
+
+    Tiles of a sequence lie side by side, the last first, since it sees the most keys. The sequence is num_seqs where
+    there are fewer tiles. All lanes of a warp call it together.
+    """
+    seq = num_seqs
+    first_token = uint32(0)
+    query_len = uint32(0)
+    seq_len = uint32(0)
+    first = uint32(0)
+    before = uint32(0)
+    base = uint32(0)
+    while base < num_seqs:
+        own = uint32(base + lane)
+        own_first = uint32(0)
+        own_len = uint32(0)
+        own_seq_len = uint32(0)
+        if own < num_seqs:
+            own_first = uint32(query_start[own])
+            own_len = uint32(uint32(query_start[uint32(own + uint32(1))]) - own_first)
+            own_seq_len = uint32(seq_lens[own])
+        behind = uint32(
+            before + sum_to_lane_u32(divide_u32(uint32(own_len + tile_tokens - uint32(1)), tile_tokens))
+        )  # tiles up to the sequence's last
+        last = shuffle_index_b32(behind, uint32(31))
+        if index < last:
+            place = count_b32(ballot(uint32(behind <= index)))  # sequences of these 32 that end before the tile
+            seq = uint32(base + place)
+            first_token = shuffle_index_b32(own_first, place)
+            query_len = shuffle_index_b32(own_len, place)
+            seq_len = shuffle_index_b32(own_seq_len, place)
+            first = uint32(uint32(uint32(shuffle_index_b32(behind, place) - index) - uint32(1)) * tile_tokens)
+            base = num_seqs
+        before = last
+        base = uint32(base + uint32(32))
+    return seq, first_token, query_len, seq_len, first
+
+
 @functools.cache
 def query_bringer(tiles: HopperTiles) -> Any:
     """A device function for one warp: ``(tile, map, barrier, rows, first_head, first_token, lane)``."""
@@ -124,11 +174,12 @@ def query_bringer(tiles: HopperTiles) -> Any:
 
 @functools.cache
 def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
-    """A device function for one warp, which brings all of a block's tiles of keys, or of values.
+    """A device function for one warp, which brings all tiles of keys, or of values, that a tile of queries wants.
 
-    ``(ring, map, full, empty, landed, num_tiles, first_key, first_seen, end, num_unwritten, unwritten, block_tables,
-    table, kv_head, lane)``: keys below `first_seen` and from `end` on are not asked for where whole pages of them lie.
-    Of the last tile, rows `unwritten` and num_unwritten - 1 more are zeroed (none: 0); that lands at its own barrier.
+    ``(ring, map, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten, unwritten,
+    block_tables, table, kv_head, lane)``: `turn` counts all tiles that went through the ring. Keys below `first_seen`
+    and from `end` on are not asked for where whole pages of them lie. Of the last tile, rows `unwritten` and
+    num_unwritten - 1 more are zeroed (none: 0); that lands at its own barrier.
     """
     stages, tile_bytes, panel_bytes = tiles.stages, tiles.tile_bytes, tiles.panel_bytes
     pages = tiles.num_keys // block_size
@@ -137,16 +188,15 @@ def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
 
     @device_function
     def bring(
-        ring, source, full, empty, landed, num_tiles, first_key, first_seen, end, num_unwritten, unwritten,
-        block_tables, table, kv_head, lane,
+        ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten,
+        unwritten, block_tables, table, kv_head, lane,
     ):  # fmt: skip
         panel = uint32(lane // uint32(pages))
         page_of_tile = uint32(lane - panel * uint32(pages))
         place = uint32(ring + panel * uint32(panel_bytes) + page_of_tile * uint32(block_size * ROW_BYTES))
         column = uint32(panel * uint32(PANEL_COLUMNS))
         key = uint32(first_key + page_of_tile * uint32(block_size))
-        turn = uint32(0)
-        while turn < num_tiles:
+        while turn < stop:
             page = uint32(_NO_PAGE)
             if key < end and uint32(key + uint32(block_size)) > first_seen:
                 page = uint32(block_tables[table + uint64(key // uint32(block_size))])
@@ -155,7 +205,7 @@ def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
             phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
             mbarrier.wait(uint32(empty + stage * uint32(8)), uint32(phase ^ uint32(1)))
             barrier = is_full
-            is_zeroed = num_unwritten > uint32(0) and uint32(turn + uint32(1)) == num_tiles
+            is_zeroed = num_unwritten > uint32(0) and uint32(turn + uint32(1)) == stop
             if is_zeroed:
                 barrier = landed
             if lane == uint32(0):
@@ -165,7 +215,7 @@ def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
                 target = uint32(place + stage * uint32(tile_bytes))
                 _load_page(target, source, barrier, column, uint32(0), kv_head, page)
             if is_zeroed:
-                mbarrier.wait(landed, uint32(0))
+                mbarrier.wait(landed, landed_phase)
                 first = uint32(ring + stage * uint32(tile_bytes) + unwritten * uint32(ROW_BYTES) + lane * uint32(16))
                 for i in range(panels):
                     done = uint32(0)
@@ -222,7 +272,7 @@ def sign_flipper(tiles: HopperTiles, num_rows: int) -> Any:
 
 @functools.cache
 def row_storer(tiles: HopperTiles) -> Any:
-    """A device function for a warp: its 16 rows of results go from the queries' place to out, in 16-byte pieces.
+    """A device function for a warp: its 16 rows of results go from their place to out, in 16-byte pieces.
 
     ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane)``: the warp's first row in the
     tile, the tile's rows that exist, and the chunk's row at which the tile begins.

@@ -5,8 +5,8 @@
     P(j) = exp2(S(j))   while O's products run; then O is scaled to the new maximum
 
 The two groups take turns at beginning products (a named barrier each), so that one's softmax also runs beside the
-other's products. `walk` goes from tile `turn`, at least 1, to `stop`; it is compiled once for tiles that all rows see
-whole, without any masking, and once for those at an edge.
+other's products. A walk is compiled once for tiles that all rows see whole, without any masking, and once for those at
+an edge.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def release(barrier, lane):
 def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -> Any:
     """A device function, see above; `masking` as `score_weigher` takes it.
 
-    `keys_full` is the first of the four rings of barriers; `own` is the group's number, 0 or 1. Of the tile in front,
-    the weights are given, as of the last one they are left.
+    `turn` and `stop` count tiles that went through the rings, `last` is where the row's end; tile j begins at key
+    origin + j num_keys. `keys_full` is the first of the four rings of barriers; `own` is the group's number, 0 or 1.
+    Of the tile in front, the weights are given, as of the last one they are left.
     """
     stages, keys = tiles.stages, tiles.num_keys
     tile_units, ring_bytes, phase_shift = tiles.tile_bytes >> 4, 8 * stages, stages.bit_length() - 1
@@ -72,7 +73,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -
 
     @device_function
     def walk(
-        turn, stop, num_tiles, first_key, queries, key_tiles, value_tiles, keys_full, own, lane, column, upper_end,
+        turn, stop, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column, upper_end,
         lower_end, shortest_end, longest_end, window, scale, scores, weights, sums, largest, totals, factors,
     ):  # fmt: skip
         while turn < stop:
@@ -84,10 +85,9 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -
             multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(tile_units)))
             mbarrier.wait(values_full, uint32((before >> uint32(phase_shift)) & uint32(1)))
             multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(tile_units)), uint32(1))
-            key = uint32(first_key + turn * uint32(keys))
+            key = uint32(origin + turn * uint32(keys))
             turn = uint32(turn + uint32(1))
-            if own == uint32(0) or turn < num_tiles:
-                arrive_named(uint32(uint32(2) - own), uint32(2 * GROUP_THREADS))
+            arrive_named(uint32(uint32(2) - own), uint32(2 * GROUP_THREADS))
             wait_for_scores(scores)
             release(uint32(keys_full + uint32(ring_bytes) + stage * uint32(8)), lane)
             weigh(
@@ -95,7 +95,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -
                 longest_end,
             )  # fmt: skip
             # Here, and not in the next turn: ptxas moves the wait for the sums to the head of its basic block.
-            if turn < num_tiles:
+            if turn < last:
                 following = uint32(keys_full + uint32(turn & uint32(stages - 1)) * uint32(8))
                 mbarrier.wait(following, uint32((turn >> uint32(phase_shift)) & uint32(1)))
             wait_for_sums(sums)

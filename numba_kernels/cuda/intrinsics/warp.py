@@ -13,6 +13,10 @@ shuffle_index_f32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
 shuffle_index_b32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
 shuffle_up_b32 = instruction("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "r", "r r")  # the lowest lanes: their own
 or_b32 = instruction("redux.sync.or.b32 $0, $1, 0xffffffff;", "r", "r")  # over all lanes, in each
+ballot = instruction(
+    "{ .reg .pred set; setp.ne.b32 set, $1, 0; vote.sync.ballot.b32 $0, set, 0xffffffff; }", "r", "r"
+)  # the lanes whose number is not 0, a bit each
+count_b32 = instruction("popc.b32 $0, $1;", "r", "r", is_pure=True)
 sync_warp = instruction("bar.warp.sync 0xffffffff;")
 maximum_f32 = instruction("max.f32 $0, $1, $2;", "f", "f f", is_pure=True)  # of a number and NaN: the number
 lane_index = instruction("mov.u32 $0, %laneid;", "r", is_pure=True)

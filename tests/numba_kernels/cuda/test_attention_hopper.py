@@ -1,0 +1,153 @@
+"""Hopper's prefill attention against float64, and where every bit is known; pages that nothing has written hold NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import attention
+from numba_kernels.cuda.attention.flash_hopper import has_kernel
+from runtime.device.gpu import Gpu
+from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, assert_equal
+from tests.numba_kernels.cuda.paged import paged_batch
+from tests.numba_kernels.cuda.test_attention import TOLERANCE
+from tests.numba_kernels.cuda.test_attention_exact import integers
+from tests.oracles.dense import relative_error
+
+TIER = {"tier": "flash_hopper"}
+pytestmark = [pytest.mark.emulator, pytest.mark.parametrize("gpu", [DEFAULT_DEVICE], indirect=True)]
+
+CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
+    ([(0, 1)], 1, 1, None),
+    ([(0, 128)], 1, 1, None),
+    ([(0, 129), (127, 1)], 2, 2, None),
+    ([(0, 65), (63, 1), (64, 1), (65, 1)], 4, 2, None),
+    ([(100, 7), (0, 33), (5, 1), (31, 2)], 8, 2, None),
+    ([(300, 140)], 8, 1, None),
+    ([(513, 20), (0, 45)], 6, 2, None),
+    ([(0, 12), (60, 1)], 24, 1, None),
+    ([(0, 0), (5, 2), (9, 0)], 2, 2, None),
+    ([(0, 0)] * 3 + [(0, 130)] + [(3, 1), (0, 0)] * 15 + [(0, 140), (0, 0), (7, 2)], 2, 2, None),
+    ([(0, 100)], 3, 3, 1),
+    ([(0, 100), (450, 9)], 4, 2, 7),
+    ([(130, 1), (0, 300)], 2, 1, 64),
+    ([(401, 47)], 4, 4, 200),
+    ([(10, 3)], 2, 2, 1000),
+]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+def test_equals_float64(gpu: Gpu, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for chunks, heads, kv_heads, window in CASES:
+        batch = paged_batch(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+        out, _ = batch.run(gpu, 0.125, window, **TIER)
+        error = relative_error(out, batch.expected(0.125, window))
+        assert error < TOLERANCE[dtype], f"{chunks}, {heads} heads, {kv_heads} KV heads, window {window}: {error}"
+
+
+HEAD_DIMS = [  # one panel and its parts, two, four; every page size
+    ("bf16", 128, 16, None),
+    ("f16", 256, 8, 101),
+    pytest.param("bf16", 80, 32, None, marks=pytest.mark.exhaustive),
+    pytest.param("f16", 24, 16, None, marks=pytest.mark.exhaustive),
+    pytest.param("bf16", 96, 8, 101, marks=pytest.mark.exhaustive),
+    pytest.param("f16", 128, 32, 101, marks=pytest.mark.exhaustive),
+    pytest.param("bf16", 192, 16, None, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size", "window"), HEAD_DIMS)
+def test_head_dims(gpu: Gpu, dtype: str, head_dim: int, block_size: int, window: int | None) -> None:
+    rng = np.random.default_rng(head_dim)
+    chunks = [(0, 139), (250, 20), (3, 1)]
+    batch = paged_batch(rng, chunks, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, block_size=block_size)
+    out, _ = batch.run(gpu, head_dim**-0.5, window, **TIER)
+    assert relative_error(out, batch.expected(head_dim**-0.5, window)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 128])
+def test_sinks(gpu: Gpu, window: int | None) -> None:
+    rng = np.random.default_rng(8)
+    batch = paged_batch(rng, [(150, 60), (0, 9)], heads=10, kv_heads=2, head_dim=64, dtype="bf16")
+    sinks = (4 * rng.standard_normal(10)).astype(np.float32)
+    out, _ = batch.run(gpu, 0.125, window, sinks, **TIER)
+    assert relative_error(out, batch.expected(0.125, window, sinks)) < TOLERANCE["bf16"]
+
+
+def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu) -> None:
+    batch = integers(np.random.default_rng(1), "flash", "bf16")
+    for window in (1, 8, 32):  # a power of two, which every query can fill
+        out, _ = batch.run(gpu, 0.125, window, **TIER)
+        assert_equal(out, batch.expected(0.125, window))
+
+
+def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu) -> None:
+    rng = np.random.default_rng(2)
+    batch = integers(rng, "flash", "bf16")
+    expected = np.zeros(batch.queries.shape)
+    for seq, (context, queries) in enumerate(batch.chunks):
+        for j in range(queries):
+            token = int(batch.query_start[seq]) + j
+            for head in range(batch.queries.shape[1]):
+                target = int(rng.integers(0, context + j + 1))
+                batch.queries[token, head] = batch.keys[seq][target, head // 2]
+                expected[token, head] = batch.values[seq][target, head // 2]
+    out, _ = batch.run(gpu, 16.0, None, **TIER)
+    assert_equal(out, expected)
+
+
+def test_a_padded_sequence_gives_zeros_and_blocks_below_the_window_need_not_exist(gpu: Gpu) -> None:
+    rng = np.random.default_rng(4)
+    batch = paged_batch(rng, [(240, 3), (0, 1), (20, 1)], heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    whole, _ = batch.run(gpu, 0.125, 16, **TIER)
+    batch.seq_lens[1] = 0
+    batch.block_tables[1] = -1
+    batch.block_tables[0, : (240 - 16 + 1) // 16] = -1
+    padded, _ = batch.run(gpu, 0.125, 16, **TIER)
+    assert_equal(padded[3], np.zeros_like(padded[3]))
+    assert_equal(padded[[0, 1, 2, 4]], whole[[0, 1, 2, 4]])
+
+
+def test_nan_in_a_query_or_a_key_stays_in_the_rows_that_see_it(gpu: Gpu) -> None:
+    batch = paged_batch(np.random.default_rng(6), [(140, 40)], heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    batch.queries[2, 1, 5] = np.nan
+    block, offset = divmod(140 + 30, batch.block_size)
+    batch.k_pages[batch.block_tables[0, block], 1, offset, 0] = np.nan
+    out, _ = batch.run(gpu, 0.125, **TIER)
+    expected = np.zeros((40, 4), bool)
+    expected[2, 1] = True
+    expected[30:, 2:] = True
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any(-1), expected)
+
+
+def test_large_and_odd_scales(gpu: Gpu) -> None:
+    batch = paged_batch(np.random.default_rng(7), [(130, 2)], heads=2, kv_heads=2, head_dim=128, dtype="bf16")
+    for scale in (300.0, 1e-30, 0.0, -0.125):
+        out, _ = batch.run(gpu, scale, **TIER)
+        expected = batch.expected(scale)
+        assert np.abs(out.astype(np.float64) - expected).max() < 3e-2 * np.abs(expected).max()
+
+
+def test_plan(gpu: Gpu) -> None:
+    def tier(max_query_len: int, **choices: Any) -> str:
+        sizes: dict[str, Any] = {
+            "num_tokens": 800, "num_seqs": 4, "max_seq_len": 900, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64,
+            "table_width": 60, "dtype": "bf16", "block_size": 16, "num_blocks": 99, "arch": gpu.arch,
+        }  # fmt: skip
+        return attention.plan(max_query_len=max_query_len, **(sizes | choices)).tier
+
+    assert [tier(length) for length in (1, 4, 16, 17, 400)] == ["decode", "decode", "flash", *["flash_hopper"] * 2]
+    for choice in ({"exact": True}, {"arch": "sm_120a"}, {"dtype": "f32"}, {"num_blocks": None}, {"head_dim": 20}):
+        assert tier(400, **choice) == "flash"
+    assert not has_kernel("f16", 264, 1)
+    assert not has_kernel("f16", 64, 129)
+    for choice, got in (
+        ({"arch": "sm_80"}, "got sm_80"),
+        ({"head_dim": 20}, "20 and 4"),
+        ({"num_blocks": None}, "None"),
+    ):
+        with pytest.raises(ValueError, match=f"tier flash_hopper needs sm_90a, num_blocks, .*{got}"):
+            tier(400, **TIER, **choice)
