@@ -13,13 +13,13 @@ The tiers, each one a step:
     naive                 all scores in memory; also gives the softmax weights
     flash_float32         tiles, online softmax, nothing materialised; products of float32 in registers
     flash_tensor_core     the same walk with mma.sync, f16 and bf16, and asynchronous copies
-    flash_hopper          tiles brought by the TMA and multiplied by wgmma, softmax beside the products; persistent blocks
+    flash_hopper          tiles brought by the TMA and multiplied by wgmma, softmax beside the products
     decode_tensor_core    few queries: bound by bandwidth, a sequence split over many blocks (`parts`, and float32's
                           `flash_float32` with is_split), one read of K and V for all query heads that share them
 
 `plan` chooses. Blocks of the flash tier are laid over (tiles of the longest chunk, KV heads, sequences), and those
-beyond a sequence's own rows leave at once: simple, and wasteful only where one long chunk stands beside many short ones.
-Those of flash_hopper find the tiles that there are.
+beyond a sequence's own rows leave at once: simple, and wasteful only where one long chunk stands beside many short
+ones. Those of flash_hopper stay and find the tiles that there are.
 """
 
 from numba_kernels.cuda.attention.planning import TIERS, AttentionPlan, plan, specialisations
