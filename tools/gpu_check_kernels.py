@@ -52,6 +52,7 @@ def cases(is_quick: bool) -> Iterator[Case]:
     yield product_case("auto", 512, 3072, 768, "f32")
     yield attention_case("naive", "bf16", 1, 0, 1024, 16, 8, 128)
     yield attention_case("flash", "f32", 1, 0, 1024, 12, 12, 64)
+    yield attention_case("auto", "bf16", 1, 0, 8192, 32, 8, 128)
     for seqs, queries, *heads in ((1, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (8, 512, 12, 12, 64)):
         yield attention_case("auto", "bf16", seqs, 0, queries, *heads)
     for seqs, context in ((1, 4095), (1, 16383), (32, 2047)):

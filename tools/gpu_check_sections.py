@@ -63,6 +63,7 @@ def sections() -> Iterator[Section]:
     yield Section("bandwidth", 45, _bandwidth)
     yield Section("build", 200, _build)
     yield Section("kernels", 150, _kernels)
+    yield Section("goals", 150, _goals)
     yield Section("model gpt2", 60, _model("gpt2"))
     yield Section("model qwen3-0.6b", 70, _model("qwen3-0.6b"))
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
@@ -153,6 +154,13 @@ def _table(options: Options, report: Report, *, has_times: bool) -> Result:
     if wrong := [row for row in rows if "error" in row]:
         raise AssertionError(f"{len(wrong)} of {len(rows)} cases failed, {wrong[0]['case']}: {wrong[0]['error']}")
     return {"rows": rows}
+
+
+def _goals(options: Options, report: Report) -> Result:
+    """`xserv bench kernels`: what the goals' table is filled from."""
+    from runtime.bench.kernels import bench_kernels
+
+    return bench_kernels(options.device, report_progress=lambda line: print(line, flush=True))
 
 
 def _model(name: str) -> Callable[[Options, Report], Result]:

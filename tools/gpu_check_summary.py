@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from runtime.bench.kernels import as_lines
+
 
 def summary(report: dict[str, Any]) -> str:
     """Markdown. An emulated device's times are left out: they say nothing of a GPU."""
@@ -29,6 +31,8 @@ def summary(report: dict[str, Any]) -> str:
         lines += ["", "## Kernels", "", told, ""]
         heads = ("case", "shape", "µs", "torch µs", "torch µs / µs", "GB/s", "of read", "TFLOP/s", "worst error")
         lines += _table(heads, (_kernel(row, report["is_emulated"], read) for row in rows))
+    if goals := _result(found, "goals"):
+        lines += ["", "## Goals", "", "```", *as_lines(goals), "```"]
     models = {name.split()[1]: each["result"] for name, each in found.items() if _is_model(name, each)}
     if models:
         lines += ["", "## End to end, dummy weights", ""]

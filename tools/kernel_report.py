@@ -27,6 +27,7 @@ from runtime.bench.counted import Counts  # noqa: E402
 from tools import kernel_plots as page  # noqa: E402
 from tools.kernel_cases import Case, cases  # noqa: E402
 from tools.kernel_counts import LEAST_SECTOR_EFFICIENCY, PRODUCTS, Bench  # noqa: E402
+from tools.kernel_goals import carried  # noqa: E402
 from tools.kernel_static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5
@@ -143,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(as_markdown(facts, measured))
     for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
         if file is not None:
-            file.write_text(write(facts, measured))
+            before = file.read_text() if file.exists() else ""
+            file.write_text(carried(before, write(facts, measured)))
     if asked.plots is not None:
         asked.plots.write_text(page.svg(measured))
     if asked.ladders is not None:
