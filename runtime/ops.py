@@ -28,8 +28,8 @@ from runtime.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "attention", "check_ids", "draw", "embedding", "gather_rows", "gelu",
-    "layer_norm", "linear", "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm",
-    "sample", "silu", "swiglu", "take_decode_inputs",
+    "layer_norm", "linear", "linear_swiglu", "log_softmax_topk", "logits_linear", "place", "prepare_linear",
+    "qkv_prepare", "rms_norm", "sample", "silu", "swiglu", "take_decode_inputs",
 ]  # fmt: skip
 
 
@@ -72,6 +72,12 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
     return _backend("linear", "x", x).linear(x, weight, residual=residual, out=out)  # type: ignore[no-any-return]
+
+
+def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
+    """``swiglu(linear(x, weight))``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``; in one go where that is
+    faster, and then rounded once. Errors are those of `linear` and `swiglu`."""
+    return _backend("linear", "x", x).linear_swiglu(x, weight)  # type: ignore[no-any-return]
 
 
 def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:

@@ -205,6 +205,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return result
 
 
+def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
+    """``swiglu(linear(x, weight))``."""
+    return swiglu(linear(x, weight))
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 

@@ -20,6 +20,7 @@ from runtime.backends.cpu_checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
 from runtime.batch import Batch
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32, int32, int64
 from runtime.linear_weight import LinearWeight, RowWeight
 from runtime.rope_table import RopeTable
@@ -38,15 +39,37 @@ def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _product("logits_linear", x, weight, None, None, float32)
 
 
-def _product(
-    op: str, x: Tensor, weight: LinearWeight, residual: Tensor | None, out: Tensor | None, out_dtype: DType | None
-) -> Tensor:
+def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
+    """See `ops.linear_swiglu`."""
+    gpu, factor, matrix = _factors("linear", x, weight)
+    rows, (both, depth) = x.shape[0], factor.shape
+    launch = None
+    if factor.bias is None and factor.tier != "cublas" and both % 2 == 0:
+        launch = _gemm.plan_swiglu(
+            factor.tier, rows, both // 2, depth, x.dtype.ptx, is_aligned=alignment(x.address, matrix) >= 16,
+            num_multiprocessors=gpu.properties.num_sms, exact=factor.exact, arch=gpu.arch,
+        )  # fmt: skip
+    if launch is None:
+        return swiglu(linear(x, weight))
+    result = Tensor.empty((rows, both // 2), x.dtype, x.device)
+    gpu.launch(launch, x.address, matrix, 0, 0, result.address, rows, both // 2, depth, 0)
+    return result
+
+
+def _factors(op: str, x: Tensor, weight: LinearWeight) -> tuple[Gpu, RowWeight, int]:
+    """Checks both; the device, the weight and its matrix's address."""
     if not isinstance(weight, RowWeight):
         what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
         raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on the device of x, not {what}")
-    width, depth = weight.shape
-    gpu = first(op, "x", x, FLOATS, (None, depth))
-    matrix = check(op, "weight", weight.weight, x.device, x.dtype, (width, depth))
+    gpu = first(op, "x", x, FLOATS, (None, weight.shape[1]))
+    return gpu, weight, check(op, "weight", weight.weight, x.device, x.dtype, weight.shape)
+
+
+def _product(
+    op: str, x: Tensor, weight: LinearWeight, residual: Tensor | None, out: Tensor | None, out_dtype: DType | None
+) -> Tensor:
+    gpu, factor, matrix = _factors(op, x, weight)
+    width, depth = factor.shape
     rows, result_dtype = x.shape[0], out_dtype or x.dtype
     added = 0 if residual is None else check(op, "residual", residual, x.device, result_dtype, (rows, width))
     result = output(op, out, (rows, width), result_dtype, x.device)
@@ -54,14 +77,14 @@ def _product(
         ends = [(t.address, t.address + t.size_bytes) for t in (x, out)]
         if max(start for start, _ in ends) < min(end for _, end in ends):
             raise fail(op, "out", "shares memory with x")
-    if weight.tier == "cublas":
-        cuda_cublas.product(gpu, x, weight, residual, result)
+    if factor.tier == "cublas":
+        cuda_cublas.product(gpu, x, factor, residual, result)
         return result
-    bias = 0 if weight.bias is None else weight.bias.address
+    bias = 0 if factor.bias is None else factor.bias.address
     launch = _gemm.plan(
-        weight.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
+        factor.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
         is_aligned=alignment(x.address, matrix) >= 16, num_multiprocessors=gpu.properties.num_sms,
-        exact=weight.exact, arch=gpu.arch, has_residual=residual is not None,
+        exact=factor.exact, arch=gpu.arch, has_residual=residual is not None,
         is_out_aligned=alignment(result.address, added, bias) >= 16,
     )  # fmt: skip
     if launch is not None:

@@ -137,6 +137,34 @@ def plan(
     return tensor_core.plan(m, n, dtype, out_dtype, is_weight_layout, is_aligned, num_multiprocessors, chosen)
 
 
+def plan_swiglu(
+    tier: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    *,
+    is_aligned: bool = True,
+    num_multiprocessors: int = 132,
+    exact: bool = False,
+    arch: str = "sm_80",
+) -> Launch | None:
+    """The launch for ``y[m, n] = silu(gate) * up``, where gate and up are the halves of ``x[m, k] . w[2 n, k]^T``.
+
+    None where y is empty, or where two launches are better, the product's and `activation.plan_swiglu`'s: it is one
+    where `plan` takes hopper's tile for many rows, unless `exact`. Launched with neither bias nor residual; y begins on
+    a 16-byte bound. Arguments and errors as those of `plan`.
+    """
+    if arch != hopper.ARCH or exact or n % 8:
+        return None
+    product = plan(
+        tier, m, 2 * n, k, dtype, is_aligned=is_aligned, num_multiprocessors=num_multiprocessors, arch=arch
+    )  # fmt: skip
+    if product is None or product.specialisation.constants.get("tile") != str(hopper.LARGE):
+        return None
+    return hopper.plan_swiglu(m, n, k, dtype, num_multiprocessors)
+
+
 def _tile_named(family: Any, name: str) -> Any:
     """A tier's tile, or None for "". Raises ValueError for another name."""
     if not name:

@@ -59,7 +59,8 @@ ARCH = "sm_90a"
 STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
 ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
-"""How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none."""
+"""How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
+more, "swiglu", of a weight whose upper half is the gate's: by the TMA, too (`plan_swiglu`)."""
 
 
 @functools.cache
@@ -71,9 +72,13 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
     moves_registers = num_sums > 64  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
-    stores_tiles, has_residual = way_out != "rows", way_out == "tiles_residual"
+    stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out == "swiglu"
+    columns = block_n // 2 if is_gated else block_n  # of the output, a tile
     finish_rows, wait_until_read = row_finisher(dtype, out_dtype, block_n), tma.store_wait_read(0)
-    load_residual, store_tile = residual_loader(), tile_storer(dtype, block_n, has_residual)
+    load_residual, store_tile = (
+        residual_loader(),
+        tile_storer(dtype, columns, has_residual=has_residual, is_gated=is_gated),
+    )
     is_phase_moved = block_n // PIECE_COLUMNS // 2 % 2  # of a residual's barrier, from one tile to the next
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
@@ -100,7 +105,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         wait_for_previous_grid()
 
         tiles_m = uint32((m + uint32(block_m * blocks - 1)) // uint32(block_m * blocks))
-        tiles_n = uint32((n + uint32(block_n - 1)) // uint32(block_n))
+        tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
         num_tiles = uint32(tiles_m * tiles_n)
         index = uint32(uint32(cuda.blockIdx.x) // uint32(blocks))
         step = uint32(uint32(cuda.gridDim.x) // uint32(blocks))
@@ -113,9 +118,13 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m))
-                    column = uint32(column_tile * uint32(block_n))
+                    part_row = uint32(column_tile * uint32(columns))
+                    if is_gated:  # one block loads rows of the gate, the other the same rows of the lower half
+                        part_row = uint32(part_row + rank * n)
+                    else:
+                        part_row = uint32(part_row + rank * uint32(block_n // blocks))
                     stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, rank, row, column, uint32(0), k
+                        x, weight, shared, full, empty, stage, phase, rank, row, part_row, uint32(0), k
                     )  # fmt: skip
                     index = uint32(index + step)
                 launch_dependents()
@@ -135,7 +144,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             while index < num_tiles:
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                 row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m) + warp * uint32(16))
-                column = uint32(column_tile * uint32(block_n))
+                column = uint32(column_tile * uint32(columns))
                 if has_residual and lane == uint32(0):
                     load_residual(piece, arrived, residual, row, column)
                 stage, phase = multiply_tile(
@@ -231,6 +240,25 @@ def plan(
     )
 
 
+def plan_swiglu(m: int, n: int, k: int, dtype: str, num_multiprocessors: int) -> Launch:
+    """A launch for ``out [m, n] = silu(gate) * up``, with gate and up the halves of ``x . weight [2 n, k]^T``.
+
+    All sizes at least 1, n and k multiples of 8; out begins on a 16-byte bound; no bias, no residual.
+    """
+    tile = LARGE
+    columns = tile.block_n // 2
+    tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // columns)
+    maps = (
+        (0, TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)),
+        (1, TensorMapLayout(dtype, (k, 2 * n), (k * 2,), (BLOCK_K, columns), 128)),
+        (4, TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)),
+    )
+    blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
+    kernel = _kernel(dtype, dtype, tile, "swiglu")
+    cluster_size = (tile.cluster, 1, 1)
+    return Launch(kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster_size, maps=maps)
+
+
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype, out_dtype in DTYPE_PAIRS:
@@ -238,5 +266,7 @@ def specialisations() -> Iterator[Specialisation]:
             for tile in TILES:
                 for way_out in WAYS_OUT if out_dtype == dtype else WAYS_OUT[:1]:
                     yield _kernel(dtype, out_dtype, tile, way_out)
+            if out_dtype == dtype:
+                yield _kernel(dtype, dtype, LARGE, "swiglu")
             for tile in SPLIT_TILES:
                 yield hopper_split.kernel(dtype, out_dtype, tile)

@@ -11,6 +11,7 @@ from numba_kernels.cuda.gemm.epilogue import can_finish_quads, finisher, quad_fi
 from numba_kernels.cuda.gemm.hopper_ring import PIECE_BYTES, PIECE_COLUMNS
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.math import exp, reciprocal
 from numba_kernels.cuda.intrinsics.warp import sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -98,13 +99,15 @@ def residual_loader() -> Any:
 
 
 @functools.cache
-def tile_storer(dtype: str, num_columns: int, has_residual: bool) -> Any:
+def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, is_gated: bool = False) -> Any:
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and gives them to the TMA.
 
     `PIECE_COLUMNS` 16-bit columns are 128 bytes: a piece lies swizzled over them in shared memory, where `stmatrix`
     writes it and the TMA reads it without conflicts, and what lies beyond the output is not written. Each warp has two
     pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into the same place
     (`residual_loader`), and `ldmatrix` reads it as `stmatrix` writes.
+
+    `is_gated`: there are twice as many sums, silu(first) * second is stored, and bias and residual there are none.
     """
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
@@ -112,6 +115,10 @@ def tile_storer(dtype: str, num_columns: int, has_residual: bool) -> Any:
     load_matrices, store_matrices = mma.load_matrix_x4, mma.store_matrix_x4
     load, store, wait_but_one, wait_read = tma.load(2), tma.store(2), tma.store_wait_read(1), tma.store_wait_read(0)
     num_parts, half_bytes = num_columns // PIECE_COLUMNS, PIECE_BYTES // 2
+
+    @device_function
+    def gated(gate, up):
+        return gate * reciprocal(float32(1) + exp(-gate)) * up
 
     @device_function
     def store_tile(sums, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, first_row, first_column):
@@ -128,15 +135,22 @@ def tile_storer(dtype: str, num_columns: int, has_residual: bool) -> Any:
             for i in range(PIECE_COLUMNS // 16):
                 at = uint32(target + (place ^ uint32(32 * i)))
                 e = part * (PIECE_COLUMNS // 2) + 8 * i
-                a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-                column = uint32(part_column + uint32(16 * i) + (lane & uint32(3)) * uint32(2))
-                if bias != uint64(0):
-                    if column < n:
-                        a, b = load_bias(bias, bias_is_f32, column)
-                    if column + uint32(8) < n:
-                        c, d = load_bias(bias, bias_is_f32, uint32(column + uint32(8)))
-                upper_left, upper_right = (sums[e] + a, sums[e + 1] + b), (sums[e + 4] + c, sums[e + 5] + d)
-                lower_left, lower_right = (sums[e + 2] + a, sums[e + 3] + b), (sums[e + 6] + c, sums[e + 7] + d)
+                if is_gated:
+                    u = e + num_columns // 2
+                    upper_left = gated(sums[e], sums[u]), gated(sums[e + 1], sums[u + 1])
+                    lower_left = gated(sums[e + 2], sums[u + 2]), gated(sums[e + 3], sums[u + 3])
+                    upper_right = gated(sums[e + 4], sums[u + 4]), gated(sums[e + 5], sums[u + 5])
+                    lower_right = gated(sums[e + 6], sums[u + 6]), gated(sums[e + 7], sums[u + 7])
+                else:
+                    a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+                    column = uint32(part_column + uint32(16 * i) + (lane & uint32(3)) * uint32(2))
+                    if bias != uint64(0):
+                        if column < n:
+                            a, b = load_bias(bias, bias_is_f32, column)
+                        if column + uint32(8) < n:
+                            c, d = load_bias(bias, bias_is_f32, uint32(column + uint32(8)))
+                    upper_left, upper_right = (sums[e] + a, sums[e + 1] + b), (sums[e + 4] + c, sums[e + 5] + d)
+                    lower_left, lower_right = (sums[e + 2] + a, sums[e + 3] + b), (sums[e + 6] + c, sums[e + 7] + d)
                 if has_residual:
                     before = load_matrices(at)
                     pair = unpack(before[0])

@@ -118,16 +118,15 @@ def tile_loader(tile: Tile) -> Any:
     """A device function for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
 
     It waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The weight's
-    tile is loaded by all blocks of the cluster, a part each, for all of them.
+    tile is loaded by all blocks of the cluster, a part each, from row `part_row` on, for all of them.
     """
     num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
     part_rows = tile.block_n // blocks
     load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, rank, row, column, start, end):
+    def load_tile(x, weight, shared, full, empty, stage, phase, rank, row, part_row, start, end):
         part_at = uint32(uint32(x_bytes) + rank * uint32(part_rows * BLOCK_K * 2))
-        part_row = uint32(column + rank * uint32(part_rows))
         while start < end:
             mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
             barrier = uint32(full + stage * uint32(8))

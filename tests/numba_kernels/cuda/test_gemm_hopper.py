@@ -11,7 +11,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import hopper
 from tests.numba_kernels.cuda.gemm_cases import Case, case
-from tests.numba_kernels.cuda.harness import assert_equal, get, put
+from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, put
 
 pytestmark = pytest.mark.emulator
 TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
@@ -104,6 +104,29 @@ def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     found = product.run_launch(gpu, launch)
     product.check(found)
     assert_equal(product.run_launch(gpu, launch), found)
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (300, 200, 136)), ("f16", (257, 264, 72))])
+def test_swiglu_of_both_halves(gpu, dtype, sizes):
+    """silu(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
+    m, n, k = sizes
+    both = case((m, 2 * n, k), dtype, bias=None, residual=False)
+    both.x *= both.x.dtype.type(0.25)
+    product = (both.x.astype(np.float64) @ both.weight.astype(np.float64).T).T
+    gate, up = product[:n].T, product[n:].T
+    held = put(gpu, both.x), put(gpu, both.weight), empty(gpu, (m, n), both.x.dtype)
+    launch = gemm.plan_swiglu("auto", m, n, k, dtype, arch="sm_90a", num_multiprocessors=2)
+    gpu.launch(launch, held[0].address, held[1].address, 0, 0, held[2].address, m, n, k, 0)
+    roundoff = 2.0 ** (-8 if dtype == "bf16" else -11)
+    assert_close(get(gpu, held[2], (m, n), dtype), gate / (1 + np.exp(-gate)) * up, rtol=1.01 * roundoff, atol=1e-3)
+
+
+def test_when_swiglu_is_two_launches():
+    options = {"arch": "sm_90a", "num_multiprocessors": 4}
+    assert gemm.plan_swiglu("auto", 512, 512, 64, "bf16", **options) is not None
+    for m, n, more in ((512, 512, {"exact": True}), (512, 512, {"arch": "sm_80"}), (512, 516, {}), (8, 512, {})):
+        assert gemm.plan_swiglu("auto", m, n, 64, "bf16", **options | more) is None
+    assert gemm.plan_swiglu("tensor_core", 512, 512, 64, "bf16", **options) is None
 
 
 def test_what_is_split():

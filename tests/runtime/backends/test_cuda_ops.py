@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from numba_kernels.cuda.gemm import hopper
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
@@ -162,3 +163,29 @@ def test_what_the_cpu_gives(dtype: str) -> None:
         assert str(actual.device) == DEVICE
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= bound
     assert pairs[1][0].dtype.name == "float32"
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_linear_swiglu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch where Hopper's tile for many rows is chosen, else in two; with a bias always in two."""
+    launched: list[str] = []
+    launch = Gpu.launch
+
+    def watched(self: Gpu, what: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(what.specialisation.name)
+        launch(self, what, *arguments, **options)
+
+    monkeypatch.setattr(Gpu, "launch", watched)
+    if is_fused:
+        monkeypatch.setattr(hopper, "choose", lambda *sizes, **options: (hopper.LARGE, 1))
+    rng = np.random.default_rng(5)
+    x, matrix = (Tensor.from_numpy(rng.standard_normal(size).astype(np.float32)) for size in ((130, 72), (48, 72)))
+    x, matrix = x.to("bfloat16"), matrix.to("bfloat16")
+    for bias in (None, Tensor.from_numpy(rng.standard_normal(48).astype(np.float32))):
+        ours = ops.prepare_linear(matrix, bias, device=Device("emulated:sm_90a"))
+        launched.clear()
+        parts = ["gemm", "swiglu"]
+        actual = ops.linear_swiglu(x.to("emulated:sm_90a"), ours)
+        assert [name.split("_")[0] for name in launched] == (["gemm"] if is_fused and bias is None else parts)
+        expected = ops.linear_swiglu(x.to("float32"), ops.prepare_linear(matrix.to("float32"), bias))
+        assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
