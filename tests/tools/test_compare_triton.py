@@ -119,7 +119,7 @@ def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> N
         least = 2 * (m * k * (n // 128) + n * k * (m // 128) + m * n)  # tiles of 128 x 128
         assert row.triton.sectors == least // 32
         assert row.triton.machine_per_operation == 5
-        assert row.ours.sectors >= least // 32
+        assert row.ours.sectors >= 2 * (m * k + n * k + m * n) // 32  # each once
         assert row.configurations == (row.triton,)
     rows = list(comparer.prefill(1, 128, 64))
     assert all(row.triton.tile.startswith("64x64") for row in rows)
