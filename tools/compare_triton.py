@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from numba_kernels.cuda import attention, gemm  # noqa: E402
-from numba_kernels.cuda.attention import flash_tensor_core, hopper_tiles  # noqa: E402
+from numba_kernels.cuda.attention import hopper_tiles  # noqa: E402
 from numba_kernels.cuda.gemm import hopper, hopper_ring  # noqa: E402
 from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout  # noqa: E402
 from runtime.bench.counted import Counts  # noqa: E402
@@ -180,7 +180,8 @@ def _flash(tier: str, bench: Bench, work: Prefill) -> tuple[Specialisation, tupl
     bench.launch(plan.attend, *plan.attend_arguments(*arguments))
     if tier == "flash_hopper":
         return plan.attend.specialisation, (hopper_tiles.NUM_ROWS, hopper_tiles.hopper_tiles(work.head_dim).num_keys)
-    return plan.attend.specialisation, (flash_tensor_core.NUM_ROWS, flash_tensor_core.num_keys(work.head_dim))
+    kernel = plan.attend.specialisation
+    return kernel, (kernel.constants["num_rows"], kernel.constants["num_keys"])
 
 
 PAGE = 16

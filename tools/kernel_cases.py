@@ -74,10 +74,10 @@ def _gemms() -> Iterator[Case]:
     ):  # fmt: skip
         reason = _ONE_COLUMN_A_LANE if tier == "naive" else ""
         yield _gemm(tier, 256, 256, 256, dtype, reason)
-    yield _gemm("tensor_core", 16, 512, 512, "bf16")
-    for rows in (1, 4):
-        yield _gemm("gemv", rows, 1024, 1024, "bf16")
-    yield _gemm("gemv", 1, 1024, 1024, "f32")
+    for dtype in ("bf16", "f32"):
+        yield _gemm("gemv", 1, 1024, 1024, dtype)
+    for rows in (1, 16, 64):
+        yield _gemm("few_rows", rows, 1024, 1024, "bf16")
 
 
 def _gemm(tier: str, m: int, n: int, k: int, dtype: str, reason: str = "") -> Case:
@@ -94,6 +94,7 @@ def _gemm(tier: str, m: int, n: int, k: int, dtype: str, reason: str = "") -> Ca
 # Attention
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 4, 2, 64, 16
+_SIZES = (_HEADS, _KV_HEADS, _HEAD_DIM)
 
 
 def _attentions() -> Iterator[Case]:
@@ -104,13 +105,19 @@ def _attentions() -> Iterator[Case]:
     for dtype in ("f32", "bf16"):
         yield _attention("decode", dtype, [(511, 1)] * 4)
     yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
+    for chunks, tier in (([(1023, 1)] * 2, "decode"), ([(0, 256)], "flash")):
+        yield _attention(tier, "bf16", chunks, sizes=(8, 2, 128))
 
 
 _KEY_A_LANE = "the tier's point: a lane has a key of its own, a whole row away from its neighbour's"
 
 
-def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108) -> Case:
-    """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them."""
+def _attention(
+    tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108, sizes: tuple[int, int, int] = _SIZES
+) -> Case:
+    """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them; `sizes`:
+    query heads, KV heads, head dim."""
+    num_heads, kv_heads, head_dim = sizes
     context, queries = chunks[0]
     length, seqs = context + queries, len(chunks)
     tokens, size = seqs * queries, ITEM_BYTES[dtype]
@@ -118,29 +125,29 @@ def _attention(tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms:
 
     def run(bench: Bench) -> None:
         plan = attention.plan(
-            num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=_HEADS,
-            num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, table_width=blocks_each, dtype=dtype, block_size=_BLOCK,
+            num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=num_heads,
+            num_kv_heads=kv_heads, head_dim=head_dim, table_width=blocks_each, dtype=dtype, block_size=_BLOCK,
             num_sms=num_sms, arch=bench.gpu.arch, num_blocks=seqs * blocks_each, tier=tier,
         )  # fmt: skip
-        q = bench.normal((tokens, _HEADS, _HEAD_DIM), dtype)
-        k, v = (bench.normal((seqs * blocks_each, _KV_HEADS, _BLOCK, _HEAD_DIM), dtype) for _ in range(2))
+        q = bench.normal((tokens, num_heads, head_dim), dtype)
+        k, v = (bench.normal((seqs * blocks_each, kv_heads, _BLOCK, head_dim), dtype) for _ in range(2))
         starts = bench.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries))
         lengths = bench.put(np.full(seqs, length, np.int32))
         tables = bench.put(bench.rng.permutation(seqs * blocks_each).astype(np.int32))
-        out = bench.empty(tokens * _HEADS * _HEAD_DIM * size)
+        out = bench.empty(tokens * num_heads * head_dim * size)
         workspace = bench.empty(plan.workspace_bytes) if plan.workspace_bytes else 0
-        scale = _HEAD_DIM**-0.5
+        scale = head_dim**-0.5
         bench.launch(plan.attend, *plan.attend_arguments(q, k, v, out, workspace, starts, lengths, tables, scale))
         if plan.combine is not None:
             bench.launch(plan.combine, *plan.combine_arguments(workspace, out))
 
     seen = seqs * sum(context + 1 + query for query in range(queries))  # keys that queries see
-    rows = tokens * _HEADS * _HEAD_DIM * size
-    pages = 2 * seqs * length * _KV_HEADS * _HEAD_DIM * size
-    work = Work(rows + pages, rows, 4 * seen * _HEADS * _HEAD_DIM, dtype != "f32")
+    rows = tokens * num_heads * head_dim * size
+    pages = 2 * seqs * length * kv_heads * head_dim * size
+    work = Work(rows + pages, rows, 4 * seen * num_heads * head_dim, dtype != "f32")
     unsplit = " unsplit" if num_sms == 1 else ""
-    shape = f"{seqs} x {queries} queries, {length} keys, {_HEADS}/{_KV_HEADS} heads of {_HEAD_DIM}"
-    name = f"attention {tier} {dtype}{unsplit}"
+    shape = f"{seqs} x {queries} queries, {length} keys, {num_heads}/{kv_heads} heads of {head_dim}"
+    name = f"attention {tier} {dtype}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
     return Case(name, "attention", shape, work, run, _KEY_A_LANE if tier == "naive" else "")
 
 

@@ -90,9 +90,8 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
         if dtype == "f32":
             return flash_float32.shared_bytes(head_dim, is_split)
-        if is_split:
-            return decode_tensor_core.shared_bytes(dtype, head_dim, constants["num_rows"])
-        return flash_tensor_core.shared_bytes(dtype, head_dim)
+        family = decode_tensor_core if is_split else flash_tensor_core
+        return family.shared_bytes(dtype, head_dim, constants["num_rows"])
     return 0
 
 

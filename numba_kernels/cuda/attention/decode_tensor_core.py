@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
@@ -36,6 +35,7 @@ from numba_kernels.cuda.attention.tiles import (
     Variant,
     head_row,
     is_hidden,
+    key_tile_copier,
     query_tile_copier,
     sink_head,
     tile_shape,
@@ -44,14 +44,12 @@ from numba_kernels.cuda.attention.tiles import (
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer
+from numba_kernels.cuda.intrinsics.element import elements_storer
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
-    copy_async_16,
     copy_async_commit,
     copy_async_wait,
-    copy_async_whole_16,
     shared_address,
     shared_load_4xf32,
     shared_load_f32,
@@ -71,7 +69,7 @@ from numba_kernels.cuda.intrinsics.mma import (
 )
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
-from numba_kernels.cuda.kv_cache import check_pages, page_row
+from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Specialisation
 
 NUM_KEYS = 16  # of a warp's tile
@@ -94,76 +92,6 @@ def shared_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
     return scratch_bytes(warps * 32) + tiles * tile_shape(dtype, head_dim).pitch
 
 
-def is_page_linear(dtype: str, head_dim: int) -> bool:
-    """Whether a tile's pieces lie one behind the other in the page."""
-    return page_row(head_dim) * ITEM_BYTES[dtype] == tile_shape(dtype, head_dim).pieces * 16
-
-
-@functools.cache
-def tile_copier(dtype: str, head_dim: int, block_size: int) -> Any:
-    """A device function ``copy(tile, column, first_page, second_page, left, targets, sources, lane)`` for a warp.
-
-    The lanes ask for a tile of `NUM_KEYS` rows of K or V in 16-byte pieces, the i-th of each lane being piece
-    lane + 32 i. `first_page` is the offset in bytes of the tile's first row from `column`, `second_page` that of its
-    ninth row less 8 rows, where pages hold 8. Rows from `left` on become zeros. `targets` and `sources` say where a
-    lane's pieces lie in the tile and in the page (`piece_places`).
-    """
-    pieces, stored = tile_shape(dtype, head_dim).pieces, page_row(head_dim) * ITEM_BYTES[dtype] // 16
-    count = NUM_KEYS * pieces // 32
-
-    @device_function
-    def copy(tile, column, first_page, second_page, left, targets, sources, lane):
-        if stored == pieces and left >= uint32(NUM_KEYS):
-            for i in range(count):
-                page = first_page
-                if block_size == 8 and uint32(lane + uint32(32 * i)) >= uint32(8 * pieces):
-                    page = second_page
-                copy_async_whole_16(uint32(tile + targets[i]), column + page + sources[i])
-        else:
-            for i in range(count):
-                piece = uint32(lane + uint32(32 * i))
-                row = uint32(piece // uint32(pieces))
-                page = first_page
-                if block_size == 8 and row >= uint32(8):
-                    page = second_page
-                size = uint32(0)
-                if row < left and uint32(piece - row * uint32(pieces)) < uint32(stored):
-                    size = uint32(16)
-                source = column
-                if size > uint32(0):
-                    source = column + page + sources[i]
-                copy_async_16(uint32(tile + targets[i]), source, size)
-
-    return copy
-
-
-@functools.cache
-def piece_places(dtype: str, head_dim: int) -> Any:
-    """A device function ``fill(targets, sources, lane)``: for `tile_copier`, offsets of a lane's pieces; where the page
-    is linear without the lane's 16 bytes, which `column` then holds."""
-    shape = tile_shape(dtype, head_dim)
-    pieces, pitch, stored = shape.pieces, shape.pitch, page_row(head_dim) * ITEM_BYTES[dtype] // 16
-    is_linear = is_page_linear(dtype, head_dim)
-    count = NUM_KEYS * pieces // 32
-
-    @device_function
-    def fill(targets, sources, lane):
-        for i in range(count):
-            if 32 % pieces == 0:  # then all differ by constants
-                row = uint32(uint32(lane // uint32(pieces)) + uint32(i * (32 // pieces)))
-                piece = uint32(lane % uint32(pieces))
-            else:
-                row = uint32(uint32(lane + uint32(32 * i)) // uint32(pieces))
-                piece = uint32(uint32(lane + uint32(32 * i)) % uint32(pieces))
-            targets[i] = uint32(row * uint32(pitch) + piece * uint32(16))
-            if is_linear:
-                sources[i] = uint64(512 * i)
-            else:
-                sources[i] = uint64(uint32(row * uint32(stored) + piece)) * uint64(16)
-
-    return fill
-
-
 @functools.cache
 def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int, variant: Variant) -> Specialisation:
     """Grid: (parts of all sequences, as `parts` bounds them; KV heads)."""
@@ -176,15 +104,14 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     keeps_queries = columns * groups <= 256  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
-    copy_tile, fill_places = tile_copier(dtype, head_dim, block_size), piece_places(dtype, head_dim)
+    pieces_of_tile = 1 if columns <= 128 else 2  # each of which a lane finds in one page
+    piece_keys = NUM_KEYS // pieces_of_tile
+    column_of, locate, copy_keys = key_tile_copier(dtype, head_dim, block_size, piece_keys, 32)
     copy_queries = query_tile_copier(dtype, head_dim, num_rows, threads)
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
     store = elements_storer(dtype, 1)
     tile_bytes = NUM_KEYS * pitch
-    num_copies = NUM_KEYS * shape.pieces // 32
-    is_linear = is_page_linear(dtype, head_dim)
     keys_a_turn = warps * NUM_KEYS
-    row_bytes = page_row(head_dim) * ITEM_BYTES[dtype]
     q_offset = scratch_bytes(threads)
     stages_offset = q_offset + num_rows * pitch
     find = part_finder(num_rows, keys_a_turn, threads, has_window)
@@ -200,13 +127,16 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     has_pairs = head_dim % 4 == 0
 
     @device_function
-    def page_offset(block_tables, table, key, stop, page_stride):
-        """Of the page that holds a tile's first row, or its ninth; 0 where there is none."""
-        offset = uint64(0)
-        if key < stop:
-            block = uint32(block_tables[table + uint64(key // uint32(block_size))])
-            offset = uint64(block) * uint64(page_stride) + uint64(uint32(key % uint32(block_size)) * uint32(row_bytes))
-        return offset
+    def locate_tile(block_tables, table, key, stop, num_kv_heads, lane, pages):
+        for i in range(pieces_of_tile):
+            at = uint32(key + uint32(i * piece_keys))
+            pages[i] = locate(block_tables, table, at, stop, num_kv_heads, lane)
+
+    @device_function
+    def copy_tile(tile, column, pages, key, stop, lane):
+        for i in range(pieces_of_tile):
+            at = uint32(key + uint32(i * piece_keys))
+            copy_keys(uint32(tile + uint32(i * piece_keys * pitch)), column, pages[i], at, stop, lane)
 
     @cuda.jit
     def kernel(
@@ -254,8 +184,9 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         query = uint32((lane & uint32(3)) * uint32(2))
         below = uint32(lane >> uint32(2))
 
-        targets = cuda.local.array(num_copies, uint32)
-        sources = cuda.local.array(num_copies, uint64)
+        pages = cuda.local.array(pieces_of_tile, uint64)
+        next_pages = cuda.local.array(pieces_of_tile, uint64)
+        later_pages = cuda.local.array(pieces_of_tile, uint64)
         queries = cuda.local.array((query_registers, groups, 2), uint32)
         ends = cuda.local.array((groups, 2), uint32)
         maxima = cuda.local.array((groups, 2), float32)
@@ -267,7 +198,6 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         shares = cuda.local.array(warps, float32)
         values = cuda.local.array(4, float32)
         value = cuda.local.array(1, float32)
-        fill_places(targets, sources, lane)
         for n in range(groups):
             for j in range(2):
                 row = uint32(first_row + query + uint32(8 * n + j))
@@ -280,46 +210,22 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     sums[i, n, j] = float32(0)
 
         # The tile at `key` of K lies at one of two places, that of V behind them.
-        page_stride = uint32(num_kv_heads * uint32(block_size * row_bytes))
-        head_offset = uint64(uint32(kv_head * uint32(block_size * row_bytes)))
-        if is_linear:
-            head_offset = head_offset + uint64(lane) * uint64(16)
-        k_column = k_cache + head_offset
-        v_column = v_cache + head_offset
+        k_column = column_of(k_cache, kv_head, num_kv_heads, lane)
+        v_column = column_of(v_cache, kv_head, num_kv_heads, lane)
         key = uint32(turn + warp * uint32(NUM_KEYS))
         next_key = uint32(key + uint32(keys_a_turn))
         later_key = uint32(next_key + uint32(keys_a_turn))
-        page = page_offset(block_tables, table, key, stop, page_stride)
-        next_page = page_offset(block_tables, table, next_key, stop, page_stride)
-        later_page = page_offset(block_tables, table, later_key, stop, page_stride)
-        half = page
-        next_half = next_page
-        later_half = later_page
-        if block_size == 8:
-            eight = uint64(8 * row_bytes)
-            half = page_offset(block_tables, table, uint32(key + uint32(8)), stop, page_stride) - eight
-            next_half = page_offset(block_tables, table, uint32(next_key + uint32(8)), stop, page_stride) - eight
-            later_half = page_offset(block_tables, table, uint32(later_key + uint32(8)), stop, page_stride) - eight
+        locate_tile(block_tables, table, key, stop, num_kv_heads, lane, pages)
+        locate_tile(block_tables, table, next_key, stop, num_kv_heads, lane, next_pages)
+        locate_tile(block_tables, table, later_key, stop, num_kv_heads, lane, later_pages)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_async_commit()
         odd = uint32(0)  # where the tiles of this turn lie in their pairs
-        left = uint32(0)
-        next_left = uint32(0)
-        later_left = uint32(0)
-        if key < stop:
-            left = uint32(stop - key)
-        if next_key < stop:
-            next_left = uint32(stop - next_key)
-        if turn < stop:
-            copy_tile(own_stages, k_column, page, half, left, targets, sources, lane)
+        copy_tile(own_stages, k_column, pages, key, stop, lane)
         copy_async_commit()
-        if turn < stop:
-            v_tile = uint32(own_stages + uint32(2 * tile_bytes))
-            copy_tile(v_tile, v_column, page, half, left, targets, sources, lane)
+        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, pages, key, stop, lane)
         copy_async_commit()
-        if uint32(turn + uint32(keys_a_turn)) < stop:
-            k_tile = uint32(own_stages + uint32(tile_bytes))
-            copy_tile(k_tile, k_column, next_page, next_half, next_left, targets, sources, lane)
+        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, next_pages, next_key, stop, lane)
         copy_async_commit()
         _wait_for_queries()
         sync_block()
@@ -343,7 +249,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             sync_named(own_barrier, uint32(32))  # the keys are there, and all lanes have read the values before
             if following < stop:
                 other = uint32(own_stages + uint32(3 * tile_bytes) - odd)
-                copy_tile(other, v_column, next_page, next_half, next_left, targets, sources, lane)
+                copy_tile(other, v_column, next_pages, uint32(key + uint32(keys_a_turn)), stop, lane)
             copy_async_commit()
 
             for n in range(groups):
@@ -397,21 +303,12 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             _wait_for_tile()
             sync_named(own_barrier, uint32(32))  # the values are there, and all lanes have read the keys
             if uint32(following + uint32(keys_a_turn)) < stop:
-                later_left = uint32(0)
-                if later_key < stop:
-                    later_left = uint32(stop - later_key)
-                copy_tile(k_tile, k_column, later_page, later_half, later_left, targets, sources, lane)
+                copy_tile(k_tile, k_column, later_pages, later_key, stop, lane)
             copy_async_commit()
-            next_page = later_page
-            next_half = later_half
-            next_left = later_left
+            for i in range(pieces_of_tile):
+                next_pages[i] = later_pages[i]
             later_key = uint32(later_key + uint32(keys_a_turn))
-            later_page = page_offset(block_tables, table, later_key, stop, page_stride)
-            later_half = later_page
-            if block_size == 8:
-                later_half = page_offset(
-                    block_tables, table, uint32(later_key + uint32(8)), stop, page_stride
-                ) - uint64(8 * row_bytes)
+            locate_tile(block_tables, table, later_key, stop, num_kv_heads, lane, later_pages)
             for i in range(steps):
                 v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
                 for n in range(groups):

@@ -32,7 +32,6 @@ from numba_kernels.cuda.attention.parts import part_finder, record_place, record
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    copy_batch,
     head_row,
     is_hidden,
     key_tile_copier,
@@ -98,9 +97,8 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     shape = tile_shape("f32", head_dim)
     columns, pitch = shape.columns, shape.pitch
     own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, columns // 16
-    copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS)
+    column_of, locate, copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS)
     copy_queries = query_tile_copier("f32", head_dim, tile_rows, THREADS)
-    batch = copy_batch("f32", head_dim, keys, THREADS)
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
     p_offset = v_offset + keys * pitch
@@ -166,7 +164,6 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         v_place = uint32(v_tile + tx * uint32(4))
         p_place = uint32(uint32(q_tile + uint32(p_offset)) + own_row * uint32(p_pitch))
 
-        blocks = cuda.local.array(batch, uint32)
         ends = cuda.local.array(own_rows, uint32)
         maxima = cuda.local.array(own_rows, float32)
         totals = cuda.local.array(own_rows, float32)
@@ -180,15 +177,20 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             for c in range(own_columns):
                 sums[r, c] = float32(0)
 
+        k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
+        v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        page = locate(block_tables, table, key, stop, num_kv_heads, thread)
         if key < stop:
             copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-            copy_keys(k_tile, k_cache, block_tables, table, key, stop, kv_head, num_kv_heads, thread, blocks)
+            copy_keys(k_tile, k_column, page, key, stop, thread)
             copy_async_commit()
         while key < stop:
             _wait_for_copies()
             sync_block()  # the keys are there, and all threads have done with the values
-            copy_keys(v_tile, v_cache, block_tables, table, key, stop, kv_head, num_kv_heads, thread, blocks)
+            copy_keys(v_tile, v_column, page, key, stop, thread)
             copy_async_commit()
+            following = uint32(key + uint32(keys))
+            page = locate(block_tables, table, following, stop, num_kv_heads, thread)
 
             for r in range(own_rows):
                 for j in range(own_keys):
@@ -234,9 +236,8 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
             _wait_for_copies()
             sync_block()  # the values and weights are there, and all threads have done with the keys
-            following = uint32(key + uint32(keys))
             if following < stop:
-                copy_keys(k_tile, k_cache, block_tables, table, following, stop, kv_head, num_kv_heads, thread, blocks)
+                copy_keys(k_tile, k_column, page, following, stop, thread)
             copy_async_commit()
             four = uint32(0)
             while four < uint32(keys // 4):

@@ -15,7 +15,7 @@ from numba import float32, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide, exp2
+from numba_kernels.cuda.intrinsics.math import exp2, fma, reciprocal
 from numba_kernels.cuda.intrinsics.memory import load_f32
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, shuffle_xor_f32
 
@@ -37,11 +37,16 @@ def origin_of(largest):
 
 @device_function
 def reciprocal_of(total):
-    """1 / total, or 0 for a row that has seen nothing, whose result is 0."""
-    reciprocal = float32(0)
+    """1 / total, or 0 for a row that has seen nothing, whose result is 0.
+
+    One step of Newton's on the approximation; totals, 1 or more, need no path for subnormals, whose call costs a kernel
+    full of accumulators its registers.
+    """
+    share = float32(0)
     if total != float32(0):
-        reciprocal = divide(float32(1), total)
-    return reciprocal
+        share = reciprocal(total)
+        share = fma(share, fma(-total, share, float32(1)), share)
+    return share
 
 
 @device_function

@@ -159,8 +159,9 @@ def plan(
                 flash_float32.num_rows(head_dim, False), flash_float32.shared_bytes(head_dim, False)
             )  # fmt: skip
         else:
-            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, variant)
-            tile_rows, shared_bytes = flash_tensor_core.NUM_ROWS, flash_tensor_core.shared_bytes(dtype, head_dim)
+            tile_rows = flash_tensor_core.num_rows(head_dim, rows)
+            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
+            shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, shape)
 
@@ -198,6 +199,8 @@ def specialisations() -> Iterator[Specialisation]:
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
+    for head_dim in (80, 96, 256):
+        yield from _kernels("bf16", head_dim, Variant())
     for has_window in (False, True):
         yield from _kernels("bf16", 64, Variant(has_window, True))
 
@@ -209,7 +212,8 @@ def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisa
         yield flash_float32.flash_float32(head_dim, 16, False, variant)
         yield flash_float32.flash_float32(head_dim, 16, True, variant)
     else:
-        yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, variant)
+        for tile_rows in sorted({flash_tensor_core.num_rows(head_dim, rows) for rows in (64, 128)}):
+            yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, tile_rows, variant)
         if dtype == "bf16" and head_dim >= 64:
             yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
         for num_rows in (8, 16):

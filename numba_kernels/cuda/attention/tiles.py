@@ -29,6 +29,7 @@ from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_16,
+    copy_async_whole_16,
     load_b16,
     load_b32,
     shared_load_4xb32,
@@ -39,7 +40,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     store_b16,
     store_b32,
 )
-from numba_kernels.cuda.kv_cache import page_row, row_address
+from numba_kernels.cuda.kv_cache import page_row
 
 NO_WINDOW = 0x7FFFFFFF
 
@@ -139,61 +140,59 @@ def tile_shape(dtype: str, head_dim: int) -> TileShape:
 
 
 @functools.cache
-def key_tile_copier(dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int) -> Any:
-    """A device function that `threads` threads (a block's, or a warp's lanes) call to copy rows of K or V.
+def key_tile_copier(dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int) -> tuple[Any, Any, Any]:
+    """Three device functions that `threads` threads (a block's, or a warp's lanes) call to copy rows of K or V.
 
-    ``copy(tile, cache, block_table, first_key, end_key, kv_head, num_kv_heads, thread, blocks)``: rows of keys
-    first_key to first_key + num_keys - 1 go to the shared address `tile`; those from end_key on become zeros.
-    `block_table` is the sequence's row, a CPointer offset by ``table``; `blocks` is a local array of
-    `copy_batch(...)` uint32.
+    A thread copies one 16-byte piece of 1, 2, 4 or 8 neighbouring rows, which lie in one page: it looks for one page a
+    tile, and its addresses differ by constants. Tiles begin at multiples of 8 keys.
+
+    ``column(cache, kv_head, num_kv_heads, thread)``: the address of the thread's piece in a page's first row.
+    ``locate(block_tables, table, first_key, end_key, num_kv_heads, thread)``: how far from there its rows of the tile
+    lie, uint64; the same for K and V. `block_tables` is offset by `table` to the sequence's row.
+    ``copy(tile, column, offset, first_key, end_key, thread)``: rows of keys first_key to first_key + num_keys - 1 go to
+    the shared address `tile`; those from end_key on become zeros. Asynchronous: commit and wait.
     """
     shape = tile_shape(dtype, head_dim)
     pieces, pitch = shape.pieces, shape.pitch
-    stored_pieces = page_row(head_dim) * ITEM_BYTES[dtype] // 16
-    rows_at_once = threads // pieces  # threads beyond whole rows are idle: a thread keeps its column of pieces
-    batch = copy_batch(dtype, head_dim, num_keys, threads)
-    has_idle = rows_at_once * pieces != threads
-    turns = -(-num_keys // (rows_at_once * batch))
-    is_whole = num_keys % (rows_at_once * batch) == 0 and not has_idle
-    has_padding = stored_pieces < pieces
-    address = row_address(head_dim, block_size, dtype)
+    row_bytes = page_row(head_dim) * ITEM_BYTES[dtype]
+    stored_pieces = row_bytes // 16
+    unit = next(rows for rows in (1, 2, 4, 8) if rows * threads >= num_keys * pieces)
+    busy = num_keys // unit * pieces  # threads that have rows
+    page_bytes = block_size * row_bytes
 
     @device_function
-    def copy(tile, cache, block_tables, table, first_key, end_key, kv_head, num_kv_heads, thread, blocks):
-        first_row = uint32(thread // uint32(pieces))
-        at = uint64(uint32(uint32(thread % uint32(pieces)) * uint32(16)))
-        column = cache + at
-        target = uint32(tile + first_row * uint32(pitch) + uint32(at))
-        stored_end = end_key
-        if has_padding and at >= uint64(16 * stored_pieces):
-            stored_end = uint32(0)
-        if has_idle and first_row >= uint32(rows_at_once):
-            first_row = uint32(num_keys)
-        for turn in range(turns):
-            # Block numbers first, so that their latencies overlap.
-            for part in range(batch):
-                key = uint32(first_key + first_row + uint32((turn * batch + part) * rows_at_once))
-                blocks[part] = uint32(0)
-                if key < stored_end:
-                    blocks[part] = uint32(block_tables[table + uint64(key // uint32(block_size))])
-            for part in range(batch):
-                done = (turn * batch + part) * rows_at_once
-                key = uint32(first_key + first_row + uint32(done))
-                source = cache
-                size = uint32(0)
-                if key < stored_end:
-                    source = address(column, blocks[part], uint32(key % uint32(block_size)), kv_head, num_kv_heads)
-                    size = uint32(16)
-                if is_whole or uint32(first_row + uint32(done)) < uint32(num_keys):
-                    copy_async_16(uint32(target + uint32(done * pitch)), source, size)
+    def column(cache, kv_head, num_kv_heads, thread):
+        piece = uint32(thread % uint32(pieces))
+        return cache + uint64(kv_head) * uint64(page_bytes) + uint64(uint32(piece * uint32(16)))
 
-    return copy
+    @device_function
+    def locate(block_tables, table, first_key, end_key, num_kv_heads, thread):
+        key = uint32(first_key + uint32(thread // uint32(pieces)) * uint32(unit))
+        offset = uint64(0)
+        if key < end_key:
+            block = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            inside = uint32(uint32(key % uint32(block_size)) * uint32(row_bytes))
+            offset = uint64(block) * uint64(uint32(num_kv_heads * uint32(page_bytes))) + uint64(inside)
+        return offset
 
+    @device_function
+    def copy(tile, column, offset, first_key, end_key, thread):
+        row = uint32(uint32(thread // uint32(pieces)) * uint32(unit))
+        piece = uint32(thread % uint32(pieces))
+        target = uint32(tile + row * uint32(pitch) + piece * uint32(16))
+        source = column + offset
+        if busy == threads or thread < uint32(busy):
+            if stored_pieces == pieces and uint32(first_key + uint32(num_keys)) <= end_key:
+                for i in range(unit):
+                    copy_async_whole_16(uint32(target + uint32(i * pitch)), source + uint64(i * row_bytes))
+            else:
+                for i in range(unit):
+                    size = uint32(0)
+                    if uint32(first_key + row + uint32(i)) < end_key and piece < uint32(stored_pieces):
+                        size = uint32(16)
+                    copy_async_16(uint32(target + uint32(i * pitch)), source + uint64(i * row_bytes), size)
 
-def copy_batch(dtype: str, head_dim: int, num_keys: int, threads: int) -> int:
-    """16-byte pieces of a tile that a thread has in hand at once; few where accumulators need the registers."""
-    shape = tile_shape(dtype, head_dim)
-    return min(8 if shape.columns <= 192 else 2, -(-num_keys // (threads // shape.pieces)))
+    return column, locate, copy
 
 
 @device_function
