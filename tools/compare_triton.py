@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -247,12 +247,13 @@ def _peer_attention(name: str, facts: dict[str, Any], bench: Bench, work: Prefil
     _launch_peer(bench, name, facts, (work.length // rows, work.heads), arguments)
 
 
-def nearest(tile: Sequence[int], known: dict[str, dict[str, Any]]) -> str:
-    """The recorded kernel whose tile is nearest: by the ratios of its sizes, then by those of its depth."""
+def nearest(tile: Sequence[int], known: dict[str, dict[str, Any]], spill_bytes: Mapping[str, int]) -> str:
+    """The recorded kernel whose tile is nearest: by the ratios of its sizes, then by those of its depth; of equal ones
+    that which spills less, as a tuner would find."""
 
-    def distance(name: str) -> tuple[float, float]:
+    def distance(name: str) -> tuple[float, float, int]:
         ratios = [abs(math.log2(a / b)) for a, b in zip(tile, tile_of(known[name]))]
-        return sum(ratios[:2]), sum(ratios)
+        return sum(ratios[:2]), sum(ratios), spill_bytes[name]
 
     return min(known, key=distance)
 
@@ -361,12 +362,13 @@ class Comparer:
             counts, _ = (run_peer or run)(functools.partial(launch_peer, name, facts))
             tile = f"{'x'.join(map(str, tile_of(facts)))}, {facts['stages']} stages, {facts['warps']} warps"
             theirs[name] = self.measured("triton", tile, name, text_of(name), counts)
+        spills = {name: each.spill_bytes for name, each in theirs.items()}
         for tier in tiers:
             if self.arch in tier.archs:
                 counts, (specialisation, tile) = run(tier.run)
                 text = self.bench.ptx_of(specialisation)
                 ours = self.measured(tier.name, "x".join(map(str, tile)), specialisation.name, text, counts)
-                yield Row(work, self.arch, shape, ours, theirs[nearest(tile, known)], tuple(theirs.values()))
+                yield Row(work, self.arch, shape, ours, theirs[nearest(tile, known, spills)], tuple(theirs.values()))
 
 
 def compare(archs: Sequence[str], nvdisasm: str, text: str = "") -> list[Row]:
@@ -389,7 +391,8 @@ NOTES = """
 Its kernels do what the tutorials 03 (matrix multiplication) and 06 (fused attention, forward, causal) do, with the
 configurations that the tutorials' tuners try. Both sides run on the same emulated GPU on the same numbers, each result
 is verified, and both are assembled by the same ptxas. Ours stands beside the configuration with the nearest tile; all
-of them are in [triton_comparison.json](triton_comparison.json). In each cell: ours / Triton's.
+of them are in [triton_comparison.json](triton_comparison.json); of two with one tile, beside that which spills less. In
+each cell: ours / Triton's.
 
 *Bytes* are those that lanes and TMA copies ask of device memory, *sectors* the 32-byte pieces that they touch. *Bank
 conflicts* are turns of shared memory beyond the fewest (what TMA writes and wgmma reads there is not modelled, on

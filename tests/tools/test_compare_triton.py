@@ -95,9 +95,13 @@ def test_every_recorded_kernel_has_its_text() -> None:
 
 def test_the_nearest_tile_stands_beside_ours() -> None:
     known = peers("matmul", "sm_80")
-    assert tile_of(known[nearest((128, 128, 64), known)]) == (128, 128, 32)
-    assert tile_of(known[nearest((128, 256, 64), known)]) == (128, 256, 64)
-    assert tile_of(known[nearest((16, 64, 64), known)]) == (32, 64, 32)
+    spills = dict.fromkeys(known, 0)
+    assert tile_of(known[nearest((128, 128, 64), known, spills)]) == (128, 128, 32)
+    assert tile_of(known[nearest((128, 256, 64), known, spills)]) == (128, 256, 64)
+    assert tile_of(known[nearest((16, 64, 64), known, spills)]) == (32, 64, 32)
+    known = {name: facts for name, facts in peers("attention", "sm_80").items() if tile_of(facts) == (128, 64)}
+    for kept in known:
+        assert nearest((128, 32), known, {name: int(name != kept) for name in known}) == kept
 
 
 @pytest.mark.emulator
