@@ -78,11 +78,19 @@ def _gemms() -> Iterator[Case]:
         yield _gemm("gemv", 1, 1024, 1024, dtype)
     for rows in (1, 16, 64):
         yield _gemm("few_rows", rows, 1024, 1024, "bf16")
+    # The large tile, as where many multiprocessors are full; the small one; a sum split among a cluster.
+    for m, n, k, num_multiprocessors in ((512, 512, 256, 2), (256, 256, 256, 132), (128, 256, 1024, 132)):
+        yield _gemm("hopper", m, n, k, "bf16", num_multiprocessors=num_multiprocessors)
 
 
-def _gemm(tier: str, m: int, n: int, k: int, dtype: str, reason: str = "") -> Case:
+def _gemm(
+    tier: str, m: int, n: int, k: int, dtype: str, reason: str = "", *, num_multiprocessors: int = 132
+) -> Case:  # fmt: skip
     def run(bench: Bench) -> None:
-        launch = gemm.plan(tier, m, n, k, dtype)
+        launch = gemm.plan(
+            tier, m, n, k, dtype, num_multiprocessors=num_multiprocessors, arch=bench.gpu.arch, has_residual=False,
+            is_out_aligned=True,
+        )  # fmt: skip
         x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0)
 
