@@ -1,7 +1,8 @@
 """Which tier a product takes where nothing has been measured: the one that a small model expects to be the fastest.
 
 A tier takes at least as long as memory needs for its bytes, as the second-level cache needs for what its blocks read
-anew, and as the arithmetic units need for its work, padding included.
+anew, as the arithmetic units need for its work, padding included, and as the weight's bytes need that its blocks can
+have on their way at once (Little's law).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ MACHINES = {
 }
 """Data sheets; the caches, and `mma.sync` on Hopper and Blackwell, are estimates."""
 
+LATENCY_S = 0.8e-6  # of device memory under load
 _TILE = 64  # rows and columns of the tensor_core tier's small tile
+_TILE_BYTES = 16 << 10  # of the weight, that such a tile's block has on its way: two stages
+_FEW_ROWS_BYTES = 64 << 10  # and a block of few_rows: 8 warps of 16 loads
 
 
 def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
@@ -53,16 +57,20 @@ def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
             return "gemv"
         return "hopper" if arch == "sm_90a" and m >= HOPPER_ROWS and dtype != "f32" else "tensor_core"
     machine, size = MACHINES.get(arch, MACHINES["sm_80"]), ITEM_BYTES[dtype]
-    least = size * (n * k + m * k + m * n) / machine.memory_bytes
+    weight = size * n * k
+    least = (weight + size * (m * k + m * n)) / machine.memory_bytes
     block_columns = few_rows.COLUMNS * few_rows.BLOCK_WARPS // few_rows.split(n, k)
     times = {
         "gemv": n * k * 2 * (m + 1) / machine.float_flops if m <= gemv.MAX_ROWS[dtype] else float("inf"),
         "few_rows": max(
             2 * n * k * -(-m // 16) * 16 / machine.tensor_flops,
-            size * n * k * (1 + m / block_columns) / machine.cache_bytes,
+            weight * (1 + m / block_columns) / machine.cache_bytes,
+            LATENCY_S * weight / (-(-n // block_columns) * _FEW_ROWS_BYTES),
         ),
         "tensor_core": max(
-            2 * n * k * -(-m // _TILE) * _TILE / machine.tensor_flops, size * n * k * 2 / machine.cache_bytes
+            2 * n * k * -(-m // _TILE) * _TILE / machine.tensor_flops,
+            weight * 2 / machine.cache_bytes,
+            LATENCY_S * weight / (-(-n // _TILE) * -(-m // _TILE) * _TILE_BYTES),
         ),
     }  # fmt: skip
     return min(times, key=lambda tier: max(times[tier], least))

@@ -2,15 +2,16 @@
 
 Against the register tier it changes
 
-- the arithmetic: a warp multiplies 16x16 by 16x8 tiles in one instruction: 16-bit factors, float32 sums;
+- the arithmetic: a warp multiplies 16x16 by 16x8 tiles in one instruction: 16-bit factors, float32 sums. A warp's tile
+  of 64x64 takes a quarter of an `ldmatrix` an instruction;
 - the way in: `cp.async` writes global memory to shared memory past the registers, `num_stages` K tiles ahead, so that a
   block waits for a copy that was begun several tiles ago, with one barrier a tile;
 - the layout: shared memory keeps the 16-bit elements in chunks of 16 bytes, and chunk c of row r lies at c ^ (r mod 8)
   (rows of 64 bytes: c ^ (r / 2 mod 4)). Both the copies' writes and `ldmatrix`, which reads 8 rows of one chunk, then
   touch all 32 banks once: no conflicts, and no padding;
-- the way out: sums pass through shared memory, each warp by itself, so that bias, residual and output are read and
-  written along rows, four elements a lane; there, too, a swizzle (`mma.accumulator_flip`) keeps lanes out of each
-  other's banks;
+- the way out: sums pass through shared memory, each warp by itself, 16 rows at a time, so that bias, residual and
+  output are read and written along rows, four elements a lane; there, too, a swizzle (`mma.accumulator_flip`) keeps
+  lanes out of each other's banks;
 - the order of blocks: groups of 8 row tiles share a column tile's weights while these are in the second-level cache.
 
 The weight [N, K] is the "col" operand of `mma.sync` as it lies; a plain B [K, N] is transposed by `ldmatrix.trans`.
@@ -34,7 +35,8 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import sync_warp
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -67,43 +69,40 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        staged = self.block_m * self.block_n * 4  # the sums, on their way out
+        staged = self.num_warps * 16 * self.warp_n * 4  # sums on their way out
         return max(self.num_stages * self.stage_bytes, staged)
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}_s{self.num_stages}"
 
 
-SKINNY = Tile(16, 64, 64, 16, 16, 5)  # few rows: the weight streams, 40 KB of it on its way
+SKINNY = Tile(16, 64, 64, 16, 16, 5)  # few rows that must have the bits of many: the weight streams
 SMALL = Tile(64, 64, 64, 32, 32, 3)
-LARGE = Tile(128, 128, 32, 64, 32, 5)
-TILES = (SKINNY, SMALL, LARGE)
+MEDIUM = Tile(128, 128, 32, 64, 64, 3)
+LARGE = Tile(128, 256, 64, 64, 64, 2)
+TILES = (SKINNY, SMALL, MEDIUM, LARGE)
+EFFICIENCY = {SMALL: 0.6, MEDIUM: 0.95, LARGE: 1.0}
+"""Of a multiprocessor's tensor cores, one against the other; estimated."""
 
 
 @functools.cache
 def _chunk_copier(is_aligned: bool) -> Any:
-    """A device function that brings 8 neighbours to shared memory, as many of them as there are, the rest zero.
-
-    Of those that are missing nothing is read, but a `cp.async` names an address all the same: one that exists.
-    """
+    """A device function ``(target, source, count)`` that brings 8 neighbours to shared memory, as many of them as there
+    are, the rest zero. Of those that are missing nothing is read."""
     if is_aligned:
         copy = memory.copy_async_16
-
-        @device_function
-        def copy_chunk(target, row, offset, count):
-            is_there = count > uint32(0)
-            copy(target, row + (uint64(offset) if is_there else uint64(0)), uint32(16) if is_there else uint32(0))
-
-        return copy_chunk
+        return device_function(
+            lambda target, source, count: copy(target, source, uint32(16) if count > uint32(0) else uint32(0))
+        )
     load, store = memory.load_b16, memory.shared_store_b16
 
     @device_function
-    def copy_elements(target, row, offset, count):
+    def copy_elements(target, source, count):
         index = uint32(0)
         while index < uint32(8):
             element = types.uint16(0)
             if index < count:
-                element = load(row + uint64(offset) + uint64(index) * uint64(2))
+                element = load(source + uint64(index) * uint64(2))
             store(target + index * uint32(2), element)
             index += uint32(1)
 
@@ -116,26 +115,44 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
     copy_chunk, commit = _chunk_copier(is_aligned), memory.copy_async_commit
     a_chunks, a_passes, a_step = _passes(tile, tile.block_m, tile.block_k)
     b_chunks, b_passes, b_step = _passes(tile, *_weight_tile(tile, is_weight_layout))
-    block_k = tile.block_k
+    block_k, tile_bytes = tile.block_k, tile.block_k * 2
+    if is_weight_layout and is_aligned:
+        copy_a, copy_b = copy_rows(a_passes, a_step * a_chunks * 16), copy_rows(b_passes, b_step * b_chunks * 16)
+
+        @device_function
+        def copy_rows_on(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
+            """`column`: this thread's first k in a tile. The rows' addresses move on."""
+            first = uint32(index * uint32(block_k) + column)
+            num_bytes = uint32(16) if first < k else uint32(0)
+            copy_a(uint32(stage + a_target), a_rows, num_bytes)
+            copy_b(uint32(stage + b_target), b_rows, num_bytes)
+            for i in range(a_passes):
+                a_rows[i] += uint64(tile_bytes)
+            for i in range(b_passes):
+                b_rows[i] += uint64(tile_bytes)
+            commit()
+
+        return copy_rows_on
 
     @device_function
     def copy_tile(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
         """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B."""
-        start = index * uint32(block_k)
+        start = uint32(index * uint32(block_k))
         if start < k:
-            first = start + column
-            count = k - first if first < k else uint32(0)
+            first = uint32(start + column)
+            count = uint32(k - first) if first < k else uint32(0)
             for i in range(a_passes):
-                copy_chunk(stage + a_target + uint32(i * a_step * a_chunks * 16), a_rows[i], first * uint32(2), count)
+                copy_chunk(uint32(stage + a_target + uint32(i * a_step * a_chunks * 16)), a_rows[i], count)
+                a_rows[i] += uint64(tile_bytes)
             for i in range(b_passes):
-                target = stage + b_target + uint32(i * b_step * b_chunks * 16)
+                target = uint32(stage + b_target + uint32(i * b_step * b_chunks * 16))
                 if is_weight_layout:
-                    copy_chunk(target, b_rows[i], first * uint32(2), count)
+                    copy_chunk(target, b_rows[i], count)
+                    b_rows[i] += uint64(tile_bytes)
                 else:
-                    row = start + b_row + uint32(i * b_step)
-                    row_start = weight + uint64(min(row, k - uint32(1))) * uint64(n) * uint64(2)
-                    there = n - b_column if row < k and b_column < n else uint32(0)
-                    copy_chunk(target, row_start, b_column * uint32(2), there)
+                    row = uint32(start + b_row + uint32(i * b_step))
+                    source = weight + (uint64(row) * uint64(n) + uint64(b_column)) * uint64(2)
+                    copy_chunk(target, source, uint32(n - b_column) if row < k and b_column < n else uint32(0))
         commit()
 
     return copy_tile
@@ -157,9 +174,6 @@ def _passes(tile: Tile, rows: int, columns: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Specialisation:
-    multiply = {"bf16": mma.mma_bf16, "f16": mma.mma_f16}[dtype]
-    load_a = mma.load_matrix_x4
-    load_b = mma.load_matrix_x4 if is_weight_layout else mma.load_matrix_x4_transposed
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
@@ -174,9 +188,40 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
     a_bytes, stage_bytes, all_stages_bytes = block_m * block_k * 2, tile.stage_bytes, tile.num_stages * tile.stage_bytes
     ahead = tile.num_stages - 1
     quads, flip_of = warp_n // 4, mma.accumulator_flip(warp_n)
-    # From a first 16x16 tile of w to those behind it, along K and along N: rows down, or chunks across (flipped bits).
-    b_step_bytes, b_step_flip = (0, 32) if is_weight_layout else (16 * b_row_bytes, 0)
-    b_pair_bytes, b_pair_flip = (16 * b_row_bytes, 0) if is_weight_layout else (0, 32)
+    num_sums, num_a_words, num_b_words = m_tiles * n_pairs * 8, m_tiles * 4, n_pairs * 4  # registers of a lane
+    pass_sums = n_pairs * 8
+    multiply = multiply_all(
+        dtype,
+        tuple(
+            (8 * (i * n_pairs + j) + 4 * h, tuple(range(4 * i, 4 * i + 4)), (4 * j + 2 * h, 4 * j + 2 * h + 1))
+            for i in range(m_tiles) for j in range(n_pairs) for h in range(2)
+        ),
+    )  # fmt: skip
+    load_a = load_all("matrix", tuple((4 * i, 0, i * 16 * a_row_bytes) for i in range(m_tiles)))
+    # From a first 16x16 tile of w to those behind it along N: rows down, or chunks across (flipped bits).
+    b_places = 1 if is_weight_layout else n_pairs
+    load_b = load_all(
+        "matrix" if is_weight_layout else "matrix_transposed",
+        tuple((4 * j, min(j, b_places - 1), j * 16 * b_row_bytes if is_weight_layout else 0) for j in range(n_pairs)),
+    )
+
+    def step_of(step: int) -> Any:
+        """16 of K: both factors' tiles of this warp, and their products."""
+        b_flip, b_offset = (step * 32, 0) if is_weight_layout else (0, step * 16 * b_row_bytes)
+
+        @device_function
+        def multiply_step(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums):
+            a_at[0] = uint32(a_stage + (a_place ^ uint32(step * 32)))
+            for j in range(b_places):
+                b_at[j] = uint32(b_stage + (b_place ^ uint32(b_flip + j * 32)) + uint32(b_offset))
+            load_a(a, a_at)
+            load_b(b, b_at)
+            multiply(sums, a, b)
+
+        return multiply_step
+
+    step_0, step_1, step_2, step_3 = (step_of(step) for step in range(4))
+    has_four_steps = block_k == 64
 
     @device_function
     def place(row, chunk, chunks):
@@ -205,14 +250,15 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         a_target = shared + place(a_row, a_chunk, uint32(a_chunks))
         a_rows = cuda.local.array(a_passes, uint64)
         for i in range(a_passes):
-            a_rows[i] = x + uint64(min(first_row + a_row + uint32(i * a_step), m - uint32(1))) * uint64(k) * uint64(2)
+            row = min(first_row + a_row + uint32(i * a_step), m - uint32(1))
+            a_rows[i] = x + uint64(row) * uint64(k) * uint64(2) + uint64(a_chunk) * uint64(16)
         b_row, b_chunk = thread // uint32(b_chunks), thread % uint32(b_chunks)
         b_target = shared + uint32(a_bytes) + place(b_row, b_chunk, uint32(b_chunks))
         b_rows = cuda.local.array(b_passes, uint64)
         if is_weight_layout:
             for i in range(b_passes):
                 row = min(first_column + b_row + uint32(i * b_step), n - uint32(1))
-                b_rows[i] = weight + uint64(row) * uint64(k) * uint64(2)
+                b_rows[i] = weight + uint64(row) * uint64(k) * uint64(2) + uint64(b_chunk) * uint64(16)
         k_column, n_column = a_chunk * uint32(8), first_column + b_chunk * uint32(8)
 
         # What this warp multiplies: this lane's place in a stage for `ldmatrix`.
@@ -224,21 +270,21 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         else:
             b_place = place(lane & uint32(15), (warp_column >> uint32(3)) + (lane >> uint32(4)), uint32(b_chunks))
 
-        sums = cuda.local.array((m_tiles, n_pairs, 8), float32)
-        for i in range(m_tiles):
-            for j in range(n_pairs):
-                for e in range(8):
-                    sums[i, j, e] = float32(0.0)
-        a = cuda.local.array((m_tiles, 4), uint32)
+        sums = cuda.local.array(num_sums, float32)
+        for e in range(num_sums):
+            sums[e] = float32(0.0)
+        a, b = cuda.local.array(num_a_words, uint32), cuda.local.array(num_b_words, uint32)
+        a_at, b_at = cuda.local.array(1, uint32), cuda.local.array(b_places, uint32)
 
+        wait_for_previous_grid()
         write_stage, read_stage = uint32(0), uint32(0)
         index = uint32(0)
         while index < uint32(ahead):
             copy_tile(
                 index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, k
             )  # fmt: skip
-            write_stage += uint32(stage_bytes)
-            index += uint32(1)
+            write_stage = uint32(write_stage + uint32(stage_bytes))
+            index = uint32(index + uint32(1))
         start = uint32(0)
         while start < k:
             wait_for_next()
@@ -246,68 +292,62 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
             copy_tile(
                 index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, k
             )  # fmt: skip
-            write_stage += uint32(stage_bytes)
+            write_stage = uint32(write_stage + uint32(stage_bytes))
             if write_stage == uint32(all_stages_bytes):
                 write_stage = uint32(0)
-            index += uint32(1)
+            index = uint32(index + uint32(1))
 
-            a_stage = shared + read_stage
-            b_stage = a_stage + uint32(a_bytes)
-            for step in range(block_k // 16):
-                for i in range(m_tiles):
-                    fragment = load_a(a_stage + (a_place ^ uint32(step * 32)) + uint32(i * 16 * a_row_bytes))
-                    for e in range(4):
-                        a[i, e] = fragment[e]
-                for j in range(n_pairs):
-                    b = load_b(
-                        b_stage + (b_place ^ uint32(step * b_step_flip + j * b_pair_flip))
-                        + uint32(step * b_step_bytes + j * b_pair_bytes)
-                    )  # fmt: skip
-                    for i in range(m_tiles):
-                        for h in range(2):
-                            e = 4 * h
-                            sums[i, j, e], sums[i, j, e + 1], sums[i, j, e + 2], sums[i, j, e + 3] = multiply(
-                                (sums[i, j, e], sums[i, j, e + 1], sums[i, j, e + 2], sums[i, j, e + 3]),
-                                (a[i, 0], a[i, 1], a[i, 2], a[i, 3]),
-                                (b[0], b[1]) if h == 0 else (b[2], b[3]),
-                            )
-            read_stage += uint32(stage_bytes)
+            a_stage = uint32(shared + read_stage)
+            b_stage = uint32(a_stage + uint32(a_bytes))
+            step_0(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
+            step_1(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
+            if has_four_steps:
+                step_2(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
+                step_3(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
+            read_stage = uint32(read_stage + uint32(stage_bytes))
             if read_stage == uint32(all_stages_bytes):
                 read_stage = uint32(0)
-            start += uint32(block_k)
+            start = uint32(start + uint32(block_k))
 
-        # The sums, rows of this warp's tile, through shared memory, which no copy uses any more.
+        launch_dependents()
+        # The sums, 16 rows of this warp's tile at a time, through shared memory, which no copy uses any more. Registers
+        # cannot be indexed, so the sums move up by 16 rows each time.
         wait_for_all()
         sync_block()
-        staged = shared + warp * uint32(warp_m * warp_n * 4)
+        staged = shared + warp * uint32(16 * warp_n * 4)
         pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
         flip = flip_of(lane >> uint32(2)) * uint32(4)
-        for j in range(n_pairs):
-            for h in range(2):
-                at = pair + (uint32((j * 16 + h * 8) * 4) ^ flip)
-                for i in range(m_tiles):
-                    upper, lower = at + uint32(i * 16 * warp_n * 4), at + uint32((i * 16 + 8) * warp_n * 4)
-                    store_pair(upper, (sums[i, j, 4 * h], sums[i, j, 4 * h + 1]))
-                    store_pair(lower, (sums[i, j, 4 * h + 2], sums[i, j, 4 * h + 3]))
-        sync_warp()
         first_row += warp_row
         first_column += warp_column
-        if can_finish_quads(bias, residual, out, n):
+        in_quads = can_finish_quads(bias, residual, out, n)
+        passed = uint32(0)
+        while passed < uint32(m_tiles):
+            for j in range(n_pairs):
+                for h in range(2):
+                    at = pair + (uint32((j * 16 + h * 8) * 4) ^ flip)
+                    store_pair(at, (sums[8 * j + 4 * h], sums[8 * j + 4 * h + 1]))
+                    store_pair(at + uint32(8 * warp_n * 4), (sums[8 * j + 4 * h + 2], sums[8 * j + 4 * h + 3]))
+            for e in range(num_sums - pass_sums):
+                sums[e] = sums[e + pass_sums]
+            sync_warp()
             item = lane
-            while item < uint32(warp_m * quads):
-                row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
-                if first_row + row < m and first_column + column < n:
-                    values = load_4(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
-                    finish_quad(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values)
-                item += uint32(32)
-        else:
-            item = lane
-            while item < uint32(warp_m * warp_n):
-                row, column = item // uint32(warp_n), item % uint32(warp_n)
-                if first_row + row < m and first_column + column < n:
-                    value = load_1(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
-                    finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
-                item += uint32(32)
+            if in_quads:
+                while item < uint32(16 * quads):
+                    row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
+                    if first_row + row < m and first_column + column < n:
+                        values = load_4(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
+                        finish_quad(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values)
+                    item += uint32(32)
+            else:
+                while item < uint32(16 * warp_n):
+                    row, column = item // uint32(warp_n), item % uint32(warp_n)
+                    if first_row + row < m and first_column + column < n:
+                        value = load_1(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
+                        finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
+                    item += uint32(32)
+            sync_warp()
+            first_row += uint32(16)
+            passed += uint32(1)
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     return Specialisation(
@@ -315,11 +355,17 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
-        min_blocks=512 // (tile.num_warps * 32) if is_aligned else 0,  # at most 128 registers
+        min_blocks=_min_blocks(tile) if is_aligned else 0,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned
         },
     )  # fmt: skip
+
+
+def _min_blocks(tile: Tile) -> int:
+    """Blocks that share a multiprocessor's registers. A thread of a large warp tile needs them all for its sums."""
+    most_registers = 128 if tile.warp_m * tile.warp_n <= 32 * 32 else 255
+    return 65_536 // (tile.num_warps * 32 * most_registers)
 
 
 def choose_tile(m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int) -> Tile:
@@ -328,7 +374,12 @@ def choose_tile(m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_mu
         return SMALL
     if m <= SKINNY.block_m:
         return SKINNY
-    return LARGE if -(-m // LARGE.block_m) * -(-n // LARGE.block_n) >= num_multiprocessors else SMALL
+
+    def cost(tile: Tile) -> float:
+        rounds = -(-(-(-m // tile.block_m) * -(-n // tile.block_n)) // num_multiprocessors)
+        return rounds * tile.block_m * tile.block_n / EFFICIENCY[tile]
+
+    return min(EFFICIENCY, key=cost)
 
 
 def plan(

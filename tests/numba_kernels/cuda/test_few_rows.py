@@ -71,7 +71,7 @@ def test_an_infinite_weight_stays_infinite_where_k_ends_within_a_group(gpu):
     assert np.isfinite(out[:, [0, 1, 3, 5]]).all()
 
 
-@pytest.mark.parametrize("tier", ["few_rows", "gemv"])
+@pytest.mark.parametrize("tier", ["few_rows", "gemv", "tensor_core"])
 def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier):
     product = case((2, 70, 640), "bf16", bias=None, residual=False)
     m, n, k = product.sizes

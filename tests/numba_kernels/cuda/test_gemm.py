@@ -9,6 +9,7 @@ import pytest
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
+from numba_kernels.cuda.gemm import tensor_core
 from tests.numba_kernels.cuda.gemm_cases import case
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
 
@@ -65,14 +66,38 @@ def test_float32_output_of_narrow_factors(gpu, tier, dtype):
         product.check(product.run(gpu, tier))
 
 
-@pytest.mark.parametrize(("tier", "dtype"), [("register", "f32"), ("register", "bf16"), ("tensor_core", "f16"),
-                                             ("tensor_core", "bf16")])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @both_archs
-def test_large_tiles(gpu, tier, dtype):
-    """A device of one multiprocessor is filled by the first large tile. More row tiles than one group has, too."""
+def test_large_register_tiles(gpu, dtype):
+    """A device of one multiprocessor is filled by the first large tile."""
     for sizes in ((129, 140, 72), (64, 300, 40), (1100, 130, 8)):
         product = case(sizes, dtype, integers=sizes[0] == 129)
-        product.check(product.run(gpu, tier, num_multiprocessors=1))
+        product.check(product.run(gpu, "register", num_multiprocessors=1))
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("f16", "f32"), ("bf16", "bf16")])
+@both_archs
+def test_all_tiles(gpu, dtype, out_dtype):
+    """More row tiles than one group has, too; and all tiles give the same bits."""
+    for sizes in ((129, 140, 72), (64, 300, 200), (1100, 130, 8)):
+        product = case(sizes, dtype, out_dtype, integers=sizes[0] == 64)
+        first, *others = (product.run(gpu, "tensor_core", tile=str(tile)) for tile in tensor_core.TILES)
+        product.check(first)
+        for other in others:
+            assert_equal(other, first)
+
+
+def test_tiles_fit_the_architectures_with_the_least_shared_memory():
+    assert all(tile.shared_bytes <= 99 << 10 for tile in tensor_core.TILES)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [(8192, 8192, "LARGE"), (2048, 4096, "MEDIUM"), (256, 4096, "MEDIUM"), (100, 512, "SMALL"), (16, 512, "SKINNY")],
+)
+def test_the_tile_fills_the_device(m, n, expected):
+    assert tensor_core.choose_tile(m, n, True, True, 108) is getattr(tensor_core, expected)
+    assert tensor_core.choose_tile(m, n, True, False, 108) is tensor_core.SMALL
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -151,9 +176,9 @@ def test_nan_stays_in_its_row(gpu, tier, dtype):
     assert np.isfinite(np.delete(out, 4, 0)).all()
 
 
-@pytest.mark.parametrize("tier", [*TIERS, "gemv"])
+@pytest.mark.parametrize("tier", [*TIERS, "gemv", "few_rows"])
 def test_no_double_precision_and_no_local_memory(tier):
-    launch = gemm.plan(tier, 8, 64, 64, "f32" if tier == "register" else "bf16")
+    launch = gemm.plan(tier, 2, 64, 64, "f32" if tier == "register" else "bf16")
     text = compile_ptx(launch.specialisation, "sm_90a")
     assert not re.search(r"\.f64|\.local|\bcall", text)
     if tier == "tensor_core":
