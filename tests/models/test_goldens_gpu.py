@@ -7,12 +7,15 @@ too, within 2e-2, and where its continuation diverges each token is among the ot
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from models.base import Model
 from models.registry import load_model
+from numba_kernels.cuda.attention import flash_hopper, planning
+from numba_kernels.cuda.specialisation import Launch
 from runtime.dtype import bfloat16, float32
 from tests.models.driver import ModelDriver, greedy, logits_of, relative_error
 from tests.models.folders import CASES, Golden, load_golden, write_model
@@ -81,3 +84,24 @@ def test_chunks_and_batches(tmp_path: Path, case: str) -> None:
     second = driver.step({1: ids[::-1][6:], 0: ids[7:]})
     assert relative_error(first[2], expected) <= 1e-4
     assert relative_error(np.concatenate([first[0], second[0]]), expected) <= 1e-4
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", ["qwen3_tied_gqa4", pytest.param("mistral_window", marks=pytest.mark.exhaustive)])
+def test_hopper_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """These prompts are short: the tier takes them all the same."""
+    plans = []
+
+    def recorded(*arguments: Any, **sizes: Any) -> Launch:
+        plans.append(plan(*arguments, **sizes))
+        return plans[-1]
+
+    plan = flash_hopper.plan
+    monkeypatch.setattr(flash_hopper, "plan", recorded)
+    monkeypatch.setattr(planning, "_HOPPER_ROWS", 0)
+    golden = load_golden(case)
+    model = load_on(tmp_path, golden, "emulated:sm_90a", "BF16")
+    ids, expected = golden.prompt_ids, golden.logits["bfloat16"]
+    assert relative_error(logits_of(model, ids), expected) <= 2e-2
+    assert relative_error(logits_of(model, ids, [len(ids) - 9, 9], block_size=8), expected) <= 2e-2
+    assert len(plans) > 1
