@@ -1,8 +1,9 @@
-"""A kernel that reads memory and does little else: the rate that every kernel which only streams is held against."""
+"""What other kernels are held against: one that reads memory and does little else, and one that does nothing."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from numba import cuda, types, uint32, uint64
 
@@ -49,3 +50,9 @@ def empty_kernel() -> Specialisation:
         return
 
     return Specialisation("empty", kernel, (types.uint64,) * 4 + (types.int32,) * 4, 32)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Both."""
+    yield read_kernel()
+    yield empty_kernel()

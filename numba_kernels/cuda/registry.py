@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from numba_kernels.cuda import (
     activation,
     attention,
+    bandwidth,
     decode_inputs,
     elementwise,
     embedding,
@@ -31,6 +32,7 @@ from numba_kernels.cuda.specialisation import Specialisation
 FAMILIES = (
     activation,
     attention,
+    bandwidth,
     decode_inputs,
     elementwise,
     embedding,
