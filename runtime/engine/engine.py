@@ -248,8 +248,9 @@ class Engine:
         if prepared is None or step.has_transfers or not self.runner.can_lead(prepared):
             return False
         num_waiting = len(waiting)
-        outputs += poll()
-        if len(waiting) > num_waiting or any(chunk.sequence.is_finished for chunk in step.chunks):
+        cancelled = poll()
+        outputs += cancelled
+        if cancelled or len(waiting) > num_waiting:
             return False
         self._start(following)
         return True
