@@ -26,11 +26,12 @@ def plan(product: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=13
     )  # fmt: skip
 
 
-@TILES
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "bias", "residual"),
-    [((1, 8, 64), "bf16", None, False), ((63, 136, 72), "f16", "f16", True), ((129, 264, 200), "bf16", "f32", True),
-     ((300, 520, 136), "bf16", "bf16", False), ((65, 128, 1032), "f16", "f32", False)],
+    ("tile", "sizes", "dtype", "bias", "residual"),
+    [(hopper.SMALL, (1, 8, 64), "bf16", None, False), (hopper.SMALL, (63, 136, 72), "f16", "f16", True),
+     (hopper.SMALL, (65, 128, 1032), "bf16", "bf16", False), (hopper.LARGE, (1, 520, 1032), "bf16", None, False),
+     (hopper.LARGE, (129, 264, 200), "bf16", "f32", True), (hopper.LARGE, (300, 520, 136), "bf16", "bf16", False),
+     (hopper.LARGE, (63, 8, 72), "f16", "f32", False)],
 )  # fmt: skip
 def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
     product = case(sizes, dtype, bias=bias, residual=residual)
@@ -40,26 +41,27 @@ def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
 
 
 @TILES
-@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (300, 264, 328)), ("f16", (130, 520, 64))])
-def test_integers_are_exact_on_few_multiprocessors(gpu, tile, dtype, sizes):
+@pytest.mark.parametrize(("sizes", "residual"), [((300, 264, 328), True), ((130, 520, 64), False)])
+def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
     """Each block has several tiles: barriers and stages go on from one to the next."""
-    product = case(sizes, dtype, integers=True)
+    product = case(sizes, "bf16", integers=True, residual=residual)
     product.check(product.run_launch(gpu, plan(product, tile, num_multiprocessors=2)))
 
 
-@TILES
-@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (70, 77, 72)), ("f16", (129, 260, 64))])
-def test_rows_on_any_bounds(gpu, tile, dtype, sizes):
-    """An output whose rows the TMA cannot store, and one in float32."""
-    for out_dtype, bias in ((dtype, "f32"), ("f32", dtype)):
-        product = case(sizes, dtype, out_dtype, bias=bias)
-        launch = plan(product, tile, is_out_aligned=False)
-        assert launch.specialisation.name.endswith("rows")
-        product.check(product.run_launch(gpu, launch))
+@pytest.mark.parametrize(
+    ("tile", "sizes", "dtypes"),
+    [(hopper.SMALL, (70, 77, 72), ("bf16", "bf16")), (hopper.SMALL, (129, 260, 64), ("bf16", "f32")),
+     (hopper.LARGE, (65, 301, 72), ("bf16", "f32")), (hopper.LARGE, (129, 260, 64), ("f16", "f16"))],
+)  # fmt: skip
+def test_rows_on_any_bounds(gpu, tile, sizes, dtypes):
+    """An output whose rows the TMA cannot store, or in float32."""
+    product = case(sizes, *dtypes, bias=dtypes[0])
+    launch = plan(product, tile, is_out_aligned=False)
+    assert launch.specialisation.name.endswith("rows")
+    product.check(product.run_launch(gpu, launch))
 
 
-@TILES
-@pytest.mark.parametrize("is_by_tma", [True, False])
+@pytest.mark.parametrize(("tile", "is_by_tma"), [(hopper.SMALL, False), (hopper.LARGE, True)])
 def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_by_tma):
     product = case((67, 144, 72), "bf16", bias=None)
     m, n, k = product.sizes
@@ -82,20 +84,20 @@ def test_rows_have_the_same_bits_in_any_company_and_by_any_tile(gpu):
             assert_equal(product.run_launch(gpu, launch, rows), whole[rows])
 
 
-@TILES
-def test_nan_stays_in_its_row(gpu, tile):
+def test_nan_stays_in_its_row(gpu):
     product = case((66, 40, 72), "bf16")
     product.x[65, 71] = np.nan
-    out = product.run_launch(gpu, plan(product, tile)).astype(np.float32)
+    out = product.run_launch(gpu, plan(product, hopper.LARGE)).astype(np.float32)
     assert np.isnan(out[65]).all()
     assert np.isfinite(np.delete(out, 65, 0)).all()
 
 
-@pytest.mark.parametrize("tile", hopper.SPLIT_TILES, ids=str)
 @pytest.mark.parametrize(
-    ("parts", "sizes", "dtypes", "bias"),
-    [(2, (130, 264, 136), ("bf16", "bf16"), "f32"), (3, (60, 77, 520), ("f16", "f32"), "f16"),
-     (8, (70, 128, 1032), ("bf16", "f32"), None)],
+    ("tile", "parts", "sizes", "dtypes", "bias"),
+    [(hopper.SMALL, 2, (130, 264, 136), ("bf16", "bf16"), "f32"),
+     (hopper.NARROW, 3, (60, 77, 520), ("f16", "f32"), "f16"),
+     (hopper.NARROW, 8, (70, 128, 1032), ("bf16", "bf16"), None),
+     (hopper.SMALL, 4, (9, 40, 1032), ("bf16", "f32"), None)],
 )  # fmt: skip
 def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     product = case(sizes, *dtypes, bias=bias, residual=bias is not None)
@@ -141,7 +143,7 @@ def test_what_is_split():
 def test_auto_takes_it_for_many_rows(gpu):
     product = case((129, 72, 136), "bf16", "f32")
     options = {"arch": "sm_90a", "num_multiprocessors": 4}
-    for rows, exact, tier in ((129, False, "hopper"), (30, False, "tensor_core"), (129, True, "tensor_core")):
+    for rows, exact, tier in ((129, False, "hopper"), (30, False, "few_rows"), (129, True, "tensor_core")):
         launch = gemm.plan("auto", rows, 72, 136, "bf16", "f32", exact=exact, **options)
         assert launch.specialisation.name.startswith(f"gemm_{tier}")
     assert gemm.plan("auto", 129, 72, 136, "bf16").specialisation.name.startswith("gemm_tensor_core")
