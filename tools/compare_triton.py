@@ -406,8 +406,13 @@ in a column of its own."""
 def as_json(rows: Sequence[Row]) -> str:
     """Everything counted."""
     compilers = {facts["compiler"] for arch in ARCHS for facts in peers("matmul", arch).values()}
-    found = [asdict(row) | {"worse": row.worse} for row in rows]
-    return json.dumps({"compilers": sorted(compilers), "rows": found}, indent=1) + "\n"
+    found, configurations = [], {}
+    for row in rows:
+        known = asdict(row)
+        configurations[f"{row.work} {row.arch} {row.shape}"] = known.pop("configurations")
+        found.append(known | {"worse": row.worse})
+    report = {"compilers": sorted(compilers), "rows": found, "triton_configurations": configurations}
+    return json.dumps(report, indent=1) + "\n"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
