@@ -399,7 +399,8 @@ conflicts* are turns of shared memory beyond the fewest (what TMA writes and wgm
 either side). *Barriers* are warp instructions at which a warp waits for others or for TMA: barriers of the block or the
 cluster, mbarriers; arrivals, which do not wait, are left out. *Machine instructions / operation* are those of the main
 loop, as nvdisasm shows it, for each product of 16 x 8 x 16 that a warp's tensor-core instructions do in it (a wgmma of
-64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say), it is the leanest, on both sides.
+64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say), it is the leanest, on both sides,
+and of a loop its leanest turn: what a branch skips that skips no tensor-core work is not in it.
 Ours reads its keys from shuffled pages by a block table, Triton's from rows: what ours reads of tables and lengths is
 in a column of its own."""
 

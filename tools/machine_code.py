@@ -30,10 +30,12 @@ class NoDisassemblerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class MachineInstruction:
-    """One instruction: its opcode with modifiers, and the index of what it may branch to (None for none)."""
+    """One instruction: its opcode with modifiers, the index of what it may branch to (None for none), and whether it
+    always does what it says (no predicate)."""
 
     opcode: str
     target: int | None
+    is_certain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class MainLoop:
     """An innermost loop that holds tensor-core instructions.
 
     Attributes:
-        num_instructions: of one turn, all paths through it, NOP left out.
+        num_instructions: of its leanest turn, NOP left out: a branch forward is taken where that skips no tensor-core
+            instruction, so that what only some turns do (a mask on the diagonal, say) is not in it.
         num_operations: tensor-core work of one turn for a warp, in products of 16 x 8 x 16. A wgmma of 64 x N x 16 is
             N / 8 of them for each of its four warps.
         mix: number of instructions by opcode without modifiers, the most frequent first.
@@ -89,18 +92,21 @@ def disassemble(cubin: bytes, nvdisasm: str) -> list[MachineInstruction]:
 def parse(listing: str) -> list[MachineInstruction]:
     """nvdisasm's text as instructions. Raises ValueError for one that branches to a label that there is not."""
     labels: dict[str, int] = {}
-    found: list[tuple[str, str | None]] = []
+    found: list[tuple[str, str | None, bool]] = []
     for line in listing.split("\n"):
         if label := _LABEL.match(line):
             labels[label[1]] = len(found)
         elif instruction := _INSTRUCTION.match(line):
             opcode = instruction[2]
             target = _TARGET.search(instruction[3]) if opcode.split(".")[0] in ("BRA", "BRX", "JMP") else None
-            found.append((opcode, target[1] if target else None))
-    missing = {target for _, target in found if target is not None and target not in labels}
+            found.append((opcode, target[1] if target else None, instruction[1] is None))
+    missing = {target for _, target, _ in found if target is not None and target not in labels}
     if missing:
         raise ValueError(f"branches to {sorted(missing)}, which the listing does not have")
-    return [MachineInstruction(opcode, None if target is None else labels[target]) for opcode, target in found]
+    return [
+        MachineInstruction(opcode, None if target is None else labels[target], is_certain)
+        for opcode, target, is_certain in found
+    ]
 
 
 def operations_of(opcode: str) -> float:
@@ -139,10 +145,36 @@ def main_loops(instructions: Sequence[MachineInstruction]) -> list[MainLoop]:
     }
     found = []
     for first, last in sorted(innermost.items()):
-        body = [each.opcode for each in instructions[first : last + 1] if each.opcode != "NOP"]
+        body = [opcode for opcode in leanest_turn(instructions, first, last) if opcode != "NOP"]
         mix = dict(Counter(opcode.split(".")[0] for opcode in body).most_common())
         found.append(MainLoop(len(body), sum(map(operations_of, body)), mix))
     return found
+
+
+def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: int) -> list[str]:
+    """The opcodes of the shortest way from a loop's first instruction to its last that skips no tensor-core work.
+
+    Branches backwards, but for the last, are taken for not taken, and so are those out of the loop.
+    """
+    costs = {last: 1}  # of the way from an instruction to the end
+    follows: dict[int, int] = {}
+    works = [bool(operations_of(each.opcode)) for each in instructions]
+    for index in range(last - 1, first - 1, -1):
+        each = instructions[index]
+        ways = [] if each.target is not None and each.is_certain and each.target > index else [index + 1]
+        target = each.target
+        if target is not None and index < target <= last and (each.is_certain or not any(works[index:target])):
+            ways.append(target)
+        ways = [way for way in ways if way in costs]
+        if ways:
+            follows[index] = min(ways, key=lambda way: costs[way])
+            costs[index] = costs[follows[index]] + (each.opcode != "NOP")
+    if first not in costs:
+        raise ValueError("no way leads through the loop")
+    way = [first]
+    while way[-1] != last:
+        way.append(follows[way[-1]])
+    return [instructions[index].opcode for index in way]
 
 
 def main_loop(instructions: Sequence[MachineInstruction]) -> MainLoop:

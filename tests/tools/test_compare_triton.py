@@ -54,6 +54,33 @@ def test_the_innermost_loops_with_tensor_work_are_found() -> None:
         parse("/*0000*/ BRA `(.L_x_9) ;")
 
 
+MASKED = """
+.L_x_0:
+        /*0000*/                   LDSM.16.M88.4 R4, [R2] ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0020*/                   FSEL R8, R4, R6, P1 ;
+        /*0030*/                   FSEL R9, R4, R6, P1 ;
+.L_x_1:
+        /*0040*/               @P2 BRA `(.L_x_2) ;
+        /*0050*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0070*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0080*/                   FADD R1, R2, R3 ;
+.L_x_3:
+        /*0090*/               @P4 BRA `(.L_x_9) ;
+        /*00a0*/               @P3 BRA `(.L_x_0) ;
+.L_x_9:
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_a_turn_skips_what_branches_may_but_no_tensor_work() -> None:
+    (loop,) = main_loops(parse(MASKED))
+    assert loop.mix == {"BRA": 5, "LDSM": 1, "HMMA": 1}  # neither the mask nor the other product
+    assert loop.num_operations == 1
+
+
 @pytest.mark.parametrize(
     ("opcode", "operations"),
     [
