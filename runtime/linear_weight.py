@@ -76,7 +76,8 @@ class RowWeight(LinearWeight):
     Attributes:
         weight: ``[N, K]``.
         bias: ``[N]`` float32, or None.
-        tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv only through "auto".
+        tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
+            "auto".
         exact: whether a row of the product has the same bits however many rows there are.
     """
 

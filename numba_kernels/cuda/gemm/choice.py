@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba_kernels.cuda.gemm import few_rows, gemv
+from numba_kernels.cuda.gemm import few_rows, gemv, hopper
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 
-HOPPER_ROWS = 65  # from so many on wgmma, where there is one: a tile of fewer would be half empty
+HOPPER_ROWS = 17  # from so many on wgmma may be the fastest, where there is one
+HOPPER_CLOCK, HOPPER_MULTIPROCESSORS = 1.7e9, 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,11 @@ def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
 
     An architecture that is not in the table is taken for sm_80. Of tiers that are equal, the one that comes first.
     """
+    can_wgmma = arch == hopper.ARCH and m >= HOPPER_ROWS and dtype != "f32"
     if m > few_rows.MAX_ROWS or dtype == "f32":
         if m <= gemv.MAX_ROWS[dtype]:
             return "gemv"
-        return "hopper" if arch == "sm_90a" and m >= HOPPER_ROWS and dtype != "f32" else "tensor_core"
+        return "hopper" if can_wgmma else "tensor_core"
     machine, size = MACHINES.get(arch, MACHINES["sm_80"]), ITEM_BYTES[dtype]
     weight = size * n * k
     least = (weight + size * (m * k + m * n)) / machine.memory_bytes
@@ -73,4 +75,7 @@ def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
             LATENCY_S * weight / (-(-n // _TILE) * -(-m // _TILE) * _TILE_BYTES),
         ),
     }  # fmt: skip
+    if can_wgmma:
+        option = hopper.choose(m, n, k, HOPPER_MULTIPROCESSORS, exact=False)
+        times["hopper"] = hopper.cycles(*option, m, n, k, HOPPER_MULTIPROCESSORS) / HOPPER_CLOCK
     return min(times, key=lambda tier: max(times[tier], least))

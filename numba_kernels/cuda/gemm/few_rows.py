@@ -48,7 +48,7 @@ STEP = 32  # elements of K that a lane's 16 bytes are a quarter of
 STEPS = 4  # in registers
 GROUP = STEP * STEPS
 BLOCK_WARPS = 8
-MANY_COLUMNS = 8192  # from here on, two teams of columns fill a large GPU: x is read half as often
+MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
 
 
 def _num_stages(row_tiles: int) -> int:

@@ -68,7 +68,8 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
     num_sums, num_pieces = block_n // 2, 8 * tile.num_consumers
-    start_ring, load_tile, multiply_tile = ring_starter(tile), tile_loader(tile), tile_multiplier(dtype, tile)
+    start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
+    ask_ahead, load_tile = tile_loader(tile)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
     moves_registers = num_sums > 64  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
@@ -102,7 +103,6 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         else:
             sync_block()
             rank = uint32(0)
-        wait_for_previous_grid()
 
         tiles_m = uint32((m + uint32(block_m * blocks - 1)) // uint32(block_m * blocks))
         tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
@@ -114,23 +114,27 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             if moves_registers:
                 fewer_registers()
             if thread == uint32(0):
+                # Of the weight's tile a block loads its part; with SwiGLU one the gate's rows, the other the lower half's.
+                part = uint32(rank * n) if is_gated else uint32(rank * uint32(block_n // blocks))
                 phase = uint32(1)
+                row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                part_row = uint32(column_tile * uint32(columns) + part)
+                num_asked = ask_ahead(weight, shared, full, rank, part_row, uint32(0), k)
+                wait_for_previous_grid()
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m))
-                    part_row = uint32(column_tile * uint32(columns))
-                    if is_gated:  # one block loads rows of the gate, the other the same rows of the lower half
-                        part_row = uint32(part_row + rank * n)
-                    else:
-                        part_row = uint32(part_row + rank * uint32(block_n // blocks))
+                    part_row = uint32(column_tile * uint32(columns) + part)
                     stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, rank, row, part_row, uint32(0), k
+                        x, weight, shared, full, empty, stage, phase, num_asked, rank, row, part_row, uint32(0), k
                     )  # fmt: skip
+                    num_asked = uint32(0)
                     index = uint32(index + step)
                 launch_dependents()
         else:
             if moves_registers:
                 more_registers()
+            wait_for_previous_grid()
             warp = uint32(warp - uint32(4))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
@@ -180,24 +184,24 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     )  # fmt: skip
 
 
+def cycles(tile: Tile, parts: int, m: int, n: int, k: int, num_multiprocessors: int) -> int:
+    """What ``out [m, n]`` takes by the model above with a tile and K in so many parts."""
+    blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n) * parts
+    ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
+    num_steps = -(-k // BLOCK_K)
+    return -(-blocks // num_multiprocessors) * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
+
+
 def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> tuple[Tile, int]:
-    """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by the model above.
+    """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by that model.
 
     With `exact` K is never split: then the choice changes no bit of the result.
     """
-    num_steps = -(-k // BLOCK_K)
     options = [(tile, 1) for tile in TILES]
     if not exact:
-        most = min(hopper_split.MAX_PARTS, num_steps // hopper_split.LEAST_STEPS)
+        most = min(hopper_split.MAX_PARTS, -(-k // BLOCK_K) // hopper_split.LEAST_STEPS)
         options += [(tile, parts) for tile in SPLIT_TILES for parts in (2, 4, 8) if parts <= most]
-
-    def cost(option: tuple[Tile, int]) -> float:
-        tile, parts = option
-        blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n) * parts
-        ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
-        return -(-blocks // num_multiprocessors) * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
-
-    return min(options, key=cost)
+    return min(options, key=lambda option: cycles(*option, m, n, k, num_multiprocessors))
 
 
 def plan(
