@@ -15,6 +15,7 @@ from runtime.device.emulator.dry_driver import DryDriver
 from runtime.device.emulator.fault import FaultKind
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_list import KernelList
+from runtime.engine import decode_graphs
 from runtime.engine.build import build_engine
 from runtime.engine.decode_graphs import batch_sizes, sequence_lengths
 from runtime.engine.engine import Engine
@@ -193,11 +194,16 @@ def test_a_step_is_one_launch_one_copy_up_one_down(
     engine.close()
 
 
-def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that does nothing, whose draws are all token 0: only the host's part runs."""
+def dry_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, Counter[str]]:
+    """A device that does nothing, whose draws are all token 0: only the host's part runs. And its calls."""
     gpu, calls = counted_gpu(api=DryDriver("sm_90a"), index=0)
     gpu.kernel_cache = KernelList()
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
+    return gpu, calls
+
+
+def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, calls = dry_gpu(monkeypatch)
     engine = new_engine(
         write_model(tmp_path, load_golden("qwen3_tied_gqa4")), gpu.device.type, num_blocks=256 * 8, max_num_seqs=256,
         max_num_batched_tokens=2048,
@@ -319,6 +325,31 @@ def test_the_cpu_has_none(tmp_path: Path) -> None:
     assert make_engine(decode_graphs="auto").runner.graphs is None
     with pytest.raises(RequestError, match="decode_graphs"):
         make_engine(decode_graphs="perhaps")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "num_steps"),
+    [
+        ({}, 18),
+        ({"min_tokens": 6, "stop_token_ids": [5]}, 13),  # as soon as they are drawn
+        ({"logit_bias": {4: 1.0}}, 0),
+        ({"allowed_token_ids": [0, 4]}, 0),
+        ({"frequency_penalty": 0.5}, 18),
+        ({"repetition_penalty": 1.2}, 6),  # until it counts too many
+        ({"logprobs": 1}, 18),
+    ],
+)
+def test_what_graphs_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], num_steps: int
+) -> None:
+    """Of 19 decodes of one request: the first that might is eager, as its graph is missing."""
+    gpu, _ = dry_gpu(monkeypatch)
+    monkeypatch.setattr(decode_graphs, "MOST_LISTED", 21 if "repetition_penalty" not in params else 13)
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type)
+    engine.add(request("x", range(3, 9), max_tokens=20, ignore_eos=True, **params))
+    run_to_end(engine)
+    assert engine.stats().num_graph_steps == num_steps
+    engine.close()
 
 
 def test_off_means_eager(tmp_path: Path) -> None:
