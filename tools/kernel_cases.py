@@ -113,7 +113,7 @@ def _attentions() -> Iterator[Case]:
     for dtype in ("f32", "bf16"):
         yield _attention("decode", dtype, [(511, 1)] * 4)
     yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
-    for chunks, tier in (([(1023, 1)] * 2, "decode"), ([(0, 256)], "flash")):
+    for chunks, tier in (([(1023, 1)] * 2, "decode"), ([(0, 256)], "flash"), ([(0, 512)], "flash_hopper")):
         yield _attention(tier, "bf16", chunks, sizes=(8, 2, 128))
 
 
