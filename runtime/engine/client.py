@@ -194,6 +194,7 @@ class ThreadEngineClient:
                 self._deliver(self._obey())
                 if self._engine.has_work:
                     self._deliver(self._engine.step(self._obey))
+                    self._engine.rest()
             self._deliver(self._engine.cancel_all())
             self._engine.close()
         except BaseException:

@@ -162,6 +162,11 @@ class Engine:
         self._last_step_s = time.monotonic()
         return outputs
 
+    def rest(self) -> None:
+        """Do what can wait until there is no work: record the decode graph that the last step was without."""
+        if not self.has_work:
+            self.runner.record_graph()
+
     def close(self) -> None:
         """Wait for the step that runs, and let it go; no more are run."""
         self.runner.close()

@@ -219,6 +219,24 @@ def test_batches_of_1_to_256_are_one_launch_each(tmp_path: Path, monkeypatch: py
     engine.close()
 
 
+def test_an_engine_at_rest_records_what_the_last_step_was_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, _ = dry_gpu(monkeypatch)
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type)
+    for count in (1, 2):
+        for i in range(count):
+            engine.add(request(f"r{i}", range(3, 9), max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            assert engine.stats().num_decode_graphs == count - 1
+            engine.rest()  # not yet
+            engine.step()
+        engine.rest()
+        assert engine.stats().num_decode_graphs == count
+    assert engine.stats().num_graph_steps == 0
+    engine.close()
+
+
 # Steps that start before the one in front of them is over
 
 
