@@ -410,4 +410,5 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": num_rows,
     } | asdict(variant)  # fmt: skip
-    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, constants=constants)
+    min_blocks = 3 if columns <= 128 else 0  # as many as Hopper's shared memory holds
+    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, min_blocks, constants)
