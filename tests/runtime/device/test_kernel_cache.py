@@ -295,6 +295,20 @@ def test_what_ptxas_refuses_is_in_its_own_words() -> None:
         assemble(".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() { nonsense; }", "sm_80")
 
 
+def test_registers_are_handed_over_in_whole_programs() -> None:
+    from runtime.device.assemble import assemble
+
+    text = (
+        ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k() .maxntid 256 .minnctapersm 1 {{\n"
+        '\tsetmaxnreg.dec.sync.aligned.u32 24; {}  // "a remark"\n\tret;\n}}'
+    )
+    code = assemble(text.format(""), "sm_90a")
+    assert b".text.k\0" in code.cubin
+    assert "C75" not in code.log
+    with pytest.raises(CompileError, match="nonsense"):
+        assemble(text.format("nonsense;"), "sm_90a")
+
+
 def test_clear(cache: KernelCache) -> None:
     cache.get(scale(), "sm_80", is_ptx=True)
     (cache.folder / "other").mkdir()
