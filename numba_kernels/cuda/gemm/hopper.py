@@ -114,7 +114,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             if moves_registers:
                 fewer_registers()
             if thread == uint32(0):
-                # Of the weight's tile a block loads its part; with SwiGLU one the gate's rows, the other the lower half's.
+                # Its part of the weight's tile; with SwiGLU the gate's for one block, up's for the other.
                 part = uint32(rank * n) if is_gated else uint32(rank * uint32(block_n // blocks))
                 phase = uint32(1)
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)

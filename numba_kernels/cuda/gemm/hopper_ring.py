@@ -115,29 +115,48 @@ def ring_starter(tile: Tile) -> Any:
 
 @functools.cache
 def tile_loader(tile: Tile) -> Any:
-    """A device function for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
+    """Two device functions for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
 
-    It waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The weight's
-    tile is loaded by all blocks of the cluster, a part each, from row `part_row` on, for all of them.
+    `load_tile` waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The
+    weight's tile is loaded by all blocks of the cluster, a part each, from row `part_row` on, for all of them.
+
+    `ask_ahead` comes before a block's first tile: it asks for the weight's part of as many stages as there are, and
+    returns how many. Nobody writes to weights, so that this need not wait for the grid in front.
     """
     num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
     part_rows = tile.block_n // blocks
     load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, rank, row, part_row, start, end):
+    def load_weight(weight, shared, full, stage, rank, part_row, start):
+        barrier = uint32(full + stage * uint32(8))
+        mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
         part_at = uint32(uint32(x_bytes) + rank * uint32(part_rows * BLOCK_K * 2))
+        target = uint32(shared + stage * uint32(stage_bytes) + part_at)
+        if blocks > 1:
+            load_for_all(target, weight, barrier, uint16((1 << blocks) - 1), start, part_row)
+        else:
+            load(target, weight, barrier, start, part_row)
+
+    @device_function
+    def ask_ahead(weight, shared, full, rank, part_row, start, end):
+        stage = uint32(0)
+        while start < end and stage < uint32(num_stages):
+            load_weight(weight, shared, full, stage, rank, part_row, start)
+            stage = uint32(stage + uint32(1))
+            start = uint32(start + uint32(BLOCK_K))
+        return stage
+
+    @device_function
+    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, rank, row, part_row, start, end):
         while start < end:
-            mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-            barrier = uint32(full + stage * uint32(8))
-            target = uint32(shared + stage * uint32(stage_bytes))
-            mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
-            load(target, x, barrier, start, row)
-            if blocks > 1:
-                mask = uint16((1 << blocks) - 1)
-                load_for_all(uint32(target + part_at), weight, barrier, mask, start, part_row)
+            if num_asked > uint32(0):
+                num_asked = uint32(num_asked - uint32(1))
             else:
-                load(uint32(target + part_at), weight, barrier, start, part_row)
+                mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+                load_weight(weight, shared, full, stage, rank, part_row, start)
+            target = uint32(shared + stage * uint32(stage_bytes))
+            load(target, x, uint32(full + stage * uint32(8)), start, row)
             stage = uint32(stage + uint32(1))
             if stage == uint32(num_stages):
                 stage = uint32(0)
@@ -145,7 +164,7 @@ def tile_loader(tile: Tile) -> Any:
             start = uint32(start + uint32(BLOCK_K))
         return stage, phase
 
-    return load_tile
+    return ask_ahead, load_tile
 
 
 @functools.cache

@@ -39,7 +39,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
     block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
     num_warps, quads = 4 * num_consumers, block_n // 4
-    start_ring, load_tile, multiply_tile = ring_starter(tile), tile_loader(tile), tile_multiplier(dtype, tile)
+    start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
+    ask_ahead, load_tile = tile_loader(tile)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
 
@@ -54,7 +55,6 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
             tma.prefetch_map(weight)
             start_ring(full, empty)
         sync_block()
-        wait_for_previous_grid()
 
         rank, parts = cluster.rank(), cluster.size()
         tiles_m = uint32((m + uint32(block_m - 1)) // uint32(block_m))
@@ -66,15 +66,19 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
         start, end = divide_u32(uint32(num_steps * rank), parts), divide_u32(uint32(num_steps * (rank + 1)), parts)
         if warp < uint32(4):
             if thread == uint32(0):
+                first, last = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
+                num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, first, last)
+                wait_for_previous_grid()
                 load_tile(
-                    x, weight, shared, full, empty, uint32(0), uint32(1), uint32(0), first_row, first_column,
-                    uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K)),
+                    x, weight, shared, full, empty, uint32(0), uint32(1), num_asked, uint32(0), first_row,
+                    first_column, first, last,
                 )  # fmt: skip
                 launch_dependents()
             sync_warp()
             cluster.arrive()
             cluster.wait()
         else:
+            wait_for_previous_grid()
             warp = uint32(warp - uint32(4))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))

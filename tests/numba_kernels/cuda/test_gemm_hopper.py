@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
@@ -43,9 +44,11 @@ def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
 @TILES
 @pytest.mark.parametrize(("sizes", "residual"), [((300, 264, 328), True), ((130, 520, 64), False)])
 def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
-    """Each block has several tiles: barriers and stages go on from one to the next."""
+    """Each block has several tiles: barriers and stages go on from one to the next. Launched dependently, too: only
+    weights may be read before the grid in front has ended."""
     product = case(sizes, "bf16", integers=True, residual=residual)
-    product.check(product.run_launch(gpu, plan(product, tile, num_multiprocessors=2)))
+    launch = plan(product, tile, num_multiprocessors=2)
+    product.check(product.run_launch(gpu, dataclasses.replace(launch, is_dependent=residual)))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     assert launch.cluster == (parts, 1, 1)
     found = product.run_launch(gpu, launch)
     product.check(found)
-    assert_equal(product.run_launch(gpu, launch), found)
+    assert_equal(product.run_launch(gpu, dataclasses.replace(launch, is_dependent=True)), found)
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (300, 200, 136)), ("f16", (257, 264, 72))])
