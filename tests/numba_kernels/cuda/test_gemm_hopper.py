@@ -11,6 +11,7 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import hopper
+from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cuda.gemm_cases import Case, case
 from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, put
 
@@ -178,3 +179,10 @@ def test_instructions():
         "cp.async.bulk.tensor.2d.global", "griddepcontrol.wait",
     ):  # fmt: skip
         assert name in text
+
+
+@pytest.mark.parametrize("arguments", [(b"",), ()])
+def test_a_map_is_made_of_an_address(gpu, arguments):
+    launch = plan(case((8, 8, 64), "bf16"), hopper.SMALL)
+    with pytest.raises(InvalidArgumentError, match=r"gemm_hopper.*: argument 0 is .*, must be a tensor's address"):
+        gpu.launch(launch, *arguments)

@@ -189,3 +189,8 @@ def test_linear_swiglu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [name.split("_")[0] for name in launched] == (["gemm"] if is_fused and bias is None else parts)
         expected = ops.linear_swiglu(x.to("float32"), ops.prepare_linear(matrix.to("float32"), bias))
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
+
+
+def test_a_tier_that_the_device_has_not() -> None:
+    with pytest.raises(InvalidArgumentError, match="gemm is 'hopper', which needs sm_90a: emulated:sm_80 is sm_80"):
+        ops.prepare_linear(Tensor.zeros((8, 8), "bfloat16"), device=Device("emulated:sm_80"), gemm="hopper")
