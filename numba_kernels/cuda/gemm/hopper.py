@@ -192,6 +192,7 @@ def cycles(tile: Tile, parts: int, m: int, n: int, k: int, num_multiprocessors: 
     return -(-blocks // num_multiprocessors) * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> tuple[Tile, int]:
     """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by that model.
 
