@@ -31,7 +31,7 @@ class NoDisassemblerError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class MachineInstruction:
     """One instruction: its opcode with modifiers, the index of what it may branch to (None for none), and whether it
-    always does what it says (no predicate)."""
+    always does what it says: it has no predicate, and is no branch of diverged lanes alone (BRA.DIV)."""
 
     opcode: str
     target: int | None
@@ -99,7 +99,8 @@ def parse(listing: str) -> list[MachineInstruction]:
         elif instruction := _INSTRUCTION.match(line):
             opcode = instruction[2]
             target = _TARGET.search(instruction[3]) if opcode.split(".")[0] in ("BRA", "BRX", "JMP") else None
-            found.append((opcode, target[1] if target else None, instruction[1] is None))
+            is_certain = instruction[1] is None and not opcode.startswith("BRA.")
+            found.append((opcode, target[1] if target else None, is_certain))
     missing = {target for _, target, _ in found if target is not None and target not in labels}
     if missing:
         raise ValueError(f"branches to {sorted(missing)}, which the listing does not have")
@@ -137,6 +138,7 @@ def main_loops(instructions: Sequence[MachineInstruction]) -> list[MainLoop]:
         first: last
         for first, last in spans.items()
         if any(operations_of(each.opcode) for each in instructions[first : last + 1])
+        and leanest_turn(instructions, first, last)  # else what waits out of line only comes back
     }
     innermost = {
         first: last
@@ -152,7 +154,8 @@ def main_loops(instructions: Sequence[MachineInstruction]) -> list[MainLoop]:
 
 
 def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: int) -> list[str]:
-    """The opcodes of the shortest way from a loop's first instruction to its last that skips no tensor-core work.
+    """The opcodes of the shortest way from a loop's first instruction to its last that skips no tensor-core work; none
+    where no way leads there.
 
     Branches backwards, but for the last, are taken for not taken, and so are those out of the loop.
     """
@@ -161,8 +164,9 @@ def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: i
     works = [bool(operations_of(each.opcode)) for each in instructions]
     for index in range(last - 1, first - 1, -1):
         each = instructions[index]
-        ways = [] if each.target is not None and each.is_certain and each.target > index else [index + 1]
         target = each.target
+        ends = each.is_certain and (each.opcode in ("EXIT", "RET") or (target is not None and target > index))
+        ways = [] if ends else [index + 1]
         if target is not None and index < target <= last and (each.is_certain or not any(works[index:target])):
             ways.append(target)
         ways = [way for way in ways if way in costs]
@@ -170,7 +174,7 @@ def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: i
             follows[index] = min(ways, key=lambda way: costs[way])
             costs[index] = costs[follows[index]] + (each.opcode != "NOP")
     if first not in costs:
-        raise ValueError("no way leads through the loop")
+        return []
     way = [first]
     while way[-1] != last:
         way.append(follows[way[-1]])

@@ -75,6 +75,26 @@ MASKED = """
 """
 
 
+OUT_OF_LINE = """
+.L_x_0:
+        /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
+        /*0030*/               @P3 BRA `(.L_x_0) ;
+        /*0040*/                   EXIT ;
+.L_x_2:
+        /*0050*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*0060*/              @!P0 BRA `(.L_x_2) ;
+        /*0070*/                   BRA `(.L_x_1) ;
+"""
+
+
+def test_a_wait_out_of_line_is_no_loop_of_its_own() -> None:
+    (loop,) = main_loops(parse(OUT_OF_LINE))
+    assert (loop.num_instructions, loop.num_operations) == (4, 16)
+
+
 def test_a_turn_skips_what_branches_may_but_no_tensor_work() -> None:
     (loop,) = main_loops(parse(MASKED))
     assert loop.mix == {"BRA": 5, "LDSM": 1, "HMMA": 1}  # neither the mask nor the other product
