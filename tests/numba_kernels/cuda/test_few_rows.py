@@ -10,7 +10,7 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import few_rows
 from tests.numba_kernels.cuda.gemm_cases import case
-from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
+from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, numpy_dtype, put
 
 SHAPES = [  # K ends within a step, a group, a stream; few columns, and more than a block's
     (1, 1, 8), (2, 3, 16), (1, 40, 264), (8, 65, 72), (5, 130, 1032), (7, 33, 520),
@@ -19,12 +19,12 @@ SHAPES = [  # K ends within a step, a group, a stream; few columns, and more tha
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("f16", "f32"), ("bf16", "bf16")])
 @both_archs
-def test_equals_float64(gpu, dtype):
+def test_equals_float64(gpu, dtype, out_dtype):
     for seed, sizes in enumerate(SHAPES):
         bias = (None, "f32", dtype)[seed % 3]
-        product = case(sizes, dtype, (dtype, "f32")[seed // 2 % 2], bias=bias, residual=seed % 2 == 0, seed=seed)
+        product = case(sizes, dtype, out_dtype, bias=bias, residual=seed % 2 == 0, seed=seed)
         product.check(product.run(gpu, "few_rows"))
 
 
@@ -36,7 +36,7 @@ def test_integers_are_exact(gpu):
 
 @pytest.mark.parametrize("sizes", [(64, 40, 1096), (64, 8200, 136)], ids=str)
 def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
-    product = case(sizes, "bf16", "f32")
+    product = case(sizes, "f16", "f32")
     whole = product.run(gpu, "few_rows")
     for rows in (slice(0, 1), slice(5, 13), slice(40, 56), slice(20, 52)):
         assert_equal(product.run(gpu, "few_rows", rows=rows), whole[rows])
@@ -82,14 +82,14 @@ def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier):
 
 
 def test_writes_nothing_beyond_its_output(gpu):
-    product = case((18, 13, 24), "f16", bias=None, residual=False)
+    product = case((18, 13, 24), "bf16", bias=None, residual=False)
     m, n, k = product.sizes
-    guarded = put(gpu, np.full((m + 2, n), 7, np.float16))
+    guarded = put(gpu, np.full((m + 2, n), 7, numpy_dtype("bf16")))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
     gpu.launch(
-        gemm.plan("few_rows", m, n, k, "f16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
+        gemm.plan("few_rows", m, n, k, "bf16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
     )
-    out = get(gpu, guarded, (m + 2, n), "f16")
+    out = get(gpu, guarded, (m + 2, n), "bf16")
     assert (out[[0, -1]] == 7).all()
     product.check(out[1:-1])
 
