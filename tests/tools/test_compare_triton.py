@@ -207,6 +207,8 @@ def test_the_page_is_what_was_counted() -> None:
     for row in report["rows"]:
         for name in METRICS:
             assert f"{row['ours'][name]:,} / {row['triton'][name]:,}" in page
+            assert row["ours"][name] <= row["triton"][name]  # ours is no worse in any
+        assert row["worse"] == []
     seen = {(row["work"], row["arch"], row["shape"]) for row in report["rows"]}
     for arch in compare_triton.ARCHS:
         assert {("matmul", arch, f"{m} x {n} x {k}") for m, n, k in compare_triton.MATMULS} <= seen
