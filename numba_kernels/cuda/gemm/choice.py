@@ -7,6 +7,7 @@ have on their way at once (Little's law).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from numba_kernels.cuda.gemm import few_rows, gemv, hopper
@@ -48,6 +49,7 @@ _TILE_BYTES = 16 << 10  # of the weight, that such a tile's block has on its way
 _FEW_ROWS_BYTES = 64 << 10  # and a block of few_rows: 8 warps of 16 loads
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def choose(m: int, n: int, k: int, dtype: str, arch: str) -> str:
     """The tier for ``y[m, n]`` and a weight [n, k], rows on 16-byte bounds, all sizes at least 1, no bits prescribed.
 
