@@ -17,7 +17,7 @@ serve: $(INSTALLED)
 
 # Linters, types, then every test that this machine can run, but for the exhaustive ones, which take as long again.
 test: lint
-	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not exhaustive" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
 test-all: lint
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(ARGS)

@@ -152,7 +152,7 @@ def test_the_nearest_tile_stands_beside_ours() -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("arch", compare_triton.ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
 def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are verified in `product` and `prefill`; the counts that are known, here."""
     loop = MainLoop(10, 2, {"HMMA": 2})

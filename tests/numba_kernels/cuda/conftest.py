@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,19 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE
 from tests.runtime.device.emulated import new_gpu
 
+_COSTLY = ("test_attention", "test_gemm.py", "test_gemm_hopper", "test_gemv", "test_few_rows")
 _gpus: dict[str, Gpu] = {}  # one of each architecture, for all tests until one of them breaks it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the costly kernels `make test` takes one 16-bit type: the other's differ in conversions and one suffix."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name.startswith(_COSTLY):
+            callspec = getattr(item, "callspec", None)
+            values = callspec.params.values() if callspec is not None else ()
+            if any(value == "f16" or (isinstance(value, tuple) and "f16" in value) for value in values):
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture

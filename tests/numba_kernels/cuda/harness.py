@@ -13,8 +13,11 @@ from runtime.dtype import DType
 
 DEFAULT_DEVICE = "emulated:sm_90a"
 
-both_archs = pytest.mark.parametrize("gpu", ["emulated:sm_80", DEFAULT_DEVICE], indirect=True)
-"""Decorates a test that is to run on each architecture's emulated device."""
+both_archs = pytest.mark.parametrize(
+    "gpu", [pytest.param("emulated:sm_80", marks=pytest.mark.exhaustive), DEFAULT_DEVICE], indirect=True
+)
+"""Decorates a test that is to run on each architecture's emulated device. Their PTX hardly differs, and compiling it is
+what such a test costs: the second one is for `make test-all`."""
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:

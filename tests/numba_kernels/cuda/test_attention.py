@@ -116,8 +116,18 @@ def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype
                 assert (weights[:, :3].sum(-1) < 1).all()
 
 
-@pytest.mark.parametrize(("tier", "dtype"), [("flash", "f32"), ("flash", "bf16"), ("decode", "bf16")])
-@pytest.mark.parametrize("gpu", ["emulated:sm_80", "emulated:sm_120a"], indirect=True)
+@pytest.mark.parametrize(
+    ("gpu", "tier", "dtype"),
+    [
+        ("emulated:sm_80", "flash", "bf16"),
+        ("emulated:sm_120a", "decode", "bf16"),
+        pytest.param("emulated:sm_80", "flash", "f32", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:sm_120a", "flash", "f32", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:sm_120a", "flash", "bf16", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:sm_80", "decode", "bf16", marks=pytest.mark.exhaustive),
+    ],
+    indirect=["gpu"],
+)
 def test_each_architecture(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(4)
     for chunks, heads, kv_heads, window in (CASES if tier == "flash" else DECODES)[8::3]:

@@ -10,7 +10,7 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import few_rows
 from tests.numba_kernels.cuda.gemm_cases import case
-from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, numpy_dtype, put
+from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 
 SHAPES = [  # K ends within a step, a group, a stream; few columns, and more than a block's
     (1, 1, 8), (2, 3, 16), (1, 40, 264), (8, 65, 72), (5, 130, 1032), (7, 33, 520),
@@ -19,8 +19,11 @@ SHAPES = [  # K ends within a step, a group, a stream; few columns, and more tha
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype"), [("f16", "f32"), ("bf16", "bf16")])
-@both_archs
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "out_dtype"),
+    [("emulated:sm_80", "f16", "f32"), ("emulated:sm_90a", "bf16", "bf16")],
+    indirect=["gpu"],
+)
 def test_equals_float64(gpu, dtype, out_dtype):
     for seed, sizes in enumerate(SHAPES):
         bias = (None, "f32", dtype)[seed % 3]

@@ -112,7 +112,10 @@ def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     assert_equal(product.run_launch(gpu, dataclasses.replace(launch, is_dependent=True)), found)
 
 
-@pytest.mark.parametrize(("dtype", "sizes"), [("bf16", (300, 200, 136)), ("f16", (257, 264, 72))])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [("bf16", (300, 200, 136)), pytest.param("f16", (257, 264, 72), marks=pytest.mark.exhaustive)],
+)
 def test_swiglu_of_both_halves(gpu, dtype, sizes):
     """silu(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
     m, n, k = sizes
