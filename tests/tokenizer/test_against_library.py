@@ -51,7 +51,12 @@ def _megabyte(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["one character", "no spaces", "everything"])
 @pytest.mark.parametrize(
-    "name", ["tokenizers/gpt2", pytest.param("tokenizers/qwen3", marks=pytest.mark.exhaustive), "models/stories260K"]
+    "name",
+    [
+        "tokenizers/gpt2",
+        pytest.param("tokenizers/qwen3", marks=pytest.mark.exhaustive),
+        pytest.param("models/stories260K", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_one_line_of_a_megabyte(name: str, kind: str) -> None:
     theirs = tokenizers.Tokenizer.from_file(str(shared(name) / "tokenizer.json"))

@@ -12,7 +12,7 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE
 from tests.runtime.device.emulated import new_gpu
 
-_COSTLY = ("test_attention", "test_gemm.py", "test_gemm_hopper", "test_gemv", "test_few_rows")
+_COSTLY = ("test_attention", "test_gemm.py", "test_gemm_hopper", "test_gemv", "test_few_rows", "test_rope")
 _gpus: dict[str, Gpu] = {}  # one of each architecture, for all tests until one of them breaks it
 
 

@@ -24,6 +24,7 @@ def test_the_demo_model_gives_the_same_bits_under_every_schedule(num_requests: i
     assert len(report["schedules"]) >= 12
 
 
+@pytest.mark.exhaustive  # a minute; the fuzz on an emulated GPU runs in exact mode each time
 @pytest.mark.emulator
 def test_a_qwen3_gives_the_same_bits_on_an_emulated_gpu(tmp_path: Path) -> None:
     """Exact mode where the default mode is not: its products of few rows and its decodes add in other orders."""
