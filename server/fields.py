@@ -41,16 +41,17 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "prompt_cache_key": Accepted(str, "a routing hint; there is one engine"),
     "prompt_cache_retention": Accepted(str, "a hint about how long to keep a prompt's cache"),
     "prompt_cache_options": Accepted(dict[str, Any], "the same, newer"),
-    "parallel_tool_calls": Accepted(bool, "no tool calls are made out of the text yet"),
 }
 
 _BEAM_SEARCH = "beam search is not built"
 _CONSTRAINED = "constrained decoding is not built yet"
+_OLDER_GUIDANCE = "vLLM's older form; send structured_outputs"
 
 NOT_BUILT: dict[str, NotBuilt] = {
     # OpenAI's
     "response_format": NotBuilt(_CONSTRAINED, ({"type": "text"},)),
     "tool_choice": NotBuilt('tool calls cannot be forced yet; only "none" and "auto"', ("none", "auto")),
+    "parallel_tool_calls": NotBuilt("calls are not limited to one yet", (True,)),
     "functions": NotBuilt("the older form of tools; send tools"),
     "function_call": NotBuilt("the older form of tool_choice", ("none",)),
     "suffix": NotBuilt("insertion before a suffix is not built"),
@@ -72,17 +73,26 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "bad_words": NotBuilt("not built; logit_bias can ban single tokens", ([],)),
     "truncate_prompt_tokens": NotBuilt("a prompt is never cut"),
     "structured_outputs": NotBuilt(_CONSTRAINED),
-    "guided_json": NotBuilt(_CONSTRAINED),
-    "guided_regex": NotBuilt(_CONSTRAINED),
-    "guided_choice": NotBuilt(_CONSTRAINED),
-    "guided_grammar": NotBuilt(_CONSTRAINED),
+    "guided_json": NotBuilt(_OLDER_GUIDANCE),
+    "guided_regex": NotBuilt(_OLDER_GUIDANCE),
+    "guided_choice": NotBuilt(_OLDER_GUIDANCE),
+    "guided_grammar": NotBuilt(_OLDER_GUIDANCE),
+    "guided_json_object": NotBuilt(_OLDER_GUIDANCE),
+    "include_reasoning": NotBuilt("reasoning is always sent", (True,)),
+    "spaces_between_special_tokens": NotBuilt("special tokens have no spaces between them", (True,)),
+    "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
+    "prompt_embeds": NotBuilt("a prompt is text or token ids"),
+    "mm_processor_kwargs": NotBuilt("the model reads text only"),
+    "logits_processors": NotBuilt("no code comes with a request", ([],)),
+    "kv_transfer_params": NotBuilt("there is one engine"),
+    "vllm_xargs": NotBuilt("there are no extensions of the engine"),
 }
 
 
 def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
     """The request without the fields of both tables, which are checked here.
 
-    A field that the schema itself has (chat's `tool_choice`) is checked and stays. Raises `ApiError` 400: a
+    A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
     wrong type, or a field of the second table that asks for something."""
     kept = {}
     for name, value in request.items():
