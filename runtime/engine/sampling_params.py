@@ -16,6 +16,7 @@ import msgspec
 
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar import Grammar
 
 MAX_N = 128
 """Most choices of one request."""
@@ -25,6 +26,9 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Bounds of ``stop``: how many strings, and how many characters each."""
 MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+"""Bounds of ``bad_words_token_ids``: how many sequences, and how many ids each."""
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the draw is the argmax, as in vLLM."""
 
@@ -50,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be drawn
+    grammar                 the text is one of these; it ends ("stop") where nothing can follow
 
     Raises ``RequestError`` (a ``ValueError``) naming the field when a value has a wrong type or lies outside
     its range.
@@ -76,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
@@ -105,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._logit_bias()
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(f"grammar must be a Grammar or None, got {self.grammar!r:.80}", param="grammar")
 
     @property
     def is_greedy(self) -> bool:
@@ -129,6 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        for word in self.bad_words_token_ids or ():
+            check_token_ids("bad_words_token_ids", word, vocab_size)
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -205,6 +215,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     param="logit_bias",
                 )
         self._set("logit_bias", {int(i): float(value) for i, value in bias.items()})
+
+    def _bad_words(self) -> None:
+        name = "bad_words_token_ids"
+        words: Any = self.bad_words_token_ids
+        if words is None:
+            return
+        if not isinstance(words, (list, tuple)) or not all(
+            isinstance(word, (list, tuple)) and all(is_integer(i) for i in word) for word in words
+        ):
+            raise RequestError(f"{name} must be a list of lists of token ids or None, got {words!r:.80}", param=name)
+        if len(words) > MAX_BAD_WORDS:
+            raise RequestError(f"{name} must have at most {MAX_BAD_WORDS} entries, got {len(words)}", param=name)
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"{name}: an entry must have 1 to {MAX_BAD_WORD_TOKENS} ids, got {len(word)}", param=name
+                )
+        self._set(name, [[int(i) for i in word] for word in words])
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
