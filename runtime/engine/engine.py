@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits, check_decode_graphs
+from runtime.engine.embedding import Embedder
 from runtime.engine.errors import ContextLengthExceededError
 from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -69,6 +70,7 @@ class Engine:
     limits    as ``runtime.engine.config.resolve`` gives them
     seed      of the generator that draws seeds for requests without one; None: from the OS
     timeline  a record of each of the latest steps
+    embedder  what computes embeddings, a forward pass at a time between two steps
 
     Raises ``OutOfMemoryError`` when the host has no room for the swap space, ``RequestError`` for decode graphs without
     a GPU.
@@ -92,6 +94,7 @@ class Engine:
         self.scheduler = Scheduler(limits, self.pool)
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and model.device.kind != "cpu")
         self.runner = Runner(model, kv_cache, limits, info.vocab_size, overlaps=self.overlaps)
+        self.embedder = Embedder(model, limits, info.vocab_size, self.runner.synchronize)
         self.opened = OpenRequests(self.scheduler, seed)
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._running: _OpenStep | None = None

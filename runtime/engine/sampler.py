@@ -1,8 +1,8 @@
 """From logits to token ids: the sampling parameters of the running sequences, kept as columns by row.
 
 A sequence's parameters are written once, when it is given its row; a step gathers the rows that it samples.
-Only sequences with penalties, logit bias, ``min_tokens`` or allowed ids cost more than that. The draw itself
-is ``ops.sample``.
+Only sequences with penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. The draw
+itself is ``ops.sample``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.engine.messages import TokenLogprobs
+from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
 from runtime.engine.sequence import Sequence
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor import Tensor
@@ -39,12 +40,13 @@ class Sampler:
         self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
         self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
         self._seeds = np.zeros(max_num_seqs, np.uint64)
-        # Rows that cost more than their numbers: penalties; bias or ids that min_tokens may mask; allowed ids.
+        # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids.
         self._flags = np.zeros((3, max_num_seqs), np.bool_)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
         self._masked_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._bad_words: list[list[list[int]]] = [[]] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
 
     def load(self, row: int, sequence: Sequence) -> None:
@@ -61,9 +63,11 @@ class Sampler:
         self._bias_values[row] = np.fromiter(bias.values(), np.float32, len(bias))
         masked = {*request.eos_token_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
         self._masked_ids[row] = np.fromiter(masked, np.int32, len(masked))
+        self._bad_words[row] = params.bad_words_token_ids or []
         allowed = params.allowed_token_ids
         self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
-        self._flags[:, row] = params.has_penalties, bool(bias or masked), allowed is not None
+        has_bias = bool(bias or masked or params.bad_words_token_ids)
+        self._flags[:, row] = params.has_penalties, has_bias, allowed is not None
 
     def gather(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> SamplingArrays:
         """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``."""
@@ -115,10 +119,12 @@ class Sampler:
 
     def masks(self, sequences: Sequences[Sequence], rows: NDArray[np.intp], positions: NDArray[np.int64]) -> bool:
         """Whether the draw of one of these sequences, at ``positions [n]`` of their outputs, is under a logit bias,
-        allowed ids, or ids that ``min_tokens`` forbids."""
+        allowed ids, bad words (which may forbid none), or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
-            len(self._bias_ids[rows[i]]) > 0 or positions[i] < sequences[i].request.params.min_tokens
+            len(self._bias_ids[rows[i]]) > 0
+            or len(self._bad_words[rows[i]]) > 0
+            or positions[i] < sequences[i].request.params.min_tokens
             for i in may_mask.nonzero()[0].tolist()
         )
 
@@ -140,8 +146,13 @@ class Sampler:
         for sequence, row in zip(sequences, rows):
             ids.append(self._bias_ids[row])
             values.append(self._bias_values[row])
+            forbidden = []
             if sequence.num_output_tokens < sequence.request.params.min_tokens:
-                masked = self._masked_ids[row]
+                forbidden.append(self._masked_ids[row])
+            if self._bad_words[row]:
+                forbidden.append(_last_ids(self._bad_words[row], sequence.output_ids))
+            if forbidden:
+                masked = np.concatenate(forbidden)
                 ids[-1] = np.concatenate((ids[-1], masked))
                 values[-1] = np.concatenate((values[-1], np.full(len(masked), -np.inf, np.float32)))
         arrays.bias_ids, arrays.bias_start = _ragged(ids, np.int32)
@@ -175,6 +186,13 @@ def token_logprobs(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
+
+
+def _last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The last ids of those words whose other ids the output ends with."""
+    tail: list[int] = output_ids[-MAX_BAD_WORD_TOKENS:].tolist()
+    last = [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
+    return np.array(last, np.int32)
 
 
 def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
