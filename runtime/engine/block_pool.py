@@ -124,6 +124,15 @@ class BlockPool:
         """Blocks that nobody holds and whose content can be found."""
         return len(self._idle)
 
+    def run_lengths(self) -> str:
+        """What every block is, in order, as in ``StepView.block_map``. O(num_blocks)."""
+        kinds = np.minimum(self._ref_counts, 2)
+        kinds[self._empty] = 3
+        bounds = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
+        return "".join(
+            f"{count}{'cusf'[kind]}" for count, kind in zip(np.diff(bounds).tolist(), kinds[bounds[:-1]].tolist())
+        )
+
     def num_holders(self, block_id: int) -> int:
         """The block's reference count."""
         return self._ref_counts[block_id]

@@ -6,7 +6,7 @@ XservError
 │   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
 ├── InvariantError          the scheduler's bookkeeping is broken: a bug
 ├── QueueFullError          the waiting queue is full: `.retry_after_s`
-└── EngineDeadError         the engine was closed, or its loop has died
+└── EngineDeadError         the engine was closed, or has died: `.retry_after_s`
 """
 
 from __future__ import annotations
@@ -57,4 +57,9 @@ class QueueFullError(XservError):
 
 
 class EngineDeadError(XservError):
-    """The engine was closed, or its loop has died; no request is taken any more."""
+    """The engine was closed, or has died. `retry_after_s`: in about how many seconds it will have been started again;
+    None: no request is taken any more."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -14,6 +14,10 @@ from runtime.engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+EngineState = Literal["ready", "starting", "down", "closing"]
+"""Whether requests are taken. "starting": after it broke down, soon again; "down": broken, and either waiting for its
+next start or for good; "closing": closed, or about to be."""
+
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt to continue.
@@ -73,6 +77,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
     times             on the last output of a choice
+    engine_died       with "error": the engine broke down, not this request; worth another try later
     """
 
     request_id: str
@@ -86,6 +91,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
     error: str | None = None
     times: RequestTimes | None = None
     num_cached_tokens: int | None = None
+    engine_died: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -160,3 +166,39 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_bytes: int
     weight_bytes: int
     scheduling_policy: str = "priority"
+
+
+class ChunkView(msgspec.Struct, frozen=True, gc=False):
+    """Tokens ``start : start + count`` of a choice, computed in one step; those from ``num_prompt_tokens`` on were
+    drawn by it."""
+
+    request_id: str
+    index: int
+    start: int
+    count: int
+    num_prompt_tokens: int
+
+
+class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One step, for whoever looks on.
+
+    step                      counts planned steps; a few have no view
+    start_s, duration_s       ``time.monotonic()`` of its beginning, and seconds
+    num_running, num_waiting  when it was planned
+    num_free_blocks           after it: those that nobody holds; ``num_cached_blocks`` of them can be found again
+    preempted                 ids of the requests that gave up blocks for it
+    block_map                 every block in order, run-length: "12u3s40c900f" is 12 used by one choice, 3 shared by
+                              several, 40 cached, 900 empty; at most four times a second, else None
+    """
+
+    step: int
+    start_s: float
+    duration_s: float
+    chunks: list[ChunkView]
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    preempted: list[str]
+    block_map: str | None = None

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.messages import ChunkView
 from runtime.engine.step import PreemptionWay
 
 TIMELINE_STEPS = 8192
@@ -113,6 +114,14 @@ class StepRecord:
                 count,
                 "decode" if count == 1 and start >= key.num_prompt_tokens else "prefill",
             )
+            for key, start, count in zip(self._keys, self._starts.tolist(), self._counts.tolist())
+        ]
+
+    @property
+    def chunk_views(self) -> list[ChunkView]:
+        """The chunks as they are shown to whoever looks on."""
+        return [
+            ChunkView(key.request_id, key.index, start, count, key.num_prompt_tokens)
             for key, start, count in zip(self._keys, self._starts.tolist(), self._counts.tolist())
         ]
 

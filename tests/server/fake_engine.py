@@ -11,7 +11,16 @@ from typing import Any
 
 from runtime.engine.client import OutputSink
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    StepView,
+    TokenLogprobs,
+)
+from runtime.engine.watching import Watchers
 
 Script = Callable[[EngineRequest, int], list[int]]
 """The ids that a choice would go on to draw, without end or until an EOS id."""
@@ -34,6 +43,10 @@ class FakeEngineClient:
     step_s     how long a step takes
     step_gate  while clear, no step is made
     failing    request numbers (in order of submission) whose first step fails
+    watchers   see `watch`; a test shows them what it likes
+
+    `die` ends what is open as a dead engine process does; `state` is what it is set to then, until `reset` or
+    `revive`.
     """
 
     def __init__(
@@ -71,6 +84,9 @@ class FakeEngineClient:
         self.step_gate = threading.Event()
         self.step_gate.set()
         self.is_dead = False
+        self.state: EngineState = "ready"
+        self.retry_after_s: float | None = None
+        self.watchers = Watchers()
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
         self._work = threading.Event()
@@ -87,7 +103,20 @@ class FakeEngineClient:
         self.failing.clear()
         self.step_s = 0.0
         self.step_gate.set()
-        self.is_dead = False
+        self.revive()
+
+    def die(self, state: EngineState = "down", retry_after_s: float | None = 2.0) -> None:
+        """As an engine process that is killed."""
+        with self._lock:
+            self.is_dead, self.state, self.retry_after_s = True, state, retry_after_s
+            for found in list(self._open.values()):
+                self._end(found, set(found.open_choices), "error", engine_died=True)
+
+    def revive(self) -> None:
+        self.is_dead, self.state, self.retry_after_s = False, "ready", None
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        return self.watchers.add(sink)
 
     @property
     def num_open(self) -> int:
@@ -96,7 +125,7 @@ class FakeEngineClient:
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         if self._is_closed or self.is_dead:
-            raise EngineDeadError("closed")
+            raise EngineDeadError("closed", self.retry_after_s)
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.info.max_model_len:
             raise ContextLengthExceededError(num_prompt_tokens, self.info.max_model_len)
@@ -122,7 +151,7 @@ class FakeEngineClient:
 
     def stats(self) -> EngineStats:
         if self.is_dead:
-            raise EngineDeadError("dead")
+            raise EngineDeadError("dead", self.retry_after_s)
         return EngineStats(
             num_running=len(self._open),
             num_waiting=0,
@@ -145,6 +174,7 @@ class FakeEngineClient:
     def close(self, drain: bool = False) -> None:
         with self._lock:
             self._is_closed = True
+            self.state = "closing"
             for found in list(self._open.values()):
                 self._end(found, set(found.open_choices), "abort")
         self.step_gate.set()
@@ -204,7 +234,7 @@ class FakeEngineClient:
         num_top = request.params.prompt_logprobs or 0
         return [None, *(self._logprobs(token_id, num_top) for token_id in request.prompt_token_ids[1:])]
 
-    def _end(self, found: _Open, choices: set[int], reason: Any) -> None:
+    def _end(self, found: _Open, choices: set[int], reason: Any, engine_died: bool = False) -> None:
         for index in sorted(choices):
             self._close_choice(found, index)
             found.sink(
@@ -215,6 +245,7 @@ class FakeEngineClient:
                     num_prompt_tokens=len(found.request.prompt_token_ids),
                     finish_reason=reason,
                     error="secret detail" if reason == "error" else None,
+                    engine_died=engine_died,
                 )
             )
 
