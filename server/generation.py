@@ -11,7 +11,7 @@ request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,16 +20,19 @@ from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from server.bridge import LoopBridge
+from server.meter import RequestMeter
 from server.schema import GenerationRequest
 from tokenizer import Tokenizer
 
 
 class GenerationError(Exception):
-    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open."""
+    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
+    fault, `Generation.cancel` was called."""
 
-    def __init__(self, message: str, *, is_shutdown: bool) -> None:
+    def __init__(self, message: str, *, is_shutdown: bool = False, is_cancelled: bool = False) -> None:
         super().__init__(message)
         self.is_shutdown = is_shutdown
+        self.is_cancelled = is_cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,9 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
+    meter           is shown every output; `Service.admit` sets it
+
+    on_close        called once, by the first `close`
 
     `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had) and
     `num_completion_tokens` count over all of them; `prompt_logprobs(i)` is there before the first piece of prompt i."""
@@ -91,9 +97,12 @@ class Generation:
     params: SamplingParams
     arrival_time_s: float
     scheduling: Scheduling = Scheduling()
+    meter: RequestMeter | None = None
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     has_left: bool = False
+    is_cancelled: bool = False
+    on_close: list[Callable[[], None]] = field(default_factory=list)
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,6 +151,14 @@ class Generation:
             if prompt.running_choices:
                 prompt.running_choices.clear()
                 self.client.cancel(prompt.request_id)
+        while self.on_close:
+            self.on_close.pop()()
+
+    def cancel(self) -> None:
+        """Somebody does not want it any more: free the blocks now, and end the iteration with `GenerationError`."""
+        self.is_cancelled = True
+        self.close()
+        self._arrived.set()
 
     def leave(self) -> None:
         """The client has gone away: free the blocks now, and end the iteration."""
@@ -162,7 +179,7 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """Lists of pieces, in order, until every choice has finished or the client has left.
 
-        Raises `GenerationError` when the engine could not finish a choice.
+        Raises `GenerationError` when the engine could not finish a choice, or after `cancel`.
         """
         while any(prompt.open_choices for prompt in self._prompts):
             await self._arrived.wait()
@@ -171,10 +188,14 @@ class Generation:
             pieces = [self._push(prompt, output) for prompt, output in outputs if output.index in prompt.open_choices]
             if pieces:
                 yield pieces
+        if self.is_cancelled:
+            raise GenerationError("the request was cancelled", is_cancelled=True)
 
     def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
         if output.finish_reason is not None:
             prompt.running_choices.discard(output.index)
+        if self.meter is not None:
+            self.meter.observe(output)
         self._outputs.append((prompt, output))
         self._arrived.set()
 
@@ -193,5 +214,7 @@ class Generation:
             prompt.open_choices.discard(output.index)
             if delta.should_cancel and output.index in prompt.running_choices:
                 prompt.running_choices.discard(output.index)
+                if self.meter is not None:
+                    self.meter.stop(prompt.request_id, output.index)
                 self.client.cancel(prompt.request_id, output.index)
         return Piece(prompt.number * self.params.n + output.index, delta)
