@@ -17,19 +17,31 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    StepView,
+)
+from runtime.engine.watching import StepViews, Watchers
 
 if TYPE_CHECKING:  # so that a user of the interface wakes neither numpy nor numba
     import numpy as np
     from numpy.typing import NDArray
 
+    from runtime.engine.embedding import Embedding
     from runtime.engine.engine import Engine
     from runtime.engine.sequence import Request
+
+T = TypeVar("T")
 
 logger = logging.getLogger("xserv.engine")
 
@@ -72,14 +84,33 @@ class EngineClient(Protocol):
         ends gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
         ...
 
+    @property
+    def state(self) -> EngineState:
+        """Whether requests are taken."""
+        ...
+
     def stats(self) -> EngineStats:
-        """A snapshot; never waits for a step. Raises ``EngineDeadError`` when the engine's loop has died."""
+        """A snapshot, at most about a second old; never waits for a step. Raises ``EngineDeadError`` when the engine
+        has died."""
+        ...
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        """Show the sink every step from now on, on any thread; it must not block. Returns the way to stop, which may
+        be called again. Costs nothing while nobody watches."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """The raw logits after each of these tokens, ``[num_tokens, vocab_size]`` float32; waits for them.
 
         Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        """
+        ...
+
+    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+        """The hidden states after the final norm, pooled ("last", "mean"): ``[hidden_size]`` float32, of any length.
+
+        Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
+        ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.
         """
         ...
 
@@ -103,15 +134,22 @@ class ThreadEngineClient:
     The thread sleeps on a condition while there is nothing to do. If the loop itself fails (a bug: requests'
     own failures never get there), every open request ends with "error" and ``EngineDeadError`` answers all
     calls.
+
+    after_delivery  called on the engine's thread when the outputs of a step, or of what users asked for, are with
+                    their sinks; it may block, and then the engine waits
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, after_delivery: Callable[[], None] | None = None) -> None:
         self._engine = engine
+        self._after_delivery = after_delivery
+        self._watchers = Watchers()
+        self._views = StepViews(engine.timeline, engine.pool)
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._commands: deque[Callable[[], list[EngineOutput]]] = deque()
         self._open: dict[str, _OpenRequest] = {}
-        self._logits_futures: set[Future[NDArray[np.float32]]] = set()
+        self._futures: set[Future[Any]] = set()  # of computations among the commands
+        self._embeddings: set[Future[NDArray[np.float32]]] = set()
         self._num_submitted = 0  # requests among the commands
         self._is_closing = False
         self._drains = False
@@ -153,14 +191,43 @@ class ThreadEngineClient:
         stats = self._engine.stats()
         return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + self._num_submitted)
 
+    @property
+    def state(self) -> EngineState:
+        """See ``EngineClient.state``: never "starting"."""
+        if self._has_died:
+            return "down"
+        return "closing" if self._is_closing else "ready"
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Requests of which nothing was scheduled yet, those that the engine has not seen included."""
+        with self._condition:
+            return self._engine.num_unscheduled + self._num_submitted
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""
+        return self._watchers.add(sink)
+
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See ``EngineClient.logits``; runs between two steps."""
-        future: Future[NDArray[np.float32]] = Future()
+        """See ``EngineClient.logits``."""
+        return self.start_logits(token_ids).result()
+
+    def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]:
+        """``logits`` that does not wait; they are computed between two steps. Raises ``EngineDeadError``."""
+        return self._compute(partial(self._engine.logits, token_ids))
+
+    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.embed``."""
+        embedding = self._engine.embedder.prepare(token_ids, pooling)
+        max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()
-            self._logits_futures.add(future)
-            self._enqueue(partial(self._compute_logits, token_ids, future))
-        return future.result()
+            if len(self._embeddings) >= max_waiting:
+                raise QueueFullError(max_waiting, RETRY_AFTER_S)
+            self._embeddings.add(embedding.future)
+            self._enqueue(partial(self._add_embedding, embedding))
+        embedding.future.add_done_callback(self._embeddings.discard)
+        return embedding.future
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine
@@ -175,6 +242,24 @@ class ThreadEngineClient:
         atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _compute(self, work: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread do this between two steps. Raises ``EngineDeadError``."""
+        future: Future[T] = Future()
+
+        def run() -> list[EngineOutput]:
+            self._futures.discard(future)
+            try:
+                future.set_result(work())
+            except Exception as error:  # the caller's, not the loop's
+                future.set_exception(error)
+            return []
+
+        with self._condition:
+            self._check_alive()
+            self._futures.add(future)
+            self._enqueue(run)
+        return future
 
     def _check_alive(self) -> None:
         if self._has_died:
@@ -192,8 +277,10 @@ class ThreadEngineClient:
         try:
             while self._wait_for_work():
                 self._deliver(self._obey())
+                self._engine.embedder.advance()
                 if self._engine.has_work:
                     self._deliver(self._engine.step(self._obey))
+                    self._show_steps()
                     self._engine.rest()
             self._deliver(self._engine.cancel_all())
             self._engine.close()
@@ -208,14 +295,18 @@ class ThreadEngineClient:
     def _wait_for_work(self) -> bool:
         """Sleep while there is nothing to do; False: stop."""
         with self._condition:
-            was_idle = not (self._commands or self._engine.has_work)
-            while not (self._commands or self._engine.has_work or self._is_closing):
+            was_idle = not self._has_work
+            while not (self._has_work or self._is_closing):
                 self._condition.wait()
-            if self._is_closing and (not self._drains or not (self._commands or self._engine.has_work)):
+            if self._is_closing and not (self._drains and self._has_work):
                 return False
         if was_idle:
             self._await_burst()
         return True
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
 
     def _await_burst(self) -> None:
         end = time.monotonic() + BURST_MOST_S
@@ -237,15 +328,16 @@ class ThreadEngineClient:
             self._engine.admit(request)
         return []
 
-    def _compute_logits(
-        self, token_ids: Sequence[int], future: Future[NDArray[np.float32]]
-    ) -> list[EngineOutput]:
-        self._logits_futures.discard(future)
-        try:
-            future.set_result(self._engine.logits(token_ids))
-        except Exception as error:  # the caller's, not the loop's
-            future.set_exception(error)
+    def _add_embedding(self, embedding: Embedding) -> list[EngineOutput]:
+        self._engine.embedder.add(embedding)
         return []
+
+    def _show_steps(self) -> None:
+        if self._watchers:
+            for view in self._views.take():
+                self._watchers.show(view)
+        else:
+            self._views.skip()
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -264,14 +356,17 @@ class ThreadEngineClient:
                 with self._condition:
                     self._open.pop(output.request_id, None)
                 self._engine.cancel(output.request_id)
+        if self._after_delivery is not None:
+            self._after_delivery()
 
     def _end_all(self, reason: FinishReason) -> None:
         """Give a last output to every choice that has none: requests that never reached the engine, or all of
         them when the loop has died."""
         with self._condition:
-            left, futures = list(self._open.items()), list(self._logits_futures)
+            left, futures = list(self._open.items()), [*self._futures, *self._embeddings]
         for future in futures:
-            future.set_exception(EngineDeadError("the engine was closed before the logits were computed"))
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError("the engine was closed before this was computed"))
         error = "the engine's loop has died" if reason == "error" else None
         for request_id, request in left:
             for index in sorted(request.choices):
@@ -282,5 +377,6 @@ class ThreadEngineClient:
                     num_prompt_tokens=request.num_prompt_tokens,
                     finish_reason=reason,
                     error=error,
+                    engine_died=reason == "error",
                 )
                 self._deliver([output])
