@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 from server.fields import take_table_fields
+from server.limits import check_limits, is_deeper
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -36,9 +37,13 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         raise _too_large(config)  # the client has not begun to send
     body = bytearray()
     num_discarded_bytes = 0
+    loop = asyncio.get_running_loop()
+    end = loop.time() + config.body_timeout_s
     try:
-        async with asyncio.timeout(config.body_timeout_s):
+        async with asyncio.timeout(min(config.body_start_timeout_s, config.body_timeout_s)) as limit:
             async for chunk in request.stream():
+                if chunk:
+                    limit.reschedule(end)
                 if is_too_large or len(body) + len(chunk) > config.max_body_bytes:
                     is_too_large = True
                     num_discarded_bytes += len(body) + len(chunk)
@@ -50,9 +55,10 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     except TimeoutError:
         if is_too_large:
             raise _too_large(config) from None
+        limit_s = config.body_timeout_s if body else min(config.body_start_timeout_s, config.body_timeout_s)
         raise ApiError(
             408,
-            f"The body did not arrive within {config.body_timeout_s:g} seconds.",
+            f"The body did not {'arrive' if body else 'begin to arrive'} within {limit_s:g} seconds.",
             code="body_timeout",
             headers={"Connection": "close"},
         ) from None
@@ -78,29 +84,12 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     if is_deeper(value, config.max_json_depth):
         raise _too_deep(config)
+    check_limits(value, config)
     value = take_table_fields(value, schema)
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         raise schema_error(str(error)) from None
-
-
-def is_deeper(value: Any, max_depth: int) -> bool:
-    """Whether arrays and objects nest deeper than `max_depth` levels. Looks level by level, so that no
-    depth can exhaust the stack."""
-    level = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > max_depth:
-            return True
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-    return False
 
 
 MAX_SHOWN_NAME = 200

@@ -1,30 +1,122 @@
-"""Every limit that the server holds a request to, beside the engine's own (`EngineInfo`,
-`SamplingParams`)."""
+"""Every limit and every setting of the HTTP server, beside the engine's own (`EngineInfo`, `SamplingParams`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+
+from runtime.errors import InvalidArgumentError
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class ServerConfigError(InvalidArgumentError):
+    """A setting of the server has a value that cannot be honoured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Limits of the HTTP server.
+    """What the server holds clients to, whom it lets in, and what it tells. Times in seconds, sizes in bytes.
 
-    max_body_bytes          largest request body; beyond it the answer is 413
-    max_discarded_bytes     how much of a too large body is read and thrown away, so that a client that only
-                            listens once it has sent everything gets to see the 413; beyond it the
-                            connection is closed
-    body_timeout_s          seconds a body may take to arrive; beyond it the answer is 408
-    max_json_depth          deepest nesting of arrays and objects in a body
-    max_prompts             most prompts in one request
-    max_choices             most choices (prompts × n) in one request
-    num_tokenizer_threads   threads that render chat templates and encode prompts, away from the event loop
+    Connections:
+    max_connections          open at once; further ones are answered with 503, but for the probes
+    max_header_bytes         request line and headers together; beyond it the answer is 431
+    max_headers              most header fields; beyond it the answer is 431
+    header_timeout_s         from the connection, or the next request's first byte, to the end of the headers: 408
+    keep_alive_timeout_s     how long a connection without a request is kept
+    write_buffer_bytes       of an answer held for a client that does not read; then the answer pauses
+    slow_reader_timeout_s    how long an answer may pause; then the connection is cut and the request cancelled
+    ping_interval_s          a stream that is silent for so long gets a comment, so that no proxy takes it for dead
+
+    Bodies:
+    max_body_bytes           beyond it the answer is 413
+    max_discarded_bytes      how much of a too large body is read and thrown away, so that a client that only listens
+                             once it has sent everything gets to see the 413; beyond it the connection is closed
+    body_start_timeout_s     from the headers to the body's first byte; beyond it the answer is 408
+    body_timeout_s           from the headers to the body's end; beyond it the answer is 408
+
+    Fields, beyond which the answer is 400:
+    max_json_depth           nesting of arrays and objects in a body
+    max_schema_depth         nesting within `response_format`, `structured_outputs` and each tool
+    max_prompts              prompts, or inputs, in one request
+    max_choices              choices (prompts × n) in one request
+    max_messages             messages in one conversation
+    max_tools                tools in one request
+    max_stop_strings         stop strings
+    max_logit_bias           entries of `logit_bias`
+
+    num_tokenizer_threads    threads that render chat templates and encode prompts, away from the event loop
+
+    Who is let in:
+    api_keys, api_key_files  keys, and files of keys (one a line, read again on SIGHUP); none: everybody
+    share_prefix_cache       let holders of different keys share cached prefixes, whose timing tells who said what
+    allowed_origins          other sites whose pages may ask ("https://chat.example", "*": all)
+    allowed_hosts            names in the Host header; None: any. `serve` sets it where it listens on loopback alone
+    ssl_certfile, ssl_keyfile  TLS; both or neither
+
+    Operations:
+    drain_timeout_s          how long open requests may go on after SIGTERM
+    log_format               "text" or "json", one object a line
+    log_level                least level that is logged
+    log_file                 instead of stderr
+    log_prompts              write prompts to the log
+    otlp_endpoint            where OpenTelemetry traces go (needs the extra `otel`); None: nowhere
     """
+
+    max_connections: int = 2000
+    max_header_bytes: int = 16 * 1024
+    max_headers: int = 100
+    header_timeout_s: float = 10.0
+    keep_alive_timeout_s: float = 30.0
+    write_buffer_bytes: int = 64 * 1024
+    slow_reader_timeout_s: float = 30.0
+    ping_interval_s: float = 15.0
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_discarded_bytes: int = 256 * 1024 * 1024
+    body_start_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
+
     max_json_depth: int = 64
+    max_schema_depth: int = 32
     max_prompts: int = 256
     max_choices: int = 1024
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_stop_strings: int = 64
+    max_logit_bias: int = 4096
+
     num_tokenizer_threads: int = 2
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_files: tuple[str, ...] = ()
+    share_prefix_cache: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    drain_timeout_s: float = 10.0
+    log_format: str = "text"
+    log_level: str = "warning"
+    log_file: str | None = None
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ServerConfigError`, which names the field, its value and its limit."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and not (isinstance(value, int) and value >= 1):
+                raise ServerConfigError(f"{each.name} must be at least 1, got {value!r}")
+            if each.type == "float" and not (0 < value < 1e6 or (value == 0 and each.name == "drain_timeout_s")):
+                raise ServerConfigError(f"{each.name} must be above 0 and below 1,000,000 seconds, got {value!r}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ServerConfigError("ssl_certfile and ssl_keyfile belong together: give both, or neither")
+        if self.log_format not in LOG_FORMATS:
+            raise ServerConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise ServerConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        for origin in self.allowed_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ServerConfigError(f"allowed_origins: {origin!r} is no origin, such as https://chat.example")

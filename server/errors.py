@@ -10,7 +10,11 @@
     415     invalid_request_error  unsupported_media_type
     429     rate_limit_error       queue_full            (with Retry-After)
     500     server_error           internal_error
-    503     server_error           engine_unavailable
+    503     server_error           engine_unavailable    (with Retry-After when it is being started again)
+    503     server_error           draining, overloaded  (with Retry-After)
+
+Before these stand the ones of the outer layers: 401 invalid_api_key, 403 host_not_allowed and origin_not_allowed, 431
+headers_too_large, 408 header_timeout, 400 invalid_http.
 
 A message is written for the user, here or where a field is checked (`RequestError`, which names field,
 value and limit). The text of any other exception stays in the server's log."""
@@ -78,9 +82,39 @@ def internal_error() -> ApiError:
     )
 
 
-def engine_unavailable() -> ApiError:
-    """503: the engine is stopping or has died."""
-    return ApiError(503, "The engine does not take requests any more.", type="server_error", code="engine_unavailable")
+def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
+    """503: the engine is stopping or has died; with a number, it is being started again."""
+    return ApiError(
+        503,
+        "The engine does not take requests any more."
+        if retry_after_s is None
+        else "The engine broke down and is being started again.",
+        type="server_error",
+        code="engine_unavailable",
+        headers=None if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))},
+    )
+
+
+def draining() -> ApiError:
+    """503: the server is about to end; another one may take the request."""
+    return ApiError(
+        503,
+        "The server is shutting down and takes no new requests.",
+        type="server_error",
+        code="draining",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
+def overloaded() -> ApiError:
+    """503: more connections than the server holds."""
+    return ApiError(
+        503,
+        "The server has too many open connections.",
+        type="server_error",
+        code="overloaded",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
@@ -94,13 +128,13 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(
             429,
-            f"The waiting queue is full ({error.max_waiting} requests).",
+            f"The waiting queue is full ({error.limit} {error.unit}).",
             type="rate_limit_error",
             code="queue_full",
             headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
         )
     if isinstance(error, EngineDeadError):
-        return engine_unavailable()
+        return engine_unavailable(error.retry_after_s)
     raise error
 
 

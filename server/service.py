@@ -9,17 +9,24 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 from uuid import uuid4
+
+from starlette.requests import Request
 
 from runtime.engine.client import EngineClient
 from runtime.errors import XservError
 from server.bridge import LoopBridge
 from server.config import ServerConfig
 from server.errors import ApiError, engine_unavailable, from_engine, internal_error
+from server.exchange import Exchange
 from server.generation import Generation, GenerationError
+from server.lifecycle import Lifecycle
+from server.logs import FIELDS
+from server.meter import RequestMeter
+from server.metrics import Metrics
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -43,6 +50,8 @@ class Service:
     model_name: str
     default_sampling: Mapping[str, float | int]
     config: ServerConfig
+    lifecycle: Lifecycle
+    metrics: Metrics
     bridge: LoopBridge
     executor: ThreadPoolExecutor
     created: int
@@ -56,6 +65,8 @@ class Service:
         model_name: str,
         default_sampling: Mapping[str, float | int],
         config: ServerConfig,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
     ) -> Service:
         """To be called on the event loop that will serve."""
         return cls(
@@ -64,6 +75,8 @@ class Service:
             model_name=model_name,
             default_sampling=default_sampling,
             config=config,
+            lifecycle=lifecycle,
+            metrics=metrics,
             bridge=LoopBridge(asyncio.get_running_loop()),
             executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
             created=int(time.time()),
@@ -92,13 +105,29 @@ class Service:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
-    def admit(self, generation: Generation, renamed: Mapping[str, str]) -> None:
-        """Admits the generation. Raises `ApiError`; `renamed` maps the engine's field names to the
-        request's."""
+    def admit(self, request: Request, generation: Generation, renamed: Mapping[str, str]) -> None:
+        """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `renamed` maps the
+        engine's field names to the request's."""
+        exchange = Exchange.of(request)
+        exchange.generation = generation
+        exchange.meter = generation.meter = RequestMeter(
+            self.metrics.generation, generation.params, generation.arrival_time_s
+        )
+        if exchange.tenant is not None:
+            salt = f"{exchange.tenant}:{generation.scheduling.cache_salt or ''}"
+            generation.scheduling = replace(generation.scheduling, cache_salt=salt)
+        if self.config.log_prompts:
+            self._log_prompts(generation)
         try:
             generation.start()
         except XservError as error:
             raise from_engine(error, renamed) from None
+
+    def _log_prompts(self, generation: Generation) -> None:
+        for token_ids in generation.prompts:
+            text = str(token_ids) if self.tokenizer is None else self.tokenizer.decode(token_ids)
+            fields = {"generation_id": generation.request_id, "prompt": repr(text)}
+            logger.info("a prompt of %d tokens", len(token_ids), extra={FIELDS: fields})
 
     def failure(self, request_id: str, error: GenerationError) -> ApiError:
         """What the client is told of a generation that broke off; the cause goes to the log."""

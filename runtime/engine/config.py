@@ -17,6 +17,9 @@ from runtime.engine.errors import RequestError
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
 
+DEFAULT_MAX_WAITING_TOKENS = 4 << 20
+"""Most prompt tokens in the waiting queue: a thousand requests of 4,096."""
+
 POLICIES = ("fcfs", "priority", "deadline")
 BATCHING = ("stall-free", "prefill-first", "orca", "static")
 PREEMPTIONS = ("auto", "recompute", "swap")
@@ -40,6 +43,7 @@ class EngineSettings(TypedDict, total=False):
     num_blocks: int | None
     kv_cache_bytes: int | None
     max_waiting: int
+    max_waiting_tokens: int
     seed: int | None
     scheduling_policy: Policy
     batching: Batching
@@ -83,6 +87,7 @@ class EngineConfig:
     block_size              tokens in one KV block
     num_blocks, kv_cache_bytes  size of the KV cache, one of the two
     max_waiting             most requests in the waiting queue
+    max_waiting_tokens      most prompt tokens of all requests in the waiting queue; one request alone may have more
     seed                    of the generator that draws seeds for requests without one; None: from the OS
     scheduling_policy       "priority" (and arrival; the default), "fcfs", "deadline" (least slack first)
     batching                "stall-free" (decodes, then chunks of prompts; the default), and for comparison
@@ -110,6 +115,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     max_waiting: int = 1024
+    max_waiting_tokens: int = DEFAULT_MAX_WAITING_TOKENS
     seed: int | None = None
     scheduling_policy: Policy = "priority"
     batching: Batching = "stall-free"
@@ -127,7 +133,7 @@ class EngineConfig:
     decode_graphs: DecodeGraphsMode = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_waiting_tokens"):
             check_positive(name, getattr(self, name))
         for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
@@ -199,6 +205,7 @@ class EngineLimits:
     block_size: int
     num_blocks: int
     max_waiting: int
+    max_waiting_tokens: int = DEFAULT_MAX_WAITING_TOKENS
     scheduling: SchedulingConfig = SchedulingConfig()
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
@@ -258,6 +265,7 @@ def resolve(
         block_size=block_size,
         num_blocks=num_blocks,
         max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
         scheduling=config.scheduling,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.swap_space_bytes // bytes_per_block,

@@ -46,13 +46,13 @@ class InvariantError(XservError):
 
 
 class QueueFullError(XservError):
-    """The waiting queue holds `max_waiting` requests; worth trying again after `retry_after_s` seconds."""
+    """The waiting queue holds as many requests, or as many of their tokens (`unit`), as it may: `limit`. Worth trying
+    again after `retry_after_s` seconds."""
 
-    def __init__(self, max_waiting: int, retry_after_s: float) -> None:
-        super().__init__(
-            f"the waiting queue is full ({max_waiting} requests); retry in {retry_after_s:.0f} s"
-        )
-        self.max_waiting = max_waiting
+    def __init__(self, limit: int, retry_after_s: float, unit: str = "requests") -> None:
+        super().__init__(f"the waiting queue is full ({limit} {unit}); retry in {retry_after_s:.0f} s")
+        self.limit = limit
+        self.unit = unit
         self.retry_after_s = retry_after_s
 
 

@@ -19,6 +19,10 @@ EngineState = Literal["ready", "starting", "down", "closing"]
 next start or for good; "closing": closed, or about to be."""
 
 
+ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of ``EngineStats.iteration_token_counts``, vLLM's."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt to continue.
 
@@ -111,6 +115,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_host_blocks, num_free_host_blocks  the swap space, and what of it a swapped sequence could get
     num_decode_graphs, decode_graph_bytes  recorded so far, and the device memory that they and their arrays hold
     num_graph_steps                 steps that ran as one of them, since the start
+    num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
+    iteration_token_counts          steps by their tokens: at most each of ``ITERATION_TOKEN_BOUNDS``, and more than the
+                                    last; empty: not counted. iteration_tokens: their sum
     """
 
     num_running: int
@@ -138,6 +145,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_decode_graphs: int = 0
     decode_graph_bytes: int = 0
     num_graph_steps: int = 0
+    num_waiting_tokens: int = 0
+    iteration_token_counts: tuple[int, ...] = ()
+    iteration_tokens: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -146,6 +156,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_len   most tokens of prompt and output together
     vocab_size      ids in [0, vocab_size)
     eos_token_ids   of the generation config, else of the config
+    max_waiting, max_waiting_tokens  most requests that wait, and most prompt tokens of them together
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
     kv_cache_bytes, weight_bytes  device memory held by each
     """
@@ -166,6 +177,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_bytes: int
     weight_bytes: int
     scheduling_policy: str = "priority"
+    max_waiting_tokens: int = 2**63 - 1
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

@@ -1,0 +1,47 @@
+"""Whether the server still takes requests, and how many it has open: what a drain needs to know."""
+
+from __future__ import annotations
+
+import asyncio
+
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that are answered while the server drains or is full: those who watch it must go on seeing it."""
+
+WATCHERS = PROBES | {"/live"}
+"""Paths whose requests nobody waits for when the server stops: they end when all others have."""
+
+
+class Lifecycle:
+    """Belongs to the event loop's thread.
+
+    is_draining  no new requests; those that are open may finish
+    closing      set when the last of them is over: streams that only watch end now
+    """
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.closing = asyncio.Event()
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that somebody waits for, from their headers to the end of their answers."""
+        return self._num_open
+
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
+    def enter(self) -> None:
+        self._num_open += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()

@@ -1,0 +1,63 @@
+"""How much of what one request may hold, whichever endpoint it is for: read off the decoded JSON, before it becomes
+typed objects. Lengths of text are not among them: the body has a limit, and so has the context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.config import ServerConfig
+from server.errors import ApiError, invalid
+
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text")
+"""Fields that may hold a JSON schema."""
+
+
+def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
+    """Raises `ApiError` 400 which names the field, what it has and what it may have. Wrong types pass: the schema
+    refuses them."""
+    for name, limit in (
+        ("messages", config.max_messages),
+        ("tools", config.max_tools),
+        ("stop", config.max_stop_strings),
+        ("bad_words", config.max_stop_strings),
+        ("logit_bias", config.max_logit_bias),
+    ):
+        _check_length(name, request.get(name), limit)
+    items = request.get("input")  # of a conversation, or texts, or the ids of one text
+    if isinstance(items, list) and items and not isinstance(items[0], int):
+        _check_length("input", items, config.max_messages)
+    n = request.get("n")
+    if isinstance(n, int) and n > config.max_choices:
+        raise invalid("n", f"n must be at most {config.max_choices}, got {n if n < 10**18 else 'more'}.")
+    for name in _SCHEMA_FIELDS:
+        value = request.get(name)
+        if isinstance(value, (dict, list)) and is_deeper(value, config.max_schema_depth):
+            raise invalid(name, f"{name} nests arrays and objects deeper than {config.max_schema_depth} levels.")
+
+
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Whether arrays and objects nest deeper than `max_depth` levels. Looks level by level, so that no
+    depth can exhaust the stack."""
+    level = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            return True
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+    return False
+
+
+def _check_length(name: str, value: Any, limit: int) -> None:
+    if isinstance(value, (list, dict)) and len(value) > limit:
+        raise too_many(name, len(value), limit)
+
+
+def too_many(name: str, count: int, limit: int) -> ApiError:
+    return invalid(name, f"{name} must have at most {limit} entries, got {count}.")

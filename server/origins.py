@@ -1,0 +1,77 @@
+"""Which names the server answers to, and which pages of other sites may use it.
+
+A browser lets any page send requests, and keeps the answers from it unless the server's CORS headers say otherwise; it
+sends none here unless an origin is allowed. Two things it does not prevent: a page of another site that posts without
+wanting to read the answer, and a name of another site that has come to mean this machine (DNS rebinding), so that
+the page counts as of the same origin. The first is refused by the Origin header, the second by the Host header."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+
+from server.errors import ApiError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class OriginRules:
+    """What of Host and Origin is let in.
+
+    allowed_hosts    names and addresses without port, "*": any; None: no rule
+    allowed_origins  origins besides the server's own, "*": any
+    """
+
+    def __init__(self, allowed_hosts: Sequence[str] | None, allowed_origins: Sequence[str]) -> None:
+        is_open = allowed_hosts is None or "*" in allowed_hosts
+        self._hosts = None if is_open else frozenset(host.lower().encode() for host in allowed_hosts or ())
+        self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in allowed_origins)
+
+    def check(self, method: str, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises `ApiError` 403 for a foreign name, and for a page of another site that asks for more than to read."""
+        host = origin = fetch_site = b""
+        for name, value in headers:
+            if name == b"host":
+                host = value.lower()
+            elif name == b"origin":
+                origin = value.lower()
+            elif name == b"sec-fetch-site":
+                fetch_site = value.lower()
+        if self._hosts is not None and _without_port(host) not in self._hosts:
+            raise ApiError(
+                403,
+                "This server does not answer to the name in the Host header; --allowed-host names those it does.",
+                code="host_not_allowed",
+            )
+        if not origin or method in SAFE_METHODS or b"*" in self._origins or origin in self._origins:
+            return
+        if fetch_site != b"same-origin" and origin != b"%b://%b" % (scheme.encode(), host):
+            raise ApiError(
+                403,
+                "Pages of this origin may not use this server; --allowed-origin names those that may.",
+                code="origin_not_allowed",
+            )
+
+
+def _without_port(host: bytes) -> bytes:
+    if host.startswith(b"["):
+        return host.partition(b"]")[0] + b"]"
+    return host.partition(b":")[0]
+
+
+def hosts_for(host: str, further: Sequence[str]) -> tuple[str, ...] | None:
+    """The names that a server answers to which listens on `host`: where that is this machine alone, its names and
+    `further`; else `further`, and if there are none, all."""
+    if host == "localhost" or _is_loopback(host):
+        shown = f"[{host}]" if ":" in host else host
+        return (*dict.fromkeys((*LOOPBACK_NAMES, shown, *further)),)
+    return tuple(further) or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
