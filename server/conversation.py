@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from server.body import is_deeper, schema_error
+from server.body import schema_error
 from server.errors import ApiError, invalid
+from server.limits import is_deeper
 from server.schema import ChatCompletionRequest, Message, Tool
 
 MAX_ARGUMENTS_DEPTH = 64
