@@ -1,0 +1,160 @@
+// The server's HTTP API as the page uses it: requests with the key, event streams, and errors put into words.
+
+const BASE = new URL("../", import.meta.url);
+const KEY_NAME = "xserv.key";
+
+let memoryKey = ""; // where the browser keeps no session storage
+
+export function apiKey() {
+  try {
+    return sessionStorage.getItem(KEY_NAME) ?? memoryKey;
+  } catch {
+    return memoryKey;
+  }
+}
+
+/** Kept for this tab alone, and gone with it. */
+export function setApiKey(key) {
+  memoryKey = key;
+  try {
+    if (key) sessionStorage.setItem(KEY_NAME, key);
+    else sessionStorage.removeItem(KEY_NAME);
+  } catch {
+    // it stays in memory
+  }
+}
+
+/** An answer that is no answer. `title` and `message` are for people; `code` is OpenAI's, status 0: not reached. */
+export class ApiFailure extends Error {
+  constructor(status, message, code = null, retryAfterS = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+    this.retryAfterS = retryAfterS;
+    this.title = titleOf(status, code);
+  }
+
+  get needsKey() {
+    return this.status === 401 || this.status === 403;
+  }
+}
+
+function titleOf(status, code) {
+  if (code === "context_length_exceeded") return "This conversation is too long for the model";
+  switch (status) {
+    case 0:
+      return "The server cannot be reached";
+    case 401:
+    case 403:
+      return "This server asks for an API key";
+    case 404:
+      return "The server does not know this";
+    case 408:
+      return "The request took too long to arrive";
+    case 413:
+      return "The message is too large";
+    case 429:
+      return "The server is busy";
+    case 503:
+      return "The engine is not available";
+    default:
+      return status >= 500 ? "The server failed" : "The server did not accept this";
+  }
+}
+
+/** A response with a body, or an `ApiFailure`; a request that was aborted throws as `fetch` does. */
+async function request(path, options = {}) {
+  const headers = new Headers(options.headers);
+  const key = apiKey();
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  let response;
+  try {
+    // Without a key of the page's own, the browser sends what it has asked its user for.
+    const credentials = key ? "omit" : "same-origin";
+    response = await fetch(new URL(path, BASE), { ...options, headers, credentials, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    if (error instanceof TypeError && /header|ByteString|ISO-8859-1/i.test(error.message)) {
+      throw new ApiFailure(401, "The API key holds a character that no key can have.");
+    }
+    throw new ApiFailure(0, "No answer came. Is it still running, and are you online?");
+  }
+  if (response.ok) return response;
+  throw await failureOf(response);
+}
+
+async function failureOf(response) {
+  const retryAfterS = Number(response.headers.get("Retry-After")) || null;
+  let error = {};
+  try {
+    error = (await response.json()).error ?? {};
+  } catch {
+    // not JSON: something between us and the server has answered
+  }
+  return toFailure(error, response.status, retryAfterS);
+}
+
+function toFailure(error, status, retryAfterS) {
+  const message = typeof error.message === "string" ? error.message : `It answered with status ${status}.`;
+  return new ApiFailure(status, message, error.code ?? null, retryAfterS);
+}
+
+export async function getJson(path, signal) {
+  return (await request(path, { signal })).json();
+}
+
+/** The data of each event of `GET path`, decoded. */
+export async function* getEvents(path, signal) {
+  yield* eventsOf(await request(path, { signal }));
+}
+
+/** The chunks of a streamed answer, up to `[DONE]`. Throws `ApiFailure` for an error inside the stream, too. */
+export async function* streamChat(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }),
+    signal,
+  });
+  for await (const chunk of eventsOf(response)) {
+    if (chunk.error) throw toFailure(chunk.error, chunk.error.code === "engine_unavailable" ? 503 : 500, null);
+    yield chunk;
+  }
+}
+
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let isDone = false;
+  try {
+    for (;;) {
+      const { value, done } = await read(reader);
+      if (done) break;
+      const frames = (rest + value).split("\n\n");
+      rest = frames.pop();
+      for (const frame of frames) {
+        const data = frame
+          .split("\n")
+          .filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart())
+          .join("\n");
+        if (data === "[DONE]") {
+          isDone = true;
+          return;
+        }
+        if (data) yield JSON.parse(data);
+      }
+    }
+  } finally {
+    if (!isDone) reader.cancel().catch(() => {}); // whoever stops listening lets the server know
+  }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiFailure(0, "The connection broke off in the middle of the answer.");
+  }
+}

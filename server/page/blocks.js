@@ -1,0 +1,96 @@
+// The map of the KV blocks: a cell each, in the order of the pages in memory; a cell stands for several where they are
+// many. Kinds differ in shape as well as in colour.
+
+import { hatch, prepare } from "./timeline.js";
+
+const KINDS = { u: "used", s: "shared", c: "cached", f: "free" };
+const RANK = ["free", "cached", "used", "shared"];
+const MAX_CELL = 15;
+const MIN_CELL = 5;
+
+/** "12u3s40c900f" as [[12, "used"], …]. Anything else in it is left out. */
+export function runs(blockMap) {
+  return [...blockMap.matchAll(/(\d+)([uscf])/g)].map(([, count, kind]) => [Number(count), KINDS[kind]]);
+}
+
+export function totals(blockMap) {
+  const found = { used: 0, shared: 0, cached: 0, free: 0 };
+  for (const [count, kind] of runs(blockMap)) found[kind] += count;
+  return found;
+}
+
+export class BlockMap {
+  /** colours  () → {used, shared, cached, free, ground} */
+  constructor(canvas, colours) {
+    this.canvas = canvas;
+    this.colours = colours;
+  }
+
+  /** Returns how many blocks a cell stands for. */
+  draw(blockMap) {
+    const { context, width, height } = prepare(this.canvas);
+    const blocks = runs(blockMap);
+    const numBlocks = blocks.reduce((sum, [count]) => sum + count, 0);
+    if (!numBlocks || !width) return 1;
+    const [cell, perCell] = layout(numBlocks, width, height);
+    const numColumns = Math.floor(width / cell);
+    const palette = this.colours();
+    const cached = hatch(context, palette.cached, true);
+    const size = cell - (cell > 7 ? 2 : 1);
+    cellsOf(blocks, perCell).forEach((kind, at) => {
+      const x = (at % numColumns) * cell;
+      const y = Math.floor(at / numColumns) * cell;
+      if (kind === "free") {
+        context.fillStyle = palette.free;
+        context.fillRect(x + size / 2 - 1, y + size / 2 - 1, 2, 2);
+      } else if (kind === "cached") {
+        context.fillStyle = cached;
+        context.fillRect(x, y, size, size);
+        context.strokeStyle = palette.cached;
+        context.lineWidth = 1;
+        context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+      } else {
+        context.fillStyle = palette[kind];
+        context.fillRect(x, y, size, size);
+        if (kind === "shared") {
+          context.fillStyle = palette.ground;
+          context.fillRect(x + size * 0.32, y + size * 0.32, size * 0.36, size * 0.36);
+        }
+      }
+    });
+    return perCell;
+  }
+}
+
+/** The largest cells with which all blocks have room; then as many blocks a cell as it takes. */
+function layout(numBlocks, width, height) {
+  for (let cell = MAX_CELL; cell >= MIN_CELL; cell -= 1) {
+    if (Math.floor(width / cell) * Math.floor(height / cell) >= numBlocks) return [cell, 1];
+  }
+  const room = Math.floor(width / MIN_CELL) * Math.floor(height / MIN_CELL);
+  return [MIN_CELL, Math.ceil(numBlocks / room)];
+}
+
+/** The kind of each cell: that of most of its blocks, the busier one of two that are as many. */
+function cellsOf(blocks, perCell) {
+  if (perCell === 1) return blocks.flatMap(([count, kind]) => Array(count).fill(kind));
+  const found = [];
+  let tally = {};
+  let filled = 0;
+  const close = () => {
+    found.push(RANK.reduce((best, kind) => ((tally[kind] ?? 0) >= (tally[best] ?? 0) && tally[kind] ? kind : best)));
+    tally = {};
+    filled = 0;
+  };
+  for (const [count, kind] of blocks) {
+    for (let left = count; left > 0; ) {
+      const taken = Math.min(left, perCell - filled);
+      tally[kind] = (tally[kind] ?? 0) + taken;
+      filled += taken;
+      left -= taken;
+      if (filled === perCell) close();
+    }
+  }
+  if (filled) close();
+  return found;
+}

@@ -1,0 +1,317 @@
+// The chat: shows the branch of a conversation, asks the server for answers, and follows them as they come.
+
+import { ApiFailure, streamChat } from "./api.js";
+import { announce, byId, h, toast } from "./dom.js";
+import { MessageView } from "./message.js";
+import { addNode, choose, newConversation, path, pathTo, removeNode, siblings } from "./store.js";
+
+const SAVE_INTERVAL_MS = 1500;
+const SUGGESTIONS = ["What is 17 plus 25?", "Reverse the word planet", "Sort 9, 4, 7, 1", "What is the capital of France?"];
+
+export class Chat {
+  #views = new Map(); // by node id
+  #running = new Map(); // by conversation id: {node, controller}
+  #frame = 0;
+  #saveTimer = 0;
+
+  /**
+   * store     where conversations are kept
+   * settings  () → {model, system, sampling}
+   * on        {changed(), needsKey(), asked(request id)}: what the rest of the page wants to know
+   */
+  constructor(store, settings, on) {
+    this.store = store;
+    this.settings = settings;
+    this.on = on;
+    this.log = byId("log");
+    this.follower = new Follower(byId("scroll"), byId("to-latest"));
+    this.actions = {
+      retry: (node) => this.retry(node),
+      resume: (node) => this.resume(node),
+      edit: (node, text) => this.edit(node, text),
+      remove: (node) => this.remove(node),
+      show: (node) => this.show(node),
+      openKey: () => this.on.needsKey(),
+      focusComposer: () => byId("message").focus(),
+    };
+    addEventListener("pagehide", () => this.#saveRunning());
+    this.open(newConversation());
+  }
+
+  get isRunning() {
+    return this.#running.has(this.conversation.id);
+  }
+
+  open(conversation) {
+    this.conversation = conversation;
+    this.#views.clear();
+    this.log.replaceChildren();
+    this.follower.isFollowing = true;
+    this.render();
+  }
+
+  /** Makes the screen agree with the conversation. */
+  render() {
+    const shown = path(this.conversation);
+    const run = this.#running.get(this.conversation.id);
+    const views = shown.map((node) => this.#views.get(node.id) ?? new MessageView(node, this.actions));
+    this.#views = new Map(views.map((view) => [view.node.id, view]));
+    const elements = shown.length ? views.map((view) => view.element) : [this.#welcome()];
+    const isSame = elements.length === this.log.children.length && elements.every((e, i) => e === this.log.children[i]);
+    if (!isSame) this.log.replaceChildren(...elements);
+    for (const view of views) {
+      view.update({ isRunning: run?.node === view.node, branches: siblings(this.conversation, view.node) });
+    }
+    byId("send").hidden = Boolean(run);
+    byId("stop").hidden = !run;
+    byId("title").textContent = this.conversation.title || "New chat";
+    this.follower.follow();
+  }
+
+  #welcome() {
+    const suggest = (text) =>
+      h("button", { type: "button", class: "suggestion", click: () => this.send(text) }, text);
+    return h(
+      "div",
+      { class: "welcome" },
+      h("h2", {}, "What would you like to know?"),
+      h("p", {}, "Conversations stay in this browser."),
+      h("div", { class: "suggestions" }, SUGGESTIONS.map(suggest)),
+    );
+  }
+
+  send(text) {
+    const last = path(this.conversation).at(-1) ?? null;
+    const node = addNode(this.conversation, last, { role: "user", content: text });
+    this.follower.isFollowing = true;
+    return this.#answer(node);
+  }
+
+  /** Another answer to the same message, beside this one. */
+  retry(node) {
+    const parent = this.conversation.nodes.find((each) => each.id === node.parent);
+    return parent ? this.#answer(parent) : undefined;
+  }
+
+  /** The same answer, from where it stopped. */
+  resume(node) {
+    return this.#generate(this.conversation, node, true);
+  }
+
+  edit(node, text) {
+    const parent = this.conversation.nodes.find((each) => each.id === node.parent) ?? null;
+    const edited = addNode(this.conversation, parent, { role: node.role, content: text });
+    return this.#answer(edited);
+  }
+
+  editLast() {
+    const views = [...this.#views.values()];
+    views.findLast((view) => view.node.role === "user")?.edit();
+  }
+
+  remove(node) {
+    const { conversation } = this;
+    this.stop();
+    const undo = removeNode(conversation, node);
+    this.#keep(conversation);
+    this.render();
+    toast("Deleted.", {
+      label: "Undo",
+      run: () => {
+        undo();
+        this.#keep(conversation);
+        this.render();
+      },
+    });
+  }
+
+  show(node) {
+    choose(this.conversation, node);
+    this.#keep(this.conversation);
+    this.render();
+  }
+
+  /** Ends the answer that is being written, if there is one. */
+  stop(conversation = this.conversation) {
+    this.#running.get(conversation.id)?.controller.abort();
+  }
+
+  #answer(parent) {
+    return this.#generate(this.conversation, addNode(this.conversation, parent, { role: "assistant" }), false);
+  }
+
+  async #generate(conversation, node, resumes) {
+    if (this.#running.has(conversation.id)) return;
+    const controller = new AbortController();
+    this.#running.set(conversation.id, { node, controller });
+    for (const name of ["finish", "failure"]) delete node[name];
+    const clock = new Clock(node, resumes);
+    this.#keep(conversation);
+    this.render();
+    announce("Answering");
+    try {
+      const body = requestOf(conversation, node, this.settings(), resumes);
+      for await (const chunk of streamChat(body, controller.signal)) {
+        if (chunk.id !== node.requestId) this.on.asked((node.requestId = chunk.id));
+        absorb(node, chunk);
+        clock.note(chunk);
+        this.#changed(conversation);
+      }
+      if (!node.finish) node.failure = { title: "The answer broke off", message: "The server ended it early." };
+    } catch (error) {
+      if (controller.signal.aborted) node.finish = "stopped";
+      else node.failure = wordsOf(error);
+    } finally {
+      delete node.requestId;
+      this.#running.delete(conversation.id);
+      this.#keep(conversation);
+      if (conversation === this.conversation) this.render();
+    }
+    announce(node.failure ? `${node.failure.title}. ${node.failure.message}` : node.content);
+    if (node.failure?.needsKey) this.on.needsKey();
+  }
+
+  /** Something has come: shown with the next frame, kept before long. */
+  #changed(conversation) {
+    if (conversation === this.conversation) {
+      this.#frame ||= requestAnimationFrame(() => {
+        this.#frame = 0;
+        this.render();
+      });
+    }
+    this.#saveTimer ||= setTimeout(() => this.#saveRunning(), SAVE_INTERVAL_MS);
+  }
+
+  #saveRunning() {
+    clearTimeout(this.#saveTimer);
+    this.#saveTimer = 0;
+    for (const id of this.#running.keys()) {
+      const conversation = this.store.conversations.get(id);
+      if (conversation) this.store.save(conversation);
+    }
+  }
+
+  #keep(conversation) {
+    conversation.updated = Date.now();
+    this.store.save(conversation);
+    this.on.changed();
+  }
+}
+
+/** The request for an answer at this place of the conversation. */
+function requestOf(conversation, node, settings, resumes) {
+  const turns = pathTo(conversation, node);
+  if (!resumes) turns.pop();
+  const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
+  for (const turn of turns) {
+    if (turn.role === "assistant" && !turn.content) continue; // an answer that failed
+    messages.push({ role: turn.role, content: turn.content });
+  }
+  const request = { model: settings.model, messages, ...settings.sampling };
+  return resumes ? { ...request, continue_final_message: true, add_generation_prompt: false } : request;
+}
+
+/** Adds a chunk of a streamed answer to the node. */
+function absorb(node, chunk) {
+  const choice = chunk.choices?.[0];
+  if (!choice) return;
+  const delta = choice.delta ?? {};
+  if (delta.content) node.content += delta.content;
+  const thought = delta.reasoning_content ?? delta.reasoning;
+  if (thought) node.reasoning = (node.reasoning ?? "") + thought;
+  for (const part of delta.tool_calls ?? []) {
+    node.calls ??= [];
+    const call = (node.calls[part.index ?? node.calls.length] ??= { id: "", name: "", arguments: "" });
+    if (part.id) call.id = part.id;
+    if (part.function?.name) call.name += part.function.name;
+    if (part.function?.arguments) call.arguments += part.function.arguments;
+  }
+  if (choice.finish_reason) node.finish = choice.finish_reason;
+}
+
+/** Measures one answer: the time to its first token, and its tokens a second from there on. */
+class Clock {
+  #begin = performance.now();
+  #first = null;
+  #tokensBefore;
+  #tokensAtFirst = 0;
+
+  constructor(node, resumes) {
+    this.node = node;
+    this.#tokensBefore = resumes ? (node.stats?.tokens ?? 0) : 0;
+    if (!resumes) node.stats = {};
+  }
+
+  note(chunk) {
+    const { stats } = this.node;
+    const now = performance.now();
+    const tokens = chunk.usage?.completion_tokens ?? 0;
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    const hasText = Boolean(delta.content || delta.reasoning_content || delta.reasoning || delta.tool_calls?.length);
+    if (hasText && this.#first === null) {
+      this.#first = now;
+      this.#tokensAtFirst = tokens;
+      stats.ttftS = (now - this.#begin) / 1000;
+    }
+    if (delta.content && this.node.reasoning && stats.thoughtS === undefined) {
+      stats.thoughtS = (now - this.#begin) / 1000 - stats.ttftS;
+    }
+    if (tokens) stats.tokens = this.#tokensBefore + tokens;
+    if (chunk.usage) {
+      stats.promptTokens = chunk.usage.prompt_tokens;
+      stats.cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+    }
+    const took = this.#first === null ? 0 : (now - this.#first) / 1000;
+    if (hasText && tokens > this.#tokensAtFirst && took > 0.02) stats.rate = (tokens - this.#tokensAtFirst) / took;
+  }
+}
+
+function wordsOf(error) {
+  if (!(error instanceof ApiFailure)) {
+    console.error(error);
+    return { title: "The page failed", message: "This should not happen; the browser’s console says more." };
+  }
+  const wait = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
+  return { title: error.title, message: `${error.message}${wait}`, needsKey: error.needsKey };
+}
+
+/** Keeps the end in view while an answer grows, unless the reader has scrolled away from it. */
+class Follower {
+  #lastTop = 0;
+
+  constructor(scroll, button) {
+    this.scroll = scroll;
+    this.button = button;
+    this.isFollowing = true;
+    scroll.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    button.addEventListener("click", () => {
+      this.isFollowing = true;
+      this.follow();
+      byId("message").focus();
+    });
+    const observer = new ResizeObserver(() => this.follow());
+    observer.observe(scroll);
+    observer.observe(byId("log"));
+  }
+
+  get #distance() {
+    return this.scroll.scrollHeight - this.scroll.scrollTop - this.scroll.clientHeight;
+  }
+
+  #scrolled() {
+    const top = this.scroll.scrollTop;
+    if (this.#distance < 24) this.isFollowing = true;
+    else if (top < this.#lastTop - 1) this.isFollowing = false;
+    this.#lastTop = top;
+    this.#showButton();
+  }
+
+  follow() {
+    if (this.isFollowing) this.scroll.scrollTop = this.scroll.scrollHeight;
+    this.#showButton();
+  }
+
+  #showButton() {
+    this.button.hidden = this.isFollowing || this.#distance < 24;
+  }
+}

@@ -1,0 +1,237 @@
+// What the page knows of the engine: the live messages, kept as far back as the timeline reaches and no further.
+//
+// Spans (a choice's piece of a prompt, or a run of its decodes) and steps lie in rings of typed arrays, requests in a
+// map of bounded size: after hours the memory is that of the first minute.
+
+const MAX_SPANS = 1 << 15;
+const MAX_STEPS = 1 << 13;
+const MAX_REQUESTS = 1024;
+const MAX_MINE = 64;
+
+export const KEPT_S = 65;
+const JOINED_S = 0.1; // decodes that follow each other make one span up to this length
+const RATE_S = 2; // rates are means over this time
+
+export const QUEUED = 0;
+export const PREFILL = 1;
+export const DECODE = 2;
+export const PREEMPTED = 3;
+
+/** A ring of records, each a number in every column. */
+export class Ring {
+  constructor(capacity, columns) {
+    this.capacity = capacity;
+    this.columns = Object.fromEntries(columns.map((name) => [name, new Float64Array(capacity)]));
+    this.end = 0; // of all records ever; the latest `size` are there
+    this.size = 0;
+  }
+
+  push(record) {
+    const at = this.end % this.capacity;
+    for (const name in this.columns) this.columns[name][at] = record[name];
+    this.end += 1;
+    this.size = Math.min(this.size + 1, this.capacity);
+    return this.end - 1;
+  }
+
+  /** Places of the records, the latest first. */
+  *latest() {
+    for (let number = this.end - 1; number >= this.end - this.size; number -= 1) yield number % this.capacity;
+  }
+
+  has(number) {
+    return number >= this.end - this.size;
+  }
+
+  clear() {
+    this.size = 0;
+  }
+}
+
+export class EngineModel {
+  constructor() {
+    this.mine = new Set();
+    this.clear();
+  }
+
+  /** As new: another engine, or a gap in what is known. */
+  clear() {
+    this.spans = new Ring(MAX_SPANS, ["serial", "kind", "start", "end", "count"]);
+    this.steps = new Ring(MAX_STEPS, ["start", "end", "prefill", "decode", "running", "waiting"]);
+    this.requests = new Map(); // by "id index", in the order of arrival on the screen
+    this.info = null;
+    this.stats = null;
+    this.state = "connecting";
+    this.blockMap = null;
+    this.numMissed = 0;
+    this.numSteps = 0;
+    this.nowS = 0;
+    this.clockOffsetS = -Infinity; // the server's clock less ours, by the message that took least
+    this.serial = 0;
+  }
+
+  /** The requests that this page has asked for are marked. */
+  addMine(id) {
+    this.mine.add(id);
+    if (this.mine.size > MAX_MINE) this.mine.delete(this.mine.values().next().value);
+    for (const request of this.requests.values()) request.isMine ||= request.id.startsWith(id);
+  }
+
+  /** The server's time, by our clock. */
+  get estimatedNowS() {
+    return performance.now() / 1000 + this.clockOffsetS;
+  }
+
+  /** Takes in one message of `/live`. */
+  take(message) {
+    this.nowS = message.now_s;
+    this.clockOffsetS = Math.max(this.clockOffsetS, message.now_s - performance.now() / 1000);
+    this.info = message.info;
+    this.stats = message.stats;
+    this.state = message.state;
+    this.numMissed += message.num_missed;
+    for (const step of message.steps) this.#takeStep(step);
+    this.#settle();
+    this.#forget();
+  }
+
+  #takeStep(step) {
+    const end = step.start_s + step.duration_s;
+    let prefill = 0;
+    let decode = 0;
+    for (const chunk of step.chunks) {
+      const isDecode = chunk.start >= chunk.num_prompt_tokens;
+      if (isDecode) decode += chunk.count;
+      else prefill += chunk.count;
+      // the step that ends a prompt draws the first token too
+      if (!isDecode && chunk.start + chunk.count >= chunk.num_prompt_tokens) decode += 1;
+      this.#takeChunk(chunk, isDecode, step, end);
+    }
+    for (const id of step.preempted) {
+      for (const request of this.requests.values()) {
+        if (request.id === id && request.state === "running" && request.lastStep < step.step) {
+          request.state = "preempted";
+          request.preempted.push(end);
+          if (request.preempted.length > 8) request.preempted.shift();
+        }
+      }
+    }
+    this.numSteps += 1;
+    this.lastStep = step.step;
+    this.steps.push({
+      start: step.start_s,
+      end,
+      prefill,
+      decode,
+      running: step.num_running,
+      waiting: step.num_waiting,
+    });
+    if (step.block_map !== null) this.blockMap = step.block_map;
+  }
+
+  #takeChunk(chunk, isDecode, step, end) {
+    const key = `${chunk.request_id} ${chunk.index}`;
+    let request = this.requests.get(key);
+    if (!request) {
+      request = this.#newRequest(chunk, step.start_s);
+      this.requests.set(key, request);
+    }
+    if (request.state === "preempted") {
+      this.#addSpan(request, PREEMPTED, request.preempted.at(-1), step.start_s, 0);
+    }
+    request.state = "running";
+    request.lastStep = step.step;
+    request.lastS = end;
+    if (isDecode) {
+      request.generated = chunk.start + chunk.count - chunk.num_prompt_tokens + 1;
+      if (this.#extend(request, chunk.count, step.start_s, end)) return;
+    } else if (chunk.start + chunk.count >= chunk.num_prompt_tokens && request.generated === 0) {
+      request.generated = 1;
+      request.firstTokenS = end;
+    }
+    this.#addSpan(request, isDecode ? DECODE : PREFILL, step.start_s, end, chunk.count);
+  }
+
+  #newRequest(chunk, startS) {
+    const request = {
+      id: chunk.request_id,
+      index: chunk.index,
+      serial: this.serial++,
+      label: labelOf(chunk.request_id, chunk.index),
+      isMine: [...this.mine].some((id) => chunk.request_id.startsWith(id)),
+      numPrompt: chunk.num_prompt_tokens,
+      generated: Math.max(0, chunk.start + chunk.count - chunk.num_prompt_tokens),
+      arrivalS: chunk.arrival_s || startS,
+      firstTokenS: null,
+      beginS: startS,
+      lastS: startS,
+      lastStep: -1,
+      lastSpan: -1,
+      state: "running",
+      preempted: [],
+    };
+    if (startS - request.arrivalS > 0.001) this.#addSpan(request, QUEUED, request.arrivalS, startS, 0);
+    return request;
+  }
+
+  #addSpan(request, kind, start, end, count) {
+    request.lastSpan = this.spans.push({ serial: request.serial, kind, start, end, count });
+  }
+
+  #extend(request, count, start, end) {
+    if (request.lastSpan < 0 || !this.spans.has(request.lastSpan)) return false;
+    const at = request.lastSpan % this.spans.capacity;
+    const { columns } = this.spans;
+    const isNext = start - columns.end[at] < 0.002 && end - columns.start[at] <= JOINED_S;
+    if (columns.kind[at] !== DECODE || !isNext) return false;
+    columns.end[at] = end;
+    columns.count[at] += count;
+    return true;
+  }
+
+  /** Requests that were not in the latest steps have ended. */
+  #settle() {
+    const isIdle = this.stats !== null && this.stats.num_running === 0;
+    for (const request of this.requests.values()) {
+      if (request.state !== "running") {
+        if (isIdle && request.state === "preempted" && this.stats.num_waiting === 0) request.state = "done";
+      } else if (this.stats === null || isIdle || this.nowS - request.lastS > 1.5) {
+        if (request.lastS < this.nowS - 0.02) request.state = "done";
+      } else if (request.lastStep < this.lastStep && this.#stepsSince(request) > 3) {
+        request.state = "done";
+      }
+    }
+  }
+
+  #stepsSince(request) {
+    return this.lastStep - request.lastStep;
+  }
+
+  #forget() {
+    for (const [key, request] of this.requests) {
+      const isOld = request.state === "done" && request.lastS < this.nowS - KEPT_S;
+      if (isOld || this.requests.size > MAX_REQUESTS) this.requests.delete(key);
+    }
+  }
+
+  /** Tokens a second over the latest time: generated, of prompts, and the mean step. */
+  rates() {
+    const { columns } = this.steps;
+    const since = this.estimatedNowS - RATE_S;
+    let decode = 0;
+    let prefill = 0;
+    for (const at of this.steps.latest()) {
+      if (columns.end[at] < since) break;
+      decode += columns.decode[at];
+      prefill += columns.prefill[at];
+    }
+    return { decode: decode / RATE_S, prefill: prefill / RATE_S };
+  }
+}
+
+/** A short name: the end of what is random in "chatcmpl-3f9a…-0", with the choice when there are several. */
+function labelOf(id, index) {
+  const hex = /([0-9a-f]{6})[0-9a-f]*-(\d+)$/.exec(id);
+  const name = hex ? hex[1] : id.slice(-8);
+  return index ? `${name}·${index}` : name;
+}

@@ -1,0 +1,204 @@
+// One message on the screen: what was said, how the answer came about, and what can be done with it.
+
+import { copyButton, h, icon, iconButton } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
+
+const ENDS = {
+  length: "Stopped at the token limit.",
+  stopped: "Stopped.",
+  interrupted: "Interrupted: the page was left while this was being written.",
+};
+
+/** Numbers as people read them: 1,234 · 0.12 s · 48.3 */
+export const count = (value) => value.toLocaleString("en-US");
+export const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`);
+
+/**
+ * actions  what the chat does when a button is pressed: retry, resume, edit, remove, show (another branch)
+ */
+export class MessageView {
+  #actions;
+  #isEditing = false;
+
+  constructor(node, actions) {
+    this.node = node;
+    this.#actions = actions;
+    this.body = h("div", { class: "body" });
+    this.foot = h("footer", { class: "foot" });
+    this.element = h("article", { class: `message ${node.role}`, "data-id": node.id }, this.body, this.foot);
+    if (node.role === "assistant") this.#buildAnswer();
+  }
+
+  #buildAnswer() {
+    this.element.setAttribute("aria-label", "Answer");
+    this.summary = h("span", {});
+    const thoughts = h("div", { class: "prose" });
+    this.thoughts = new MarkdownView(thoughts);
+    this.reasoning = h("details", { class: "reasoning", hidden: true }, h("summary", {}, icon("right"), this.summary), thoughts);
+    this.calls = h("div", { class: "calls" });
+    const prose = h("div", { class: "prose" });
+    this.prose = new MarkdownView(prose);
+    this.pending = h("div", { class: "pending", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
+    this.failure = h("div", { class: "failure", hidden: true });
+    this.body.append(this.reasoning, prose, this.calls, this.pending, this.failure);
+  }
+
+  /** Shows the node as it is now. `branches`: its siblings, itself among them. */
+  update({ isRunning, branches }) {
+    if (this.node.role === "assistant") this.#showAnswer(isRunning);
+    else if (!this.#isEditing) this.#showUser();
+    const footKey = JSON.stringify([isRunning, branches.length, branches.indexOf(this.node), this.node.finish]);
+    if (footKey !== this.footKey || isRunning) {
+      this.footKey = footKey;
+      this.#showFoot(isRunning, branches);
+    }
+  }
+
+  #showUser() {
+    this.element.setAttribute("aria-label", this.node.role === "tool" ? "Result of a tool" : "You");
+    if (this.body.firstChild?.textContent !== this.node.content || !this.body.querySelector(".bubble")) {
+      this.body.replaceChildren(h("div", { class: "bubble" }, this.node.content));
+    }
+  }
+
+  #showAnswer(isRunning) {
+    const { node } = this;
+    this.element.setAttribute("aria-busy", String(isRunning));
+    this.reasoning.hidden = !node.reasoning;
+    if (node.reasoning) {
+      const isThinking = isRunning && !node.content && !node.calls?.length;
+      const took = node.stats?.thoughtS;
+      this.summary.textContent = isThinking ? "Thinking…" : took ? `Thought for ${seconds(took)}` : "Thoughts";
+      this.reasoning.classList.toggle("thinking", isThinking);
+      this.thoughts.update(node.reasoning);
+    }
+    this.prose.update(node.content);
+    this.#showCalls();
+    this.pending.hidden = !isRunning || Boolean(node.content || node.reasoning || node.calls?.length);
+    this.failure.hidden = !node.failure;
+    if (node.failure) {
+      this.failure.replaceChildren(h("strong", {}, node.failure.title), h("p", {}, node.failure.message));
+      if (node.failure.needsKey) {
+        this.failure.append(h("button", { type: "button", class: "button", click: this.#actions.openKey }, "Enter the key"));
+      }
+    }
+  }
+
+  #showCalls() {
+    const calls = this.node.calls ?? [];
+    const text = JSON.stringify(calls);
+    if (text === this.callsText) return;
+    this.callsText = text;
+    this.calls.replaceChildren(
+      ...calls.map((call) => {
+        const code = pretty(call.arguments);
+        return h(
+          "figure",
+          { class: "call", "aria-label": `Tool call: ${call.name}` },
+          h("figcaption", {}, icon("tool"), h("span", {}, call.name || "…"), copyButton(() => code, "Copy arguments")),
+          h("pre", { tabindex: "0", "aria-label": "Arguments" }, h("code", {}, code)),
+        );
+      }),
+    );
+  }
+
+  #showFoot(isRunning, branches) {
+    const { node } = this;
+    const parts = [];
+    if (branches.length > 1) parts.push(this.#branchSwitch(branches));
+    if (node.role === "assistant") {
+      if (!isRunning && node.content) parts.push(copyButton(() => node.content, "Copy answer"));
+      if (!isRunning) parts.push(iconButton("retry", "Answer again", () => this.#actions.retry(node)));
+      if (!isRunning && node.content && (node.finish === "length" || node.finish === "stopped")) {
+        parts.push(iconButton("resume", "Go on from here", () => this.#actions.resume(node)));
+      }
+    } else {
+      parts.push(copyButton(() => node.content, "Copy message"));
+      if (!isRunning && node.role === "user") parts.push(iconButton("edit", "Edit message", () => this.edit()));
+    }
+    if (!isRunning) parts.push(iconButton("trash", "Delete from here", () => this.#actions.remove(node)));
+    const meta = h("span", { class: "meta" }, describe(node, isRunning));
+    const buttons = h("span", { class: "buttons" }, parts);
+    this.foot.replaceChildren(...(node.role === "assistant" ? [buttons, meta] : [meta, buttons]));
+  }
+
+  #branchSwitch(branches) {
+    const at = branches.indexOf(this.node);
+    const step = (by, name, label) =>
+      iconButton(name, label, () => this.#actions.show(branches[at + by]), { disabled: !branches[at + by] });
+    return h(
+      "span",
+      { class: "branches", role: "group", "aria-label": "Versions" },
+      step(-1, "left", "Previous version"),
+      h("span", {}, `${at + 1}/${branches.length}`),
+      step(1, "right", "Next version"),
+    );
+  }
+
+  /** Turns the message into a text field; sending it adds a branch beside this one. */
+  edit() {
+    if (this.#isEditing) return;
+    this.#isEditing = true;
+    const area = h("textarea", { "aria-label": "Edit message", rows: "1" });
+    area.value = this.node.content;
+    const grow = () => {
+      area.rows = Math.min(12, area.value.split("\n").length + Math.floor(area.value.length / 70));
+    };
+    const end = () => {
+      this.#isEditing = false;
+      this.#showUser();
+      this.foot.hidden = false;
+    };
+    const send = () => {
+      const text = area.value.trim();
+      if (!text) return;
+      end();
+      this.#actions.edit(this.node, text);
+    };
+    const cancel = () => {
+      end();
+      this.#actions.focusComposer();
+    };
+    area.addEventListener("input", grow);
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        cancel();
+      }
+    });
+    const buttons = h(
+      "div",
+      { class: "edit-buttons" },
+      h("button", { type: "button", class: "button", click: cancel }, "Cancel"),
+      h("button", { type: "button", class: "button primary", click: send }, "Send"),
+    );
+    this.body.replaceChildren(h("div", { class: "editing" }, area, buttons));
+    this.foot.hidden = true;
+    grow();
+    area.focus();
+    area.setSelectionRange(area.value.length, area.value.length);
+  }
+}
+
+/** How the answer came about, in one line. */
+function describe(node, isRunning) {
+  const { stats } = node;
+  const parts = [];
+  if (node.finish && ENDS[node.finish] && !isRunning) parts.push(ENDS[node.finish]);
+  if (stats?.ttftS !== undefined) parts.push(`first token ${seconds(stats.ttftS)}`);
+  if (stats?.rate) parts.push(`${stats.rate.toFixed(stats.rate < 100 ? 1 : 0)} tokens/s`);
+  if (stats?.tokens) parts.push(`${count(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`);
+  if (stats?.cachedTokens) parts.push(`${count(stats.cachedTokens)} of ${count(stats.promptTokens)} cached`);
+  return parts.map((part) => h("span", {}, part));
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text; // not whole yet
+  }
+}
