@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -20,7 +21,9 @@ from runtime.engine.config import (
 )
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo
+from runtime.engine.vocabulary import LazyVocabulary
 from runtime.kv_cache import KVCache
+from runtime.text.load import load_tokenizer
 
 BUNDLED_MODEL_NAME = "xserv-demo"
 
@@ -91,7 +94,8 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         weight_bytes=loaded.weight_bytes,
         scheduling_policy=config.scheduling_policy,
     )
-    return Engine(loaded, kv_cache, limits, info, config.seed)
+    vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
+    return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
 
 
 def free_device_bytes(device: Device) -> int:

@@ -26,7 +26,9 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits, check_decode_graphs
 from runtime.engine.embedding import Embedder
-from runtime.engine.errors import ContextLengthExceededError
+from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.grammar import grammar_error
+from runtime.engine.grammar_queue import GrammarQueue
 from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
@@ -35,10 +37,14 @@ from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Request
 from runtime.engine.step import Step
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
+from runtime.engine.vocabulary import LazyVocabulary
 from runtime.kv_cache import HostPages, KVCache
 from runtime.kv_transfer import KVTransfer
 
 logger = logging.getLogger("xserv.engine")
+
+GRAMMAR_WAIT_S = 1e-3
+"""How long a step without work waits for a grammar, before it returns so that others are heard."""
 
 Poll = Callable[[], list[EngineOutput]]
 """Asks for what has come in (``admit``, ``cancel``); the outputs of cancelled requests."""
@@ -71,13 +77,20 @@ class Engine:
     seed      of the generator that draws seeds for requests without one; None: from the OS
     timeline  a record of each of the latest steps
     embedder  what computes embeddings, a forward pass at a time between two steps
+    vocabulary  the text of the model's ids, for grammars; None: requests with a grammar are refused
 
     Raises ``OutOfMemoryError`` when the host has no room for the swap space, ``RequestError`` for decode graphs without
     a GPU.
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, limits: EngineLimits, info: EngineInfo, seed: int | None = None
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        limits: EngineLimits,
+        info: EngineInfo,
+        seed: int | None = None,
+        vocabulary: LazyVocabulary | None = None,
     ) -> None:
         self.info = info
         self.limits = limits
@@ -96,6 +109,8 @@ class Engine:
         self.runner = Runner(model, kv_cache, limits, info.vocab_size, overlaps=self.overlaps)
         self.embedder = Embedder(model, limits, info.vocab_size, self.runner.synchronize)
         self.opened = OpenRequests(self.scheduler, seed)
+        self.vocabulary = vocabulary
+        self.grammars = GrammarQueue()
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._running: _OpenStep | None = None
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0)] * limits.max_num_seqs  # by row
@@ -104,7 +119,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._running is not None or self.scheduler.has_work
+        return self._running is not None or self.scheduler.has_work or len(self.grammars) > 0
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -118,15 +133,22 @@ class Engine:
 
     def prepare(self, request: EngineRequest) -> Request:
         """See ``runtime.engine.admission.prepare``. Thread-safe."""
-        return prepare(request, self.info)
+        prepared = prepare(request, self.info)
+        if prepared.awaits_grammar and self.vocabulary is None:
+            raise grammar_error("this engine knows no text, so that it follows no grammar")
+        return prepared
 
     def add(self, request: EngineRequest) -> None:
         """Check a request and put it in the waiting queue. Raises as ``prepare`` does."""
         self.admit(self.prepare(request))
 
     def admit(self, request: Request) -> None:
-        """Put a prepared request in the waiting queue. Raises ``RequestError`` when its id is in use."""
+        """Put a prepared request in the waiting queue, with a grammar as soon as that is compiled. Raises
+        ``RequestError`` when its id is in use."""
         self.opened.admit(request)
+        if request.awaits_grammar:
+            assert self.vocabulary is not None
+            self.grammars.add(request, self.vocabulary)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
@@ -148,6 +170,8 @@ class Engine:
         scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
         outputs: list[EngineOutput] = []
+        if len(self.grammars) > 0 and not self._start_compiled(outputs):
+            return outputs
         self.runner.record_graph()
         opened, self._running = self._running, None
         if opened is None:
@@ -172,6 +196,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the step that runs, and let it go; no more are run."""
+        self.grammars.close()
         self.runner.close()
         if self._running is not None:
             self.scheduler.abandon(self._running.step)
@@ -194,7 +219,7 @@ class Engine:
         graphs = self.runner.graphs
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self.grammars),
             max_waiting=self.limits.max_waiting,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
@@ -231,6 +256,22 @@ class Engine:
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
         running = [] if self._running is None else [self._running.step]
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
+
+    def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
+        """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""
+        if self._running is None and not self.scheduler.has_work:
+            self.grammars.wait(GRAMMAR_WAIT_S)
+        for compiled in self.grammars.take():
+            request, error = compiled.request, compiled.error
+            if not request.open_sequences:
+                continue  # cancelled meanwhile
+            if error is None:
+                self.opened.start(request, compiled.matchers)
+                continue
+            if not isinstance(error, RequestError):
+                logger.error("request %s: its grammar could not be compiled", request.request_id, exc_info=error)
+            outputs += self.opened.end(request, "error", "the grammar could not be compiled")
+        return self._running is not None or self.scheduler.has_work
 
     def _plan(self, outputs: list[EngineOutput]) -> _OpenStep:
         """Choose the next step and lay it out; the step before it may still run."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar_matcher import GrammarMatcher, can_draw_end
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.runner import Drawn
 from runtime.engine.scheduler import Scheduler
@@ -48,7 +49,7 @@ class OpenRequests:
         """Put a prepared request in the waiting queue.
 
         Its first choice computes the prompt; the others join the queue when that is done, and share its
-        blocks. Raises ``RequestError`` when the id is in use.
+        blocks. With a grammar it joins when that is compiled (``start``). Raises ``RequestError`` when the id is in use.
         """
         if request.request_id in self.by_id:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
@@ -59,7 +60,18 @@ class OpenRequests:
         request.sequences = [Sequence(request, index) for index in range(request.params.n)]
         self.by_id[request.request_id] = request
         self.num_unscheduled += 1
-        self._scheduler.add(request.sequences[0])
+        if not request.awaits_grammar:
+            self._scheduler.add(request.sequences[0])
+
+    def start(self, request: Request, matchers: list[GrammarMatcher]) -> None:
+        """Put a request in the waiting queue whose grammar is compiled, one matcher a choice."""
+        request.awaits_grammar = False
+        for sequence, matcher in zip(request.sequences, matchers, strict=True):
+            sequence.matcher = matcher
+        if request.sequences[0].is_finished:
+            self._release_held(request)
+        else:
+            self._scheduler.add(request.sequences[0])
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
@@ -91,7 +103,7 @@ class OpenRequests:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
                 if not is_valid:
-                    outputs += self.end(sequence.request, "error", "the logits held NaN or allowed no token")
+                    outputs += self.end(sequence.request, "error", _reason(sequence))
                     continue
                 request = sequence.request
                 sequence.append(token_id)
@@ -101,8 +113,9 @@ class OpenRequests:
                     entry is not None
                     or token_id in request.stop_ids
                     or not 1 < sequence.num_output_tokens < request.max_tokens
+                    or sequence.matcher is not None
                 ):
-                    outputs.append(self._first_or_last(sequence, token_id, entry, now))
+                    outputs += self._first_or_last(sequence, token_id, entry, now)
                     continue
                 outputs.append(  # nearly always
                     EngineOutput(
@@ -119,8 +132,9 @@ class OpenRequests:
 
     def _first_or_last(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
-    ) -> EngineOutput:
-        """The output of the token just appended, with all that any token may bring."""
+    ) -> list[EngineOutput]:
+        """The output of the token just appended, with all that any token may bring; and one without a token where the
+        grammar has ended the choice."""
         request = sequence.request
         is_first = sequence.num_output_tokens == 1
         if is_first:
@@ -129,9 +143,17 @@ class OpenRequests:
                 self.counters.prompt_tokens += request.num_prompt_tokens
                 self._release_held(request)
         finish_reason, stop_reason = finish_of(sequence)
+        is_complete = False
+        if sequence.matcher is not None and finish_reason != "stop":
+            if not sequence.matcher.consume(token_id):
+                return self.end(request, "error", _reason(sequence))
+            is_complete = sequence.matcher.is_complete and (
+                finish_reason == "length" or not can_draw_end(sequence, sequence.matcher.vocabulary)
+            )
+            finish_reason = None if is_complete else finish_reason
         if finish_reason is not None:
             self._finish_choice(sequence)
-        return EngineOutput(
+        output = EngineOutput(
             request_id=request.request_id,
             index=sequence.index,
             new_token_ids=[token_id],
@@ -143,9 +165,12 @@ class OpenRequests:
             stop_reason=stop_reason,
             times=None if finish_reason is None else sequence.times(),
         )
+        return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
     def _release_held(self, request: Request) -> None:
         """Let the choices queue that waited for the first one to compute the prompt."""
+        if request.awaits_grammar:
+            return
         for sequence in request.sequences:
             if sequence.state is State.HELD:
                 self._scheduler.add(sequence)
@@ -179,6 +204,14 @@ class OpenRequests:
         if not request.was_scheduled:
             request.was_scheduled = True
             self.num_unscheduled -= 1
+
+
+def _reason(sequence: Sequence) -> str:
+    """Why nothing could be drawn."""
+    if sequence.matcher is None or sequence.matcher.error is None:
+        return "the logits held NaN or allowed no token"
+    logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, sequence.matcher.error[:400])
+    return "the grammar could not be followed: it is too complex"
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:

@@ -27,6 +27,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
+from runtime.engine.grammar_matcher import MaskComputer, PendingMasks
 from runtime.engine.layout import BlockTables, Layout, known_tokens, lay_out
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampler import Sampler, sample, token_logprobs
@@ -71,6 +72,7 @@ class Prepared:
     drawing    the sequences that get a token, in the order of ``layout.logits_indices``
     drawing_rows  their rows
     decode     set where a graph runs it: then there is no layout
+    masks      of its sequences' grammars, computed while the model runs; None: there are none
     unknown    where in ``layout.token_ids`` the last tokens of ``unknown_sequences`` belong
     started_s  when it was complete and its computation began, of ``time.monotonic()``
     """
@@ -86,6 +88,7 @@ class Prepared:
     unknown: NDArray[np.intp] | slice | None
     unknown_sequences: list[Sequence]
     decode: DecodeStep | None = None
+    masks: PendingMasks | None = None
     started_s: float = 0.0
 
 
@@ -145,6 +148,7 @@ class Runner:
         self.limits = limits
         self.vocab_size = vocab_size
         self.sampler = Sampler(limits.max_num_seqs, vocab_size)
+        self._masks = MaskComputer()
         self._overlaps = overlaps
         self._worker: ThreadPoolExecutor | None = None
         if overlaps and model.device.kind == "cpu":
@@ -225,6 +229,8 @@ class Runner:
             if step.unknown is not None:
                 step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
             arrays = self.sampler.gather(step.drawing, step.drawing_rows)
+            if arrays.allowed_mask is not None:
+                step.masks = self._masks.start(step.drawing)
             spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
             step.started_s = time.monotonic()
             if self._worker is not None:
@@ -255,6 +261,7 @@ class Runner:
         """Wait until no step runs, and run none any more."""
         if self._worker is not None:
             self._worker.shutdown()
+        self._masks.close()
         if self.graphs is not None:
             self.graphs.release()
 
@@ -297,8 +304,11 @@ class Runner:
         prompt_logprobs = [(span.request, self._prompt_logprobs(hidden, span)) for span in spans]
         if logits is None:
             return Drawn([], [], [], None, prompt_logprobs)
+        failed = [] if step.masks is None else step.masks.apply(arrays)
         token_ids, ok = sample(logits, arrays)
         is_valid = ok.tolist()
+        for place in failed:
+            is_valid[place] = False
         logprobs = self._logprobs(step.drawing, token_ids, is_valid, logits)
         return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs)
 

@@ -40,7 +40,8 @@ class Sampler:
         self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
         self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
         self._seeds = np.zeros(max_num_seqs, np.uint64)
-        # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids.
+        # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids
+        # or a grammar.
         self._flags = np.zeros((3, max_num_seqs), np.bool_)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
@@ -67,10 +68,12 @@ class Sampler:
         allowed = params.allowed_token_ids
         self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
         has_bias = bool(bias or masked or params.bad_words_token_ids)
-        self._flags[:, row] = params.has_penalties, has_bias, allowed is not None
+        self._flags[:, row] = params.has_penalties, has_bias, allowed is not None or params.grammar is not None
 
     def gather(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> SamplingArrays:
-        """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``."""
+        """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``.
+
+        Where one has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
         no_entries = np.zeros(len(rows) + 1, np.int32)
         floats = dict(zip(_FLOATS, self._floats.take(rows, axis=1)))  # each contiguous
         top_k, choice_index = self._integers.take(rows, axis=1)
@@ -119,7 +122,7 @@ class Sampler:
 
     def masks(self, sequences: Sequences[Sequence], rows: NDArray[np.intp], positions: NDArray[np.int64]) -> bool:
         """Whether the draw of one of these sequences, at ``positions [n]`` of their outputs, is under a logit bias,
-        allowed ids, bad words (which may forbid none), or ids that ``min_tokens`` forbids."""
+        allowed ids, a grammar, bad words (which may forbid none), or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
             len(self._bias_ids[rows[i]]) > 0

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.block_pool import Chain
+from runtime.engine.grammar_matcher import GrammarMatcher
 from runtime.engine.messages import RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 
@@ -19,8 +20,8 @@ _FIRST_OUTPUT_CAPACITY = 32
 
 
 class State(enum.Enum):
-    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's first has computed the
-    prompt."""
+    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, and all but the
+    first until that has computed the prompt."""
 
     HELD = enum.auto()
     WAITING = enum.auto()
@@ -39,10 +40,12 @@ class Request:
     cache_salt      whose prefixes it may share; None: those of all requests without a salt
     ttft_target_s, tpot_target_s  for the deadline policy; None: as configured
     prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
+    awaits_grammar  its grammar is being compiled, and its choices are held until then
     """
 
     __slots__ = (
         "arrival_s",
+        "awaits_grammar",
         "cache_salt",
         "eos_token_ids",
         "max_tokens",
@@ -94,6 +97,7 @@ class Request:
         self.seed = 0
         self.sequences: list[Sequence] = []
         self.was_scheduled = False
+        self.awaits_grammar = params.grammar is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -119,6 +123,7 @@ class Sequence:
     row            its row in the runner's arrays while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it; -1: none
     num_cached_tokens  tokens that were found when it first started; None before that
+    matcher        where its output is in the request's grammar; None: there is none
     """
 
     __slots__ = (
@@ -132,6 +137,7 @@ class Sequence:
         "last_step",
         "last_token_id",
         "last_token_s",
+        "matcher",
         "max_tokens",
         "num_cached_tokens",
         "num_committed",
@@ -164,6 +170,7 @@ class Sequence:
         self.host_slots: list[int] = []
         self.chain = Chain(request.cache_salt)
         self.row: int | None = None
+        self.matcher: GrammarMatcher | None = None
         self.state = State.HELD
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None

@@ -1,0 +1,92 @@
+"""From a grammar to matchers that follow a choice's tokens, by llguidance.
+
+    check_grammar(grammar, vocabulary)           # on the caller's thread: bounded, and typed errors
+    compile_grammar(grammar, vocabulary, n)      # in the engine: a matcher for each of n choices
+
+llguidance reads Lark's notation, with JSON schemas in it, and keeps what it compiles within limits of its own: the
+size of the grammar, the work for its lexer, the work for one mask.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from runtime.engine.grammar import Grammar, grammar_error
+from runtime.engine.grammar_limits import check_limits
+from runtime.engine.grammar_matcher import GrammarMatcher
+from runtime.engine.lark import lark_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+    from runtime.engine.vocabulary import LazyVocabulary, Vocabulary
+
+NUM_REMEMBERED = 256
+"""Grammars that were found good, of which a checker knows that they are."""
+MAX_MESSAGE_LENGTH = 400
+"""Characters of what llguidance says of a grammar that are handed on."""
+
+
+def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
+    """Raises ``RequestError`` (param "grammar") where the grammar is too large, too deep, wrong, asks for what cannot
+    be promised, or takes too much work to compile."""
+    check_limits(grammar)
+    _matcher(grammar, vocabulary)
+
+
+class GrammarChecker:
+    """Checks the grammars of a model's requests, each but once. Threads may share it."""
+
+    def __init__(self, vocabulary: LazyVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._good: dict[Grammar, None] = {}
+
+    def is_known(self, grammar: Grammar | None) -> bool:
+        """Whether ``check`` has nothing to do."""
+        return grammar is None or grammar in self._good
+
+    def check(self, grammar: Grammar | None) -> None:
+        """Raises as ``check_grammar`` does, and where the model has no tokenizer."""
+        if grammar is None or grammar in self._good:
+            return
+        check_grammar(grammar, self._vocabulary.get())
+        with self._lock:
+            if len(self._good) >= NUM_REMEMBERED:
+                del self._good[next(iter(self._good))]
+            self._good[grammar] = None
+
+
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> list[GrammarMatcher]:
+    """As many matchers, each at the beginning. Raises as ``check_grammar`` does."""
+    check_limits(grammar)
+    first = _matcher(grammar, vocabulary)
+    matchers = [first, *(first.deep_copy() for _ in range(count - 1))]
+    return [GrammarMatcher(matcher, vocabulary) for matcher in matchers]
+
+
+def _matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    text = lark_of(grammar, is_canonical=vocabulary.is_canonical)
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise grammar_error(_readable(matcher.get_error()))
+    warnings = matcher.get_grammar_warnings()
+    if warnings:
+        raise grammar_error(_readable(warnings[0]))
+    return matcher
+
+
+def _limits() -> LLParserLimits:
+    """llguidance's own but for the states of a lexer, which hold a kilobyte or two each."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def _readable(message: str) -> str:
+    """What llguidance says, without the excerpts and states beneath it."""
+    first = " ".join(message.split("\n<", 1)[0].split())
+    return first[:MAX_MESSAGE_LENGTH]
