@@ -19,6 +19,7 @@ from runtime.engine.client import EngineClient
 from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
+from runtime.text.tool_calls import ToolFormat
 from server.bridge import LoopBridge
 from server.meter import RequestMeter
 from server.schema import GenerationRequest
@@ -37,12 +38,14 @@ class GenerationError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """What a request says of its turn and of its prefix; the meanings are `EngineRequest`'s."""
+    """What a request says of its turn, of its prefix and of its name; the meanings are `EngineRequest`'s, but
+    `given_id` is what the client calls it (its field `request_id`)."""
 
     priority: int = 0
     cache_salt: str | None = None
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
+    given_id: str | None = None
 
     @classmethod
     def of(cls, asked: GenerationRequest) -> Scheduling:
@@ -51,6 +54,7 @@ class Scheduling:
             cache_salt=asked.cache_salt,
             ttft_target_s=asked.ttft_target_s,
             tpot_target_s=asked.tpot_target_s,
+            given_id=asked.request_id,
         )
 
 
@@ -82,12 +86,14 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
+    reasoning, tools, parallel_tool_calls  what to look for in the answers: `TextPipeline`'s
     meter           is shown every output; `Service.admit` sets it
 
     on_close        called once, by the first `close`
 
-    `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had) and
-    `num_completion_tokens` count over all of them; `prompt_logprobs(i)` is there before the first piece of prompt i."""
+    `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had), `num_completion_tokens`
+    and `num_reasoning_tokens` (of the completion's) count over all of them; `prompt_logprobs(i)` is there before the
+    first piece of prompt i."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -97,8 +103,12 @@ class Generation:
     params: SamplingParams
     arrival_time_s: float
     scheduling: Scheduling = Scheduling()
+    reasoning: bool = False
+    tools: ToolFormat | None = None
+    parallel_tool_calls: bool = True
     meter: RequestMeter | None = None
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     has_left: bool = False
     is_cancelled: bool = False
@@ -115,11 +125,21 @@ class Generation:
                 number=number,
                 request_id=f"{self.request_id}-{number}",
                 token_ids=token_ids,
-                pipelines=[TextPipeline(self.tokenizer, self.params, token_ids) for _ in choices],
+                pipelines=[self._pipeline(token_ids) for _ in choices],
                 open_choices=set(choices),
             )
             for number, token_ids in enumerate(self.prompts)
         ]
+
+    def _pipeline(self, prompt_token_ids: list[int]) -> TextPipeline:
+        return TextPipeline(
+            self.tokenizer,
+            self.params,
+            prompt_token_ids,
+            reasoning=self.reasoning,
+            tools=self.tools,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
 
     def start(self) -> None:
         """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`
@@ -210,6 +230,7 @@ class Generation:
             self.num_cached_tokens += output.num_cached_tokens
         delta = prompt.pipelines[output.index].push(output)
         self.num_completion_tokens += len(delta.token_ids)
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
         if delta.finish_reason is not None:
             prompt.open_choices.discard(output.index)
             if delta.should_cancel and output.index in prompt.running_choices:

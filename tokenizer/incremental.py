@@ -22,17 +22,22 @@ class IncrementalDecoder:
     the ids add to the decoded prompt: the leading space that SentencePiece tokenizers strip at the beginning
     of a text stays. Bytes that cannot begin or end a character become U+FFFD, incomplete characters wait;
     tokenizers with byte fallback hold a run of byte tokens until it ends, since one bad byte spoils the run.
-    A character that the prompt began and the continuation completes comes out whole.
+    A character that the prompt began and the continuation completes comes out whole. The special tokens `kept_ids`
+    are never skipped.
 
     Ids outside the vocabulary add nothing (a model's embedding may be padded beyond it), as in the
     `tokenizers` library.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Iterable[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Iterable[int] = (),
+        kept_ids: Iterable[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._skipped = tokenizer.all_special_ids - frozenset(kept_ids) if skip_special_tokens else frozenset()
         self._is_finished = False
         chain = tokenizer.decoder
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if chain.is_byte_level else None
@@ -45,7 +50,7 @@ class IncrementalDecoder:
             for stage in self._stages:
                 stage.end_prompt()
             if self._whole_ids is not None:
-                self._prompt_length = len(tokenizer.decode(prompt, skip_special_tokens))
+                self._prompt_length = len(tokenizer.decode_but(prompt, self._skipped))
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that is certain now that `ids` have come.
@@ -56,12 +61,12 @@ class IncrementalDecoder:
         if self._is_finished:
             raise TokenizerError("the incremental decoder was flushed: its text has ended")
         if self._utf8 is not None:
-            return self._utf8.decode(b"".join(self._tokenizer.bytes_of(ids, self._skips)))
+            return self._utf8.decode(b"".join(self._tokenizer.bytes_of(ids, self._skipped)))
         if self._whole_ids is not None:
             self._whole_ids += ids
             return ""
         events: Events = []
-        for token in self._tokenizer.tokens_of(ids, self._skips):
+        for token in self._tokenizer.tokens_of(ids, self._skipped):
             events += (token, None)
         for stage in self._stages:
             events = stage.feed(events)
@@ -75,7 +80,7 @@ class IncrementalDecoder:
         if self._utf8 is not None:
             return self._utf8.decode(b"", True)
         if self._whole_ids is not None:
-            return self._tokenizer.decode(self._whole_ids, self._skips)[self._prompt_length :]
+            return self._tokenizer.decode_but(self._whole_ids, self._skipped)[self._prompt_length :]
         events: Events = []
         for stage in self._stages:
             events = stage.feed(events) + stage.finish()

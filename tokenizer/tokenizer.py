@@ -189,23 +189,26 @@ class Tokenizer:
         embedding may be padded beyond the vocabulary. Raises `TokenIdError` for ids that no vocabulary can
         hold.
         """
+        return self.decode_but(ids, self._special_ids if skip_special_tokens else frozenset())
+
+    def decode_but(self, ids: Iterable[int], skipped: frozenset[int]) -> str:
+        """The text of `ids` without those that are `skipped`."""
         if self.decoder.is_byte_level:
-            return b"".join(self.bytes_of(ids, skip_special_tokens)).decode("utf-8", "replace")
+            return b"".join(self.bytes_of(ids, skipped)).decode("utf-8", "replace")
         events: list[str | None] = []
-        for token in self.tokens_of(ids, skip_special_tokens):
+        for token in self.tokens_of(ids, skipped):
             events += (token, None)
         for stage in self.decoder.start():
             events = stage.feed(events) + stage.finish()
         return "".join([event for event in events if event is not None])
 
-    def bytes_of(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[bytes]:
-        """The bytes of each id, as `token_bytes` gives them."""
-        table, skipped = self._bytes, self._special_ids if skip_special_tokens else ()
+    def bytes_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[bytes]:
+        """The bytes of each id that is not `skipped`, as `token_bytes` gives them."""
+        table = self._bytes
         return (table[_checked(token_id)] for token_id in ids if token_id not in skipped)
 
-    def tokens_of(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[str]:
-        """The strings of the ids that the vocabulary holds."""
-        skipped = self._special_ids if skip_special_tokens else ()
+    def tokens_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[str]:
+        """The strings of the ids that the vocabulary holds and that are not `skipped`."""
         for token_id in ids:
             token = self._tokens.get(_checked(token_id))
             if token is not None and token_id not in skipped:

@@ -1,21 +1,26 @@
-"""From one choice's token ids to its text: decode, look for stop strings, hand out.
+"""From one choice's token ids to its answer: decode, look for stop strings, tell reasoning and tool calls from content.
 
 Ids, log probabilities and text move together: a token is handed out when its text is whole (half a character
-waits) and cannot become part of a stop string any more. However the outputs are cut, the deltas put together
-are the same.
+waits), cannot become part of a stop string any more, and is known to be content, reasoning, a tool call or layout.
+However the outputs are cut, the deltas put together are the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.parts import Part, PartKind, PartParser, ToolCallDelta
+from runtime.text.reasoning import TAGS as REASONING_TAGS
+from runtime.text.reasoning import ReasoningParser, reasoning_start
 from runtime.text.stop import StopMatch, StopMatcher
+from runtime.text.tool_calls import ToolCallParser, ToolFormat
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -24,48 +29,87 @@ _PROMPT_TAIL = 32
 """Prompt tokens that the decoder sees, so that a character or a space at the seam comes out right."""
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """What one push has made certain.
 
-    logprobs       one entry a token when the request asked for them, else None
-    stop_reason    with ``finish_reason="stop"``: the stop string or the stop id; None for EOS
-    should_cancel  a stop string was found while the engine still works on this choice
+    text              content
+    reasoning, tool_calls  where the pipeline looks for them; else they are content
+    token_ids         of all of these, of the layout between them, and of what ended the choice
+    logprobs          one entry a token when the request asked for them, else None
+    content_logprobs  the same, of the tokens that hold some of the content
+    num_reasoning_tokens  how many of the tokens hold some of the reasoning
+    stop_reason       with ``finish_reason="stop"``: the stop string or the stop id; None for EOS
+    should_cancel     a stop string was found while the engine still works on this choice
     """
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    content_logprobs: list[TokenLogprobs] | None = None
+    num_reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     should_cancel: bool = False
 
 
+class _Token(NamedTuple):
+    """end: where the token's text ends, in characters from the beginning of the answer's"""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    end: int
+
+
 class TextPipeline:
     """One choice's way from ids to text; ``push`` takes its outputs in order.
+
+    reasoning       the model may think between tags; whether the prompt has begun it is read off the prompt
+    tools           how the model writes tool calls; None: it makes none
+    parallel_tool_calls  False: only the first call is kept
 
     Without a tokenizer, or with ``detokenize=False``, ids pass through and the text is empty. Raises
     ``RequestError`` for stop strings without a tokenizer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        reasoning: bool = False,
+        tools: ToolFormat | None = None,
+        parallel_tool_calls: bool = True,
     ) -> None:
         if tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
         self.is_finished = False
         self._params = params
         self._decoder = None
+        self._sorter = None
         if tokenizer is not None and params.detokenize:
             from tokenizer import IncrementalDecoder
 
+            tags: list[str] = []
+            parsers: list[PartParser] = []
+            if reasoning:
+                parsers.append(ReasoningParser(reasoning_start(tokenizer, prompt_token_ids)))
+                tags += REASONING_TAGS
+            if tools is not None:
+                parsers.append(ToolCallParser(tools, parallel=parallel_tool_calls))
+                tags += (tools.open_tag, tools.close_tag)
+            tag_ids = [tag_id for tag in tags if (tag_id := tokenizer.token_to_id(tag)) is not None]
             self._decoder = IncrementalDecoder(
-                tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:]
+                tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:], tag_ids
             )
+            if parsers:
+                self._sorter = _Sorter(parsers, has_logprobs=params.logprobs is not None)
         self._matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
         self._match: StopMatch | None = None
         self._num_tokens = 0
-        self._held: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # id, logprobs, end of its text
+        self._held: deque[_Token] = deque()
         self._held_text = ""  # text[_held_start:], not handed out yet
         self._held_start = 0
 
@@ -79,7 +123,7 @@ class TextPipeline:
             is_stop_id = output.finish_reason == "stop" and place == len(output.new_token_ids)
             if self._decoder is not None and not (is_stop_id and not self._params.include_stop_str_in_output):
                 self._add_text(self._decoder.push((token_id,)))
-            self._held.append((token_id, logprobs, self._held_start + len(self._held_text)))
+            self._held.append(_Token(token_id, logprobs, self._held_start + len(self._held_text)))
             if self._match is not None:
                 break  # tokens beyond the match do not count
         if output.finish_reason is not None and self._match is None:
@@ -124,22 +168,103 @@ class TextPipeline:
             keeps_stop = self._params.include_stop_str_in_output
             end = self._match.end if keeps_stop else self._match.start
             self._held_text = self._held_text[: end - self._held_start]
-        delta = self._delta(len(self._held), takes_all_text=True)
+        delta = self._delta(len(self._held), is_last=True)
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         delta.should_cancel = should_cancel
+        shows_stop_id = self._match is not None or self._params.include_stop_str_in_output
+        if reason == "stop" and not shows_stop_id and delta.logprobs and delta.content_logprobs:
+            is_content = delta.content_logprobs[-1] is delta.logprobs[-1]
+            delta.content_logprobs = delta.content_logprobs[:-1] if is_content else delta.content_logprobs
         return delta
 
-    def _delta(self, num_tokens: int, *, takes_all_text: bool = False) -> TextDelta:
-        """Hand out the first ``num_tokens`` held tokens and their text."""
+    def _delta(self, num_tokens: int, *, is_last: bool = False) -> TextDelta:
+        """Hand out the first ``num_tokens`` held tokens and their text, or all there is."""
         taken = [self._held.popleft() for _ in range(num_tokens)]
-        length = len(self._held_text) if takes_all_text else (taken[-1][2] - self._held_start if taken else 0)
+        length = len(self._held_text) if is_last else (taken[-1].end - self._held_start if taken else 0)
         text, self._held_text = self._held_text[:length], self._held_text[length:]
         self._held_start += length
-        return TextDelta(
-            text=text,
-            token_ids=[token_id for token_id, _, _ in taken],
-            logprobs=[entry for _, entry, _ in taken if entry is not None]
-            if self._params.logprobs is not None
-            else None,
-        )
+        if self._sorter is not None:
+            return self._sorter.push(taken, text, is_last=is_last)
+        logprobs = None
+        if self._params.logprobs is not None:
+            logprobs = [token.logprobs for token in taken if token.logprobs is not None]
+        token_ids = [token.token_id for token in taken]
+        return TextDelta(text=text, token_ids=token_ids, logprobs=logprobs, content_logprobs=logprobs)
+
+
+class _Sorter:
+    """Deals text and its tokens out to content, reasoning and tool calls."""
+
+    def __init__(self, parsers: Sequence[PartParser], *, has_logprobs: bool) -> None:
+        self._parsers = parsers
+        self._has_logprobs = has_logprobs
+        self._tokens: deque[_Token] = deque()  # whose text is not sorted yet
+        self._start = 0  # where the first of them begins
+        self._kinds: set[PartKind] = set()  # of which it has some already
+        self._end = 0  # of the text that is sorted
+        self._last_kind: PartKind = "content"
+
+    def push(self, tokens: Iterable[_Token], text: str, *, is_last: bool) -> TextDelta:
+        """What is certain of `text`, which these tokens hold, and of what was held before."""
+        self._tokens.extend(tokens)
+        delta = TextDelta()
+        if self._has_logprobs:
+            delta.logprobs, delta.content_logprobs = [], []
+        for part in self._parts(text, is_last):
+            self._show(delta, part)
+            self._end += len(part.text)
+            self._last_kind = part.kind
+            self._hand_out(delta, part.kind)
+        if is_last:  # the tokens of a stop string, or without text
+            for token in self._tokens:
+                self._kinds.add(self._last_kind)
+                self._add(delta, token)
+        return delta
+
+    def _parts(self, text: str, is_last: bool) -> list[Part]:
+        """Each parser sees what the one before it takes for content."""
+        parts = [Part("content", text)] if text else []
+        for parser in self._parsers:
+            sorted_parts: list[Part] = []
+            for part in parts:
+                if part.kind == "content":
+                    sorted_parts += parser.push(part.text)
+                else:
+                    sorted_parts.append(part)
+            parts = sorted_parts + parser.finish() if is_last else sorted_parts
+        return parts
+
+    def _show(self, delta: TextDelta, part: Part) -> None:
+        if part.kind == "content":
+            delta.text += part.text
+        elif part.kind == "reasoning":
+            delta.reasoning += part.text
+        for call in part.calls:
+            last = delta.tool_calls[-1] if delta.tool_calls else None
+            if last is not None and last.id is None and call.id is None:  # another piece of the same call's arguments
+                delta.tool_calls[-1] = ToolCallDelta(call.index, arguments=last.arguments + call.arguments)
+            else:
+                delta.tool_calls.append(call)
+
+    def _hand_out(self, delta: TextDelta, kind: PartKind) -> None:
+        """The tokens that end within a part of this kind. One without text goes along with what follows it."""
+        while self._tokens:
+            token = self._tokens[0]
+            if token.end > self._end or token.end == self._end == self._start:
+                break
+            self._kinds.add(kind)
+            self._add(delta, self._tokens.popleft())
+            self._start = token.end
+        if self._start < self._end:
+            self._kinds.add(kind)
+
+    def _add(self, delta: TextDelta, token: _Token) -> None:
+        delta.token_ids.append(token.token_id)
+        if token.logprobs is not None and delta.logprobs is not None and delta.content_logprobs is not None:
+            delta.logprobs.append(token.logprobs)
+            if "content" in self._kinds:
+                delta.content_logprobs.append(token.logprobs)
+        if "reasoning" in self._kinds:
+            delta.num_reasoning_tokens += 1
+        self._kinds.clear()

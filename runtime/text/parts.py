@@ -1,0 +1,54 @@
+"""What an answer's text consists of: content, reasoning, tool calls, and the layout that holds them apart."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+PartKind = Literal["content", "reasoning", "call", "layout"]
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
+    """A piece of a tool call.
+
+    index      counts the calls of one answer
+    id, name   in the first piece of a call, whose `arguments` are ""; else None
+    arguments  what this piece adds to the call's arguments: JSON, as far as the model wrote JSON
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Part(NamedTuple):
+    """A stretch of the answer's text, and what it turned out to be.
+
+    text   the stretch as the model wrote it: the texts of all parts, put together, are the answer
+    calls  of a "call": what it adds to the answer's tool calls
+
+    Content and reasoning are shown as they were written; a call shows its `calls`; layout (tags, and white space
+    around them) shows nothing.
+    """
+
+    kind: PartKind
+    text: str
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+class PartParser(Protocol):
+    """Sorts a text that comes in pieces. However it is cut, what the parts show is the same; none ever raises."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+
+    def finish(self) -> list[Part]:
+        """The rest: the text has ended."""
+
+
+def held_back(text: str, tag: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``tag``, which has no second "<"."""
+    start = text.rfind("<")
+    return len(text) - start if start >= 0 and tag.startswith(text[start:]) else 0

@@ -1,0 +1,103 @@
+"""Reasoning: what a model writes between `<think>` and `</think>` before it answers.
+
+The opening tag counts at the beginning of the answer only, since a text about tags may have it anywhere else; many
+templates write it themselves, at the end of the prompt (`reasoning_start`). Reasoning that is never closed is
+reasoning to its end. Line ends beside the tags belong to them, as in the templates that write past reasoning back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from runtime.text.parts import Part, held_back
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+
+ReasoningStart = Literal["may_open", "open", "closed"]
+"""How the prompt leaves the answer: the model may open its reasoning, is within it, or has had it."""
+
+
+def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> ReasoningStart:
+    """Read off the answer's turn, as far as the prompt has begun it: what follows the last special token.
+
+    Where no special token marks the turns, only the prompt's last characters count: what stands further in front may
+    be another's words.
+    """
+    special = tokenizer.all_special_ids
+    begin = len(prompt_token_ids)
+    while begin and prompt_token_ids[begin - 1] not in special:
+        begin -= 1
+    turn = tokenizer.decode(prompt_token_ids[begin:]).rstrip()
+    if not begin:
+        turn = turn[-len(CLOSE_TAG) :]
+        if not turn.endswith((OPEN_TAG, CLOSE_TAG)):
+            return "may_open"
+    opened, closed = turn.rfind(OPEN_TAG), turn.rfind(CLOSE_TAG)
+    if opened == closed:  # neither
+        return "may_open"
+    return "open" if opened > closed else "closed"
+
+
+class ReasoningParser:
+    """Parts of an answer: "reasoning", its tags as "layout", and all that follows as "content"."""
+
+    def __init__(self, start: ReasoningStart) -> None:
+        self._state: Literal["start", "before", "inside", "after", "outside"]
+        self._state = "outside" if start == "closed" else "start"
+        self._is_open = start == "open"
+        self._held = ""
+
+    def push(self, text: str) -> list[Part]:
+        if self._state == "outside":
+            return [Part("content", text)] if text else []
+        parts: list[Part] = []
+        self._held += text
+        if self._state == "start":
+            self._read_start(parts)
+        if self._state == "before" and self._take_line_ends(parts):
+            self._state = "inside"
+        if self._state == "inside":
+            self._read_inside(parts)
+        if self._state == "after" and self._take_line_ends(parts):
+            self._state = "outside"
+        if self._state == "outside":
+            self._take(parts, "content", len(self._held))
+        return parts
+
+    def finish(self) -> list[Part]:
+        is_reasoning = self._is_open and self._state != "outside"
+        parts: list[Part] = []
+        self._take(parts, "reasoning" if is_reasoning else "content", len(self._held))
+        return parts
+
+    def _read_start(self, parts: list[Part]) -> None:
+        """White space and the tag, or something else. (A model may open what the prompt has opened.)"""
+        rest = self._held.lstrip()
+        if rest.startswith(OPEN_TAG):
+            self._take(parts, "layout", len(self._held) - len(rest) + len(OPEN_TAG))
+            self._is_open = True
+        elif OPEN_TAG.startswith(rest):
+            return
+        self._state = "before" if self._is_open else "outside"
+
+    def _read_inside(self, parts: list[Part]) -> None:
+        close = self._held.find(CLOSE_TAG)
+        end = close if close >= 0 else len(self._held) - held_back(self._held, CLOSE_TAG)
+        self._take(parts, "reasoning", len(self._held[:end].rstrip("\n")))
+        if close >= 0:
+            self._take(parts, "layout", self._held.find(CLOSE_TAG) + len(CLOSE_TAG))
+            self._state = "after"
+
+    def _take_line_ends(self, parts: list[Part]) -> bool:
+        """Whether something else follows."""
+        self._take(parts, "layout", len(self._held) - len(self._held.lstrip("\n")))
+        return bool(self._held)
+
+    def _take(self, parts: list[Part], kind: Literal["content", "reasoning", "layout"], length: int) -> None:
+        if length:
+            parts.append(Part(kind, self._held[:length]))
+            self._held = self._held[length:]
