@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.delivery import Delivery, OutputSink
+from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.engine.messages import (
     EngineInfo,
     EngineOutput,
@@ -31,6 +31,7 @@ from runtime.engine.messages import (
     FinishReason,
     StepView,
 )
+from runtime.engine.room import RETRY_AFTER_S, check_room
 from runtime.engine.watching import StepViews, Watchers
 
 if TYPE_CHECKING:  # so that a user of the interface wakes neither numpy nor numba
@@ -45,18 +46,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("xserv.engine")
 
-RETRY_AFTER_S = 1.0
-"""What a refused user is told to wait: about the time in which a busy engine starts several requests."""
-
 BURST_PAUSE_S = 0.3e-3
 BURST_MOST_S = 2e-3
 """An idle engine that gets a request waits until no other has come for the first of these, at most for the second, so
 that a burst shares its first forward pass."""
-
-OutputSink = Callable[[EngineOutput], None]
-"""Receives a request's outputs, in order. Called on the engine's thread: it must not block (hand over to a
-queue or ``loop.call_soon_threadsafe``). What it raises is logged and cancels its own request; nobody else
-notices."""
 
 
 class EngineClient(Protocol):
@@ -121,13 +114,6 @@ class EngineClient(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _OpenRequest:
-    sink: OutputSink
-    num_prompt_tokens: int
-    choices: set[int] = field(default_factory=set)  # without a last output yet
-
-
 class ThreadEngineClient:
     """An engine in a daemon thread of this process, which owns it from now on.
 
@@ -145,12 +131,13 @@ class ThreadEngineClient:
         self._watchers = Watchers()
         self._views = StepViews(engine.timeline, engine.pool)
         self._condition = threading.Condition()
+        self._delivery = Delivery(self._condition, self._drop)
         # Guarded by the condition:
         self._commands: deque[Callable[[], list[EngineOutput]]] = deque()
-        self._open: dict[str, _OpenRequest] = {}
         self._futures: set[Future[Any]] = set()  # of computations among the commands
         self._embeddings: set[Future[NDArray[np.float32]]] = set()
         self._num_submitted = 0  # requests among the commands
+        self._num_submitted_tokens = 0  # in their prompts
         self._is_closing = False
         self._drains = False
         self._has_died = False
@@ -165,23 +152,20 @@ class ThreadEngineClient:
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``EngineClient.submit``."""
         prepared = self._engine.prepare(request)
-        max_waiting = self._engine.limits.max_waiting
+        num_tokens = prepared.num_prompt_tokens
         with self._condition:
             self._check_alive()
-            if request.request_id in self._open:
-                raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-            if self._engine.num_unscheduled + self._num_submitted >= max_waiting:
-                raise QueueFullError(max_waiting, RETRY_AFTER_S)
-            self._open[request.request_id] = _OpenRequest(
-                sink, prepared.num_prompt_tokens, set(range(request.params.n))
-            )
+            self._delivery.check_free(request.request_id)
+            check_room(self.info, *self.waiting, num_tokens)
+            self._delivery.open(request, sink)
             self._num_submitted += 1
+            self._num_submitted_tokens += num_tokens
             self._enqueue(partial(self._admit, prepared))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """See ``EngineClient.cancel``."""
         with self._condition:
-            if request_id in self._open:
+            if request_id in self._delivery:
                 self._enqueue(partial(self._engine.cancel, request_id, index))
 
     def stats(self) -> EngineStats:
@@ -189,7 +173,11 @@ class ThreadEngineClient:
         if self._has_died:
             raise EngineDeadError("the engine's loop has died; see the log")
         stats = self._engine.stats()
-        return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + self._num_submitted)
+        return msgspec.structs.replace(
+            stats,
+            num_waiting=stats.num_waiting + self._num_submitted,
+            num_waiting_tokens=stats.num_waiting_tokens + self._num_submitted_tokens,
+        )
 
     @property
     def state(self) -> EngineState:
@@ -199,10 +187,19 @@ class ThreadEngineClient:
         return "closing" if self._is_closing else "ready"
 
     @property
-    def num_unscheduled(self) -> int:
-        """Requests of which nothing was scheduled yet, those that the engine has not seen included."""
+    def waiting(self) -> tuple[int, int]:
+        """Requests of which nothing was scheduled yet, and their prompts' tokens."""
         with self._condition:
-            return self._engine.num_unscheduled + self._num_submitted
+            engine = self._engine
+            return (
+                engine.num_unscheduled + self._num_submitted,
+                engine.num_unscheduled_tokens + self._num_submitted_tokens,
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do, or being done."""
+        return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
         """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""
@@ -249,6 +246,8 @@ class ThreadEngineClient:
 
         def run() -> list[EngineOutput]:
             self._futures.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return []
             try:
                 future.set_result(work())
             except Exception as error:  # the caller's, not the loop's
@@ -295,18 +294,14 @@ class ThreadEngineClient:
     def _wait_for_work(self) -> bool:
         """Sleep while there is nothing to do; False: stop."""
         with self._condition:
-            was_idle = not self._has_work
-            while not (self._has_work or self._is_closing):
+            was_idle = not self.has_work
+            while not (self.has_work or self._is_closing):
                 self._condition.wait()
-            if self._is_closing and not (self._drains and self._has_work):
+            if self._is_closing and not (self._drains and self.has_work):
                 return False
         if was_idle:
             self._await_burst()
         return True
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
 
     def _await_burst(self) -> None:
         end = time.monotonic() + BURST_MOST_S
@@ -325,6 +320,7 @@ class ThreadEngineClient:
     def _admit(self, request: Request) -> list[EngineOutput]:
         with self._condition:  # one count goes down as the other goes up
             self._num_submitted -= 1
+            self._num_submitted_tokens -= request.num_prompt_tokens
             self._engine.admit(request)
         return []
 
@@ -341,42 +337,22 @@ class ThreadEngineClient:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            request = self._open.get(output.request_id)
-            if request is None:
-                continue  # its sink has failed
-            if output.finish_reason is not None:
-                with self._condition:
-                    request.choices.discard(output.index)
-                    if not request.choices:
-                        del self._open[output.request_id]
-            try:
-                request.sink(output)
-            except BaseException:
-                logger.exception("the sink of request %s failed; the request is cancelled", output.request_id)
-                with self._condition:
-                    self._open.pop(output.request_id, None)
-                self._engine.cancel(output.request_id)
+            self._delivery.deliver(output)
         if self._after_delivery is not None:
             self._after_delivery()
+
+    def _drop(self, request_id: str) -> None:
+        """Nobody reads the outputs of this request."""
+        for output in self._engine.cancel(request_id):
+            self._delivery.deliver(output)
 
     def _end_all(self, reason: FinishReason) -> None:
         """Give a last output to every choice that has none: requests that never reached the engine, or all of
         them when the loop has died."""
         with self._condition:
-            left, futures = list(self._open.items()), [*self._futures, *self._embeddings]
+            futures = [*self._futures, *self._embeddings]
         for future in futures:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError("the engine was closed before this was computed"))
-        error = "the engine's loop has died" if reason == "error" else None
-        for request_id, request in left:
-            for index in sorted(request.choices):
-                output = EngineOutput(
-                    request_id=request_id,
-                    index=index,
-                    new_token_ids=[],
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    finish_reason=reason,
-                    error=error,
-                    engine_died=reason == "error",
-                )
-                self._deliver([output])
+        self._delivery.end_all(reason, "the engine's loop has died" if reason == "error" else None)
+        self._deliver([])

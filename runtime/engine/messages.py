@@ -68,7 +68,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_token_s: float | None
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step gave to one choice of a request.
 
     index             the choice, 0 … n-1

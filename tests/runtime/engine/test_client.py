@@ -119,7 +119,7 @@ def test_eight_threads_submit_at_once() -> None:
         assert sink.token_ids() == expected
     client.close()
     assert client._engine.pool.num_free == 24
-    assert client._open == {}
+    assert len(client._delivery) == 0
 
 
 def test_the_queue_is_bounded(client: ThreadEngineClient, model: FakeModel) -> None:

@@ -1,0 +1,299 @@
+"""What crosses the socket between a server and its engine process, and how: typed messages in frames.
+
+A frame is the length of a message (4 bytes, little-endian) and the message, as msgspec encodes it to MessagePack: one
+of the structs of this file or of ``messages``, told apart by its tag. Nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+from runtime.engine.config import EngineConfig
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, StepView
+from runtime.errors import XservError
+
+MAX_FRAME_BYTES = 1 << 30
+"""A longer message is refused by whoever sends it, and ends the connection of whoever is sent it."""
+
+BUFFER_BYTES = 1 << 18
+"""What is read at once: many steps' outputs."""
+
+SOCKET_BUFFER_BYTES = 1 << 20
+"""What the kernel is asked to hold of a slow reader's messages; then the writer waits."""
+
+CallName = Literal["logits", "embed"]
+"""Computations beside the requests, by ``EngineClient``'s names; each has one answer."""
+
+
+class WireError(XservError):
+    """The other side sent what is no message, or a message is too long to be sent."""
+
+
+# To the engine
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message: ``build_engine``'s arguments. ``log_level``: log lines from it on are sent back;
+    ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up."""
+
+    model: str | None
+    device: str
+    dtype: str
+    load_format: Literal["auto", "safetensors", "dummy"]
+    gemm: str
+    config: EngineConfig
+    log_level: int
+    hang_timeout_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """See ``EngineClient.cancel``."""
+
+    request_id: str
+    index: int | None
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Whether views of the steps are wanted."""
+
+    is_wanted: bool
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Compute something, with these arguments; ``Answer`` or ``CallFailed`` comes once."""
+
+    call_id: int
+    name: CallName
+    arguments: list[list[int] | str]
+
+
+class CancelCall(msgspec.Struct, frozen=True, tag=True):
+    """Nobody wants the answer any more."""
+
+    call_id: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """See ``EngineClient.close``."""
+
+    drain: bool
+
+
+ToEngine = Start | EngineRequest | Cancel | Watch | Call | CancelCall | Close
+
+
+# From the engine
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """An error: its class and the classes above it, nearest first; its text; its plain attributes. See
+    ``wire_errors``."""
+
+    kinds: list[str]
+    message: str
+    attributes: dict[str, str | int | float | bool | list[str] | None]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Requests are taken."""
+
+    info: EngineInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a process that could not start its engine."""
+
+    problem: Problem
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What a step gave, and how full the queue is: ``num_waiting`` requests of ``num_waiting_tokens`` prompt tokens
+    were not scheduled yet, among the first ``num_received`` that were sent, which have ``num_received_tokens``."""
+
+    outputs: list[EngineOutput]
+    num_received: int
+    num_received_tokens: int
+    num_waiting: int
+    num_waiting_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request was not admitted."""
+
+    request_id: str
+    problem: Problem
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The engine lives, and this is its state."""
+
+    stats: EngineStats
+    num_received: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """``data``: float32 of this shape."""
+
+    call_id: int
+    shape: list[int]
+    data: bytearray
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    problem: Problem
+
+
+class LogLine(msgspec.Struct, frozen=True, tag=True):
+    """A record of ``logging``; ``created_s`` is ``time.time()``."""
+
+    name: str
+    level: int
+    message: str
+    created_s: float
+    traceback: str | None
+
+
+FromEngine = Started | StartFailed | Outputs | Refused | Pulse | StepView | Answer | CallFailed | LogLine
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | FromEngine) -> bytearray:
+    """A message, ready to be sent. Raises ``WireError`` when it is too long."""
+    data = bytearray(_LENGTH.size)
+    _ENCODER.encode_into(message, data, _LENGTH.size)
+    size = len(data) - _LENGTH.size
+    if size > MAX_FRAME_BYTES:
+        raise WireError(f"a message of {size:,} bytes is too long: at most {MAX_FRAME_BYTES:,} can be sent")
+    _LENGTH.pack_into(data, 0, size)
+    return data
+
+
+class FrameReader:
+    """The messages that come over a socket, as they were encoded."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._start = self._end = 0  # of what was read and not taken
+
+    def read(self) -> list[memoryview]:
+        """The messages that have come, at least one; waits for it. Valid until the next call. Nothing: the other side
+        has closed.
+
+        Raises ``BlockingIOError`` when the socket has a timeout and it has passed, ``WireError``, ``OSError``.
+        """
+        while not (messages := self._take()):
+            self._make_room()
+            with memoryview(self._buffer) as buffer, buffer[self._end :] as room:
+                count = self._connection.recv_into(room)
+            if count == 0:
+                return []
+            self._end += count
+        return messages
+
+    def _take(self) -> list[memoryview]:
+        view = memoryview(self._buffer)
+        messages = []
+        while self._end - self._start >= _LENGTH.size:
+            begin = self._start + _LENGTH.size
+            end = begin + self._next_size()
+            if end > self._end:
+                break
+            messages.append(view[begin:end])
+            self._start = end
+        return messages
+
+    def _next_size(self) -> int:
+        size: int = _LENGTH.unpack_from(self._buffer, self._start)[0]
+        if size > MAX_FRAME_BYTES:
+            raise WireError(f"a message claims {size:,} bytes; at most {MAX_FRAME_BYTES:,} are taken")
+        return size
+
+    def _make_room(self) -> None:
+        """See that what is left of the buffer can take the whole of the next message, and something in any case."""
+        left = self._end - self._start
+        if left == 0:
+            self._start = self._end = 0
+        needed = _LENGTH.size if left < _LENGTH.size else self._next_size() + _LENGTH.size
+        size = max(BUFFER_BYTES, needed)
+        if self._start + needed <= len(self._buffer) <= size and self._end < len(self._buffer):
+            return
+        buffer = bytearray(size)  # a new one: views of the old one may still be about
+        buffer[:left] = memoryview(self._buffer)[self._start : self._end]
+        self._buffer, self._start, self._end = buffer, 0, left
+
+
+class WaitingWriter:
+    """Sends frames; who calls waits while the other side does not read. Thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, data: bytearray) -> None:
+        """Raises ``OSError`` when the other side is gone."""
+        with self._lock:
+            self._connection.sendall(data)
+
+
+class PatientWriter:
+    """Sends frames without ever making a caller wait: what the socket does not take, a thread of its own sends later.
+    Thread-safe. When the other side is gone, frames are dropped: whoever reads will notice."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._condition = threading.Condition()
+        self._pending: deque[memoryview] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="xserv-engine-writer", daemon=True)
+        self._thread.start()
+
+    def send(self, data: bytearray) -> None:
+        with self._condition:
+            if self._is_closed:
+                return
+            rest = memoryview(data)
+            if not self._pending:
+                try:
+                    rest = rest[self._connection.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    self._is_closed = True
+                    return
+            if rest:
+                self._pending.append(rest)
+                self._condition.notify()
+
+    def close(self) -> None:
+        """The socket must have been shut down, so that nobody waits for it."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._pending or self._is_closed):
+                    self._condition.wait()
+                if self._is_closed:
+                    return
+                data = self._pending[0]
+            try:
+                self._connection.sendall(data)
+            except OSError:
+                with self._condition:
+                    self._is_closed = True
+                return
+            with self._condition:
+                self._pending.popleft()
