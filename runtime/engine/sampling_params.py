@@ -54,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be drawn
+    bad_words_token_ids     sequences of ids that the output never holds
     grammar                 the text is one of these; it ends ("stop") where nothing can follow
 
     Raises ``RequestError`` (a ``ValueError``) naming the field when a value has a wrong type or lies outside
@@ -81,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
