@@ -1,24 +1,29 @@
-"""The Starlette application: routes, error handlers, and the service's start and stop.
+"""The Starlette application: routes, error handlers, the layers around them, and the service's start and stop.
 
     app = create_app(client, tokenizer, model_name="xserv-demo", default_sampling={"temperature": 0.7})
 
-No CORS headers are sent and only JSON bodies are read, so a page of another origin cannot use a server on
-localhost."""
+From the outside in: the gate (ids, Host and Origin, draining, log, metrics), CORS where origins are allowed, API keys
+where there are any, Starlette. No CORS headers are sent by default and only JSON bodies are read, so a page of another
+origin cannot use a server on localhost."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Lifespan, Scope
 
 from runtime.engine.client import EngineClient
+from server.auth import ApiKeys, Authentication
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.config import ServerConfig
+from server.embeddings import create_embeddings
 from server.errors import (
     ApiError,
     handle_api_error,
@@ -26,9 +31,69 @@ from server.errors import (
     handle_http_exception,
     handle_unexpected,
 )
-from server.models import get_model, health, list_models
+from server.exchange import Exchange
+from server.gate import Gate, Observer
+from server.lifecycle import Lifecycle
+from server.live import watch_engine
+from server.logs import LogWriter, log_access
+from server.metrics import HttpMetrics, Metrics
+from server.models import get_model, get_version, health, list_models
+from server.origins import OriginRules
+from server.page import get_page
+from server.probes import metrics, ready
+from server.response_api import cancel_response, create_response, delete_response, get_response, list_input_items
+from server.running import cancel_request
 from server.service import Service
+from server.tokenization import detokenize, tokenize
 from tokenizer import Tokenizer
+
+
+class Application(Starlette):
+    """Starlette, with our own layers around all of its.
+
+    lifecycle  whether it drains, and how many requests are open
+    keys       the API keys, to be read again when their files change
+    """
+
+    def __init__(
+        self,
+        routes: list[BaseRoute],
+        lifespan: Lifespan[Application],
+        config: ServerConfig,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        super().__init__(
+            routes=routes,
+            exception_handlers={
+                ApiError: handle_api_error,
+                HTTPException: handle_http_exception,
+                ClientDisconnect: handle_client_disconnect,
+                Exception: handle_unexpected,
+            },
+            lifespan=lifespan,
+        )
+        self.router.redirect_slashes = False
+        self.config = config
+        self.observers = observers
+        self.lifecycle = Lifecycle()
+        self.keys = ApiKeys(config.api_keys, config.api_key_files)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        config = self.config
+        app = super().build_middleware_stack()
+        if self.keys.is_required:
+            app = Authentication(app, self.keys, shares_prefix_cache=config.share_prefix_cache)
+        if config.allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=config.allowed_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("X-Request-Id", "Retry-After"),
+            )
+        rules = OriginRules(config.allowed_hosts, config.allowed_origins)
+        routes = {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}
+        return Gate(app, self.lifecycle, rules, routes, self.observers)
 
 
 def create_app(
@@ -38,23 +103,38 @@ def create_app(
     model_name: str | None = None,
     default_sampling: Mapping[str, float | int] | None = None,
     config: ServerConfig | None = None,
-) -> Starlette:
+    log_writer: LogWriter | None = None,
+) -> Application:
     """An application that serves one engine's model.
 
     client            stays the caller's, who closes it after the application has stopped
     tokenizer         None: prompts and answers are token ids
     model_name        the one name under which the model is asked for; None: the engine's
     default_sampling  what a silent request means, by `SamplingParams`' names: the model's generation config
+    log_writer        whose lost lines the metrics count
+
+    Raises `ServerConfigError` for API keys that cannot be read.
     """
+    settings = config or ServerConfig()
+    name = model_name or client.info.model_name
+    http = HttpMetrics()
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Application) -> AsyncIterator[None]:
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_requests": ("Requests whose answer is not over.", lambda: app.lifecycle.num_open),
+            "draining": ("1 while the server ends.", lambda: app.lifecycle.is_draining),
+        }
+        if log_writer is not None:
+            gauges["lost_log_lines"] = ("Lines that could not be written.", lambda: log_writer.num_lost)
         service = Service.begin(
             client,
             tokenizer,
-            model_name or client.info.model_name,
+            name,
             default_sampling or {},
-            config or ServerConfig(),
+            settings,
+            app.lifecycle,
+            Metrics(client, name, http, gauges),
         )
         app.state.service = service
         try:
@@ -62,21 +142,33 @@ def create_app(
         finally:
             service.end()
 
-    app = Starlette(
+    def count(exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
+        http.finish(route, scope["method"], exchange.status, duration_s)
+
+    return Application(
         routes=[
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/completions", create_completion, methods=["POST"]),
+            Route("/v1/embeddings", create_embeddings, methods=["POST"]),
+            Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/{response_id}", get_response),
+            Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
+            Route("/v1/responses/{response_id}/input_items", list_input_items),
+            Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{model_id:path}", get_model),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/version", get_version),
             Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", metrics),
+            Route("/live", watch_engine),
+            Route("/", get_page),
+            Route("/page/{name}", get_page),
         ],
-        exception_handlers={
-            ApiError: handle_api_error,
-            HTTPException: handle_http_exception,
-            ClientDisconnect: handle_client_disconnect,
-            Exception: handle_unexpected,
-        },
         lifespan=lifespan,
+        config=settings,
+        observers=(count, log_access),
     )
-    app.router.redirect_slashes = False
-    return app

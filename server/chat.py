@@ -39,7 +39,7 @@ from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
+class Chat:
     """A request that has passed every check, and its generation."""
 
     service: Service
@@ -103,7 +103,7 @@ async def create_chat_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    service.admit(chat.generation, {"prompt": "messages", "logprobs": "top_logprobs"})
+    service.admit(request, chat.generation, {"prompt": "messages", "logprobs": "top_logprobs"})
     headers = {"X-Request-Id": chat.request_id}
     if chat.is_streamed:
         return EventStreamResponse(_events(chat), chat.generation, headers)
@@ -111,16 +111,20 @@ async def create_chat_completion(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
 
 
-def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Chat:
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> Chat:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
+    return prepare_chat(service, asked, new_id("chatcmpl"), arrival_time_s)
+
+
+def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float) -> Chat:
+    """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    params = chat_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
+    params = chat_params(asked, service.default_sampling, service.tokenizer)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
     token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
-    request_id = new_id("chatcmpl")
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -131,7 +135,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Chat:
         arrival_time_s=arrival_time_s,
         scheduling=Scheduling.of(asked),
     )
-    return _Chat(
+    return Chat(
         service=service,
         request_id=request_id,
         created=int(time.time()),
@@ -146,7 +150,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Chat:
     )
 
 
-async def _whole_answer(request: Request, chat: _Chat) -> ChatCompletion:
+async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
     generation = chat.generation
     answers = [_Answer([chat.echo]) for _ in range(chat.params.n)]
     with closing(generation):
@@ -191,7 +195,7 @@ async def _whole_answer(request: Request, chat: _Chat) -> ChatCompletion:
     )
 
 
-async def _events(chat: _Chat) -> AsyncGenerator[bytes, None]:
+async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
     """OpenAI's order: each choice's role, its text, its end without text; the usage; `[DONE]`."""
     generation = chat.generation
     yield b"".join(
@@ -211,7 +215,7 @@ async def _events(chat: _Chat) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-def _piece_events(chat: _Chat, piece: Piece) -> Iterator[bytes]:
+def _piece_events(chat: Chat, piece: Piece) -> Iterator[bytes]:
     delta = piece.delta
     logprobs = chat.token_logprobs(delta)
     if delta.text or logprobs or (chat.has_token_ids and delta.token_ids):

@@ -75,7 +75,7 @@ async def create_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    service.admit(completion.generation, {})
+    service.admit(request, completion.generation, {})
     headers = {"X-Request-Id": completion.request_id}
     if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)
@@ -88,7 +88,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
     asked = decode_body(body, CompletionRequest, service.config)
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    params = completion_params(asked, service.default_sampling, detokenize=service.tokenizer is not None)
+    params = completion_params(asked, service.default_sampling, service.tokenizer)
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
     prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)

@@ -45,6 +45,10 @@ class ServerConfig:
     max_stop_strings         stop strings
     max_logit_bias           entries of `logit_bias`
 
+    max_stored_responses     of `/v1/responses`, kept in memory: how many, how large together, and for how long
+    max_stored_response_bytes
+    stored_response_ttl_s
+
     num_tokenizer_threads    threads that render chat templates and encode prompts, away from the event loop
 
     Who is let in:
@@ -86,6 +90,10 @@ class ServerConfig:
     max_stop_strings: int = 64
     max_logit_bias: int = 4096
 
+    max_stored_responses: int = 1024
+    max_stored_response_bytes: int = 64 * 1024 * 1024
+    stored_response_ttl_s: float = 3600.0
+
     num_tokenizer_threads: int = 2
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -98,7 +106,7 @@ class ServerConfig:
 
     drain_timeout_s: float = 10.0
     log_format: str = "text"
-    log_level: str = "warning"
+    log_level: str = "info"
     log_file: str | None = None
     log_prompts: bool = False
     otlp_endpoint: str | None = None

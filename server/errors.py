@@ -3,9 +3,10 @@
     status  type                   code
     400     invalid_request_error  invalid_json, invalid_type, invalid_value, unknown_parameter, …
     400     invalid_request_error  context_length_exceeded
-    404     invalid_request_error  model_not_found, unknown_url
+    404     invalid_request_error  model_not_found, unknown_url, request_not_found, response_not_found
     405     invalid_request_error  method_not_allowed
     408     invalid_request_error  body_timeout
+    409     invalid_request_error  request_cancelled
     413     invalid_request_error  body_too_large
     415     invalid_request_error  unsupported_media_type
     429     rate_limit_error       queue_full            (with Retry-After)
@@ -115,6 +116,11 @@ def overloaded() -> ApiError:
         code="overloaded",
         headers={"Retry-After": "1", "Connection": "close"},
     )
+
+
+def cancelled() -> ApiError:
+    """409: somebody cancelled the request by its name, so that its client gets no answer."""
+    return ApiError(409, "The request was cancelled.", code="request_cancelled")
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:

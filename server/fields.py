@@ -2,7 +2,7 @@
 ones refused.
 
 Everything else is a field of `server.schema`, and honoured; a field that is nowhere is refused as unknown.
-Both tables are the documentation: nothing is ignored that is not in the first one."""
+The tables are the documentation: nothing is ignored that is not among the accepted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from server.errors import invalid
+from server.responses_schema import ResponsesRequest
+from server.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "use_beam_search": NotBuilt(_BEAM_SEARCH, (False,)),
     "length_penalty": NotBuilt(_BEAM_SEARCH, (1, 1.0)),
     "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
-    "bad_words": NotBuilt("not built; logit_bias can ban single tokens", ([],)),
-    "truncate_prompt_tokens": NotBuilt("a prompt is never cut"),
     "structured_outputs": NotBuilt(_CONSTRAINED),
     "guided_json": NotBuilt(_OLDER_GUIDANCE),
     "guided_regex": NotBuilt(_OLDER_GUIDANCE),
@@ -89,19 +89,62 @@ NOT_BUILT: dict[str, NotBuilt] = {
 }
 
 
+_ACCEPTED_IN_RESPONSES = (
+    "user",
+    "safety_identifier",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+)
+
+NOT_BUILT_IN_RESPONSES: dict[str, NotBuilt] = {
+    "background": NotBuilt("a response is made while its client waits", (False,)),
+    "conversation": NotBuilt("send previous_response_id"),
+    "prompt": NotBuilt("there are no stored prompts"),
+    "truncation": NotBuilt("a conversation is never cut", ("disabled",)),
+    "max_tool_calls": NotBuilt("there are no tools of the server's own"),
+    "context_management": NotBuilt("a conversation is never cut"),
+    "moderation": NotBuilt("there is no moderation"),
+}
+
+NOT_BUILT_IN_TOKENIZE: dict[str, NotBuilt] = {
+    "chat_template": NOT_BUILT["chat_template"],
+    "mm_processor_kwargs": NOT_BUILT["mm_processor_kwargs"],
+}
+
+Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
+
+_TABLES: dict[type[msgspec.Struct], Tables] = {
+    ResponsesRequest: (
+        {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES},
+        NOT_BUILT_IN_RESPONSES,
+    ),
+    EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
+    TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),
+    DetokenizeRequest: ({}, {}),
+}
+
+
+def tables_of(schema: type[msgspec.Struct]) -> Tables:
+    """The fields of a request that are accepted without effect, and those that are refused by name."""
+    return _TABLES.get(schema, (ACCEPTED_WITHOUT_EFFECT, NOT_BUILT))
+
+
 def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """The request without the fields of both tables, which are checked here.
+    """The request without the fields of both its tables, which are checked here.
 
     A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
     wrong type, or a field of the second table that asks for something."""
+    accepted_fields, refused_fields = tables_of(schema)
     kept = {}
     for name, value in request.items():
-        if (not_built := NOT_BUILT.get(name)) is not None:
+        if (not_built := refused_fields.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
                 raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter")
             if name in schema.__struct_fields__:
                 kept[name] = value
-        elif (accepted := ACCEPTED_WITHOUT_EFFECT.get(name)) is not None:
+        elif (accepted := accepted_fields.get(name)) is not None:
             try:
                 msgspec.convert(value, accepted.type | None)
             except msgspec.ValidationError:

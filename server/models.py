@@ -1,4 +1,4 @@
-"""`GET /v1/models`, `GET /v1/models/{id}` and `GET /health`."""
+"""`GET /v1/models`, `GET /v1/models/{id}`, `GET /version` and `GET /health`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError
 from server.errors import engine_unavailable
-from server.responses import Model, ModelList
-from server.service import Service
+from server.responses import Model, ModelList, Version
+from server.service import Service, release
 
 
 def _model(service: Service) -> Model:
@@ -30,6 +30,11 @@ async def get_model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(request.path_params["model_id"])
     return Response(msgspec.json.encode(_model(service)), media_type="application/json")
+
+
+async def get_version(request: Request) -> Response:
+    """The release that serves."""
+    return Response(msgspec.json.encode(Version(release())), media_type="application/json")
 
 
 async def health(request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jinja2
@@ -14,7 +14,7 @@ from runtime.text.chat import chat_prompt
 from server.config import ServerConfig
 from server.conversation import check_ending, echoed_text, template_messages, template_tools
 from server.errors import from_engine, invalid
-from server.schema import ChatCompletionRequest, CompletionRequest
+from server.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
 from tokenizer import Tokenizer
 
 
@@ -22,29 +22,48 @@ def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
 ) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
-    prompt = request.prompt
+    adds_special_tokens = request.add_special_tokens is not False
+    room = info.max_model_len - max(1, request.max_tokens or 1)
+    return [
+        _checked(_cut(ids, request.truncate_prompt_tokens, room), "prompt", info, info.max_model_len - 1)
+        for ids in _given_ids(request.prompt, "prompt", tokenizer, config, adds_special_tokens=adds_special_tokens)
+    ]
+
+
+def embedding_inputs(
+    request: EmbeddingRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
+) -> list[list[int]]:
+    """The token ids of each input. Raises `ApiError` 400."""
+    adds_special_tokens = request.add_special_tokens is not False
+    most = info.max_model_len
+    return [
+        _checked(_cut(ids, request.truncate_prompt_tokens, most), "input", info, most)
+        for ids in _given_ids(request.input, "input", tokenizer, config, adds_special_tokens=adds_special_tokens)
+    ]
+
+
+def _given_ids(
+    prompt: Prompt, field: str, tokenizer: Tokenizer | None, config: ServerConfig, *, adds_special_tokens: bool
+) -> Iterator[list[int]]:
+    """The ids of each prompt of `field`, as they were given or as the tokenizer has them."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
     elif _are_prompts(prompt):
         given = prompt
     else:
-        raise invalid("prompt", "prompt must not mix strings, token ids and lists of them.", "invalid_type")
+        raise invalid(field, f"{field} must not mix strings, token ids and lists of them.", "invalid_type")
     if not given:
-        raise invalid("prompt", "prompt must have at least one prompt.")
+        raise invalid(field, f"{field} must have at least one entry.")
     if len(given) > config.max_prompts:
-        raise invalid("prompt", f"prompt must have at most {config.max_prompts} prompts, got {len(given)}.")
-    adds_special_tokens = request.add_special_tokens is not False
-    prompts = []
+        raise invalid(field, f"{field} must have at most {config.max_prompts} entries, got {len(given)}.")
     for text_or_ids in given:
         if isinstance(text_or_ids, str):
             if tokenizer is None:
-                raise invalid("prompt", "This model has no tokenizer: prompt must be token ids.")
-            ids = tokenizer.encode(text_or_ids, add_special_tokens=adds_special_tokens)
+                raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")
+            yield tokenizer.encode(text_or_ids, add_special_tokens=adds_special_tokens)
         else:
-            ids = text_or_ids
-        prompts.append(_checked(ids, "prompt", info))
-    return prompts
+            yield text_or_ids
 
 
 def conversation_prompt(
@@ -53,6 +72,20 @@ def conversation_prompt(
     """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
     before the answer. Raises `ApiError` 400."""
     messages = template_messages(request)
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    room = info.max_model_len - max(1, max_tokens or 1)
+    ids = _cut(_rendered(request, messages, tokenizer), request.truncate_prompt_tokens, room)
+    return _checked(ids, "messages", info, info.max_model_len - 1), echoed_text(request, messages)
+
+
+def message_ids(request: ChatCompletionRequest, tokenizer: Tokenizer | None) -> list[int]:
+    """The same ids, however many. Raises `ApiError` 400."""
+    return _rendered(request, template_messages(request), tokenizer)
+
+
+def _rendered(
+    request: ChatCompletionRequest, messages: list[dict[str, Any]], tokenizer: Tokenizer | None
+) -> list[int]:
     tools = template_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
     if tokenizer is not None:
@@ -70,7 +103,7 @@ def conversation_prompt(
     if request.documents is not None:
         variables["documents"] = request.documents
     try:
-        ids = chat_prompt(
+        return chat_prompt(
             tokenizer,
             messages,
             tools=tools,
@@ -84,7 +117,6 @@ def conversation_prompt(
         if cause is None or isinstance(cause, jinja2.TemplateError):
             raise from_engine(error, {}) from None
         raise invalid("messages", "The chat template cannot render this conversation.") from None
-    return _checked(ids, "messages", info), echoed_text(request, messages)
 
 
 _RESERVED = frozenset(
@@ -103,12 +135,27 @@ _RESERVED = frozenset(
 """Variables that a request cannot set through `chat_template_kwargs`."""
 
 
-def _checked(ids: list[int], field: str, info: EngineInfo) -> list[int]:
+def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
+    """The end of a prompt, the `most` last tokens of it; -1: as many as there is `room` for."""
+    if most is None:
+        return ids
+    if most == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1, got 0.")
+    return ids[-(most if most > 0 else max(1, room)) :]
+
+
+def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[int]:
     """What the engine would refuse too, before anything is done for each of the ids."""
     if not ids:
         raise invalid(field, f"{field} must come to at least one token.")
     try:
-        if len(ids) >= info.max_model_len:
+        if len(ids) > most == info.max_model_len:
+            raise RequestError(
+                f"{field} has an entry of {len(ids)} tokens; the model reads at most {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if len(ids) > most:
             raise ContextLengthExceededError(len(ids), info.max_model_len)
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             check_token_ids(field, ids, info.vocab_size)

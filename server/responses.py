@@ -150,3 +150,49 @@ class Model(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """embedding: the numbers, or the same as base64 of little-endian float32."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Tokenized(msgspec.Struct):
+    """`/tokenize`, as vLLM answers it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """`/detokenize`, as vLLM answers it."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Cancelled(msgspec.Struct):
+    """How many running requests a cancellation ended."""
+
+    id: str
+    cancelled: int

@@ -3,13 +3,14 @@ else OpenAI's default. Ranges are checked by `SamplingParams` itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from server.errors import from_engine, invalid
 from server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from tokenizer import Tokenizer
 
 _SAME_NAME = (
     "n",
@@ -36,8 +37,10 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat goes on to the end of the context."""
 
 
-def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any], **extra: Any) -> SamplingParams:
-    """Raises `ApiError` 400 naming the field."""
+def chat_params(
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None, **extra: Any
+) -> SamplingParams:
+    """`extra` are further parameters, by `SamplingParams`' names. Raises `ApiError` 400 naming the field."""
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
@@ -52,10 +55,13 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any], **e
         raise invalid("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}.")
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
     renamed = {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {}
-    return _params(request, {"max_tokens": None, **defaults}, limit | {"logprobs": logprobs} | extra, renamed)
+    asked = limit | {"logprobs": logprobs} | extra
+    return _params(request, {"max_tokens": None, **defaults}, asked, renamed, tokenizer)
 
 
-def completion_params(request: CompletionRequest, defaults: Mapping[str, Any], **extra: Any) -> SamplingParams:
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None, **extra: Any
+) -> SamplingParams:
     """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is drawn, for the caller to
     drop: the engine has no request without output."""
     limit = {}
@@ -69,6 +75,7 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any], *
         {**defaults, "max_tokens": COMPLETION_MAX_TOKENS},
         limit | {"logprobs": request.logprobs} | prompt_logprobs | extra,
         {},
+        tokenizer,
     )
 
 
@@ -77,8 +84,9 @@ def _params(
     defaults: Mapping[str, Any],
     asked: Mapping[str, Any],
     renamed: Mapping[str, str],
+    tokenizer: Tokenizer | None,
 ) -> SamplingParams:
-    fields = dict(defaults)
+    fields = {**defaults, "detokenize": tokenizer is not None}
     if fields.get("temperature") == 0 and _asks_for_draws(request):
         del fields["temperature"]
     for name in _SAME_NAME:
@@ -88,10 +96,12 @@ def _params(
     fields.update(asked)
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.bad_words:
+        fields["bad_words_token_ids"] = _bad_words(request.bad_words, tokenizer)
     try:
         return SamplingParams(**fields)
     except RequestError as error:
-        raise from_engine(error, renamed) from None
+        raise from_engine(error, {"bad_words_token_ids": "bad_words", **renamed}) from None
 
 
 def _asks_for_draws(request: GenerationRequest) -> bool:
@@ -109,6 +119,24 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
             raise invalid("logit_bias", f"logit_bias: {key[:40]!r} is not a token id.")
         by_id[int(key)] = value
     return by_id
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Each word as the ids that begin a text with it, and, where these are others in as great a number, as those that
+    follow a space: vLLM's reading. A word may still come cut into other tokens."""
+    if tokenizer is None:
+        raise invalid("bad_words", "This model has no tokenizer: bad_words cannot be read.")
+    banned = []
+    for i, word in enumerate(words):
+        bare = word.lstrip(" ")
+        ids = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
+        if not bare or not ids or not spaced:
+            raise invalid(f"bad_words[{i}]", f"bad_words[{i}] must hold more than spaces, and be text to the model.")
+        banned.append(ids)
+        if spaced[0] != ids[0] and len(spaced) == len(ids):
+            banned.append(spaced)
+    return banned
 
 
 def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -20,14 +20,20 @@ from runtime.engine.client import EngineClient
 from runtime.errors import XservError
 from server.bridge import LoopBridge
 from server.config import ServerConfig
-from server.errors import ApiError, engine_unavailable, from_engine, internal_error
+from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error
 from server.exchange import Exchange
 from server.generation import Generation, GenerationError
 from server.lifecycle import Lifecycle
 from server.logs import FIELDS
 from server.meter import RequestMeter
 from server.metrics import Metrics
+from server.response_store import Key as ResponseKey
+from server.response_store import ResponseStore
+from server.running import RunningGenerations
 from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from server.response_api import RunningResponse
 
 T = TypeVar("T")
 
@@ -43,6 +49,8 @@ class Service:
 
     model_name          the one name under which the model is asked for
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
+    running             what runs, to be cancelled by name
+    responses           what `/v1/responses` keeps; running_responses: those that are being made
     """
 
     client: EngineClient
@@ -52,6 +60,9 @@ class Service:
     config: ServerConfig
     lifecycle: Lifecycle
     metrics: Metrics
+    running: RunningGenerations
+    responses: ResponseStore
+    running_responses: dict[ResponseKey, RunningResponse]
     bridge: LoopBridge
     executor: ThreadPoolExecutor
     created: int
@@ -77,6 +88,11 @@ class Service:
             config=config,
             lifecycle=lifecycle,
             metrics=metrics,
+            running=RunningGenerations(),
+            responses=ResponseStore(
+                config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
+            ),
+            running_responses={},
             bridge=LoopBridge(asyncio.get_running_loop()),
             executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
             created=int(time.time()),
@@ -122,6 +138,8 @@ class Service:
             generation.start()
         except XservError as error:
             raise from_engine(error, renamed) from None
+        names = (generation.request_id, exchange.given_id, generation.scheduling.given_id)
+        self.running.add(generation, exchange.tenant, (name for name in names if name is not None))
 
     def _log_prompts(self, generation: Generation) -> None:
         for token_ids in generation.prompts:
@@ -131,6 +149,8 @@ class Service:
 
     def failure(self, request_id: str, error: GenerationError) -> ApiError:
         """What the client is told of a generation that broke off; the cause goes to the log."""
+        if error.is_cancelled:
+            return cancelled()
         logger.error("%s broke off: %s", request_id, error)
         return engine_unavailable() if error.is_shutdown else internal_error()
 
@@ -140,13 +160,17 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid4().hex}"
 
 
+def release() -> str:
+    """The version that is installed; "0" where the server runs from a checkout that is not."""
+    try:
+        return version("xserv")
+    except PackageNotFoundError:
+        return "0"
+
+
 def _fingerprint(client: EngineClient, model_name: str) -> str:
     """Changes with whatever may change the answer to a seeded request: the release, the model, its
     numbers."""
-    try:
-        release = version("xserv")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        release = "0"
     info = client.info
-    parts = (release, model_name, info.architecture, info.device, info.dtype, str(info.vocab_size))
+    parts = (release(), model_name, info.architecture, info.device, info.dtype, str(info.vocab_size))
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]

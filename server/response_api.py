@@ -1,0 +1,275 @@
+"""`/v1/responses`: OpenAI's newer way to a chat. A request becomes the chat's request that it is, and takes its
+way.
+
+A stored response can be asked for again, continued (`previous_response_id`), deleted; one that still runs can be
+cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+
+from server.body import decode_body, read_body
+from server.chat import Chat, prepare_chat
+from server.errors import ApiError, invalid
+from server.exchange import Exchange
+from server.generation import GenerationError, Piece
+from server.response_input import input_messages
+from server.response_objects import (
+    ErrorEvent,
+    Event,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseDeleted,
+    ResponseFailed,
+    ResponseFault,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseInputItems,
+    ResponseUsage,
+)
+from server.response_output import ResponseOutput
+from server.response_request import LOGPROBS, RENAMED, begun_response, chat_request, output_messages, renamed
+from server.responses_schema import ResponsesRequest
+from server.schema import Message
+from server.service import Service
+from server.sse import EventStreamResponse, named_frame, watch_disconnect
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningResponse:
+    """A response while it is made.
+
+    input_items   what its request brought
+    conversation  the messages that it answers, without instructions
+    """
+
+    service: Service
+    tenant: str | None
+    chat: Chat
+    response: Response
+    output: ResponseOutput
+    input_items: list[dict[str, Any]]
+    conversation: list[Message]
+    has_logprobs: bool
+    finish_reason: str | None = None
+
+    def push(self, piece: Piece) -> Iterator[Event]:
+        if piece.delta.finish_reason is not None:
+            self.finish_reason = piece.delta.finish_reason
+        return self.output.push(piece.delta, self.chat.token_logprobs(piece.delta) if self.has_logprobs else ())
+
+    def complete(self) -> Iterator[Event]:
+        """All has come."""
+        response, is_complete = self.response, self.finish_reason != "length"
+        yield from self.output.finish(is_complete=is_complete)
+        if is_complete:
+            response.status, response.completed_at = "completed", int(time.time())
+        else:
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        self._end([*self.conversation, *output_messages(self.output.items)])
+        yield ResponseCompleted(response) if is_complete else ResponseIncomplete(response)
+
+    def fail(self, error: GenerationError) -> ApiError:
+        """It broke off, or was cancelled. Returns what the client is told."""
+        told = self.service.failure(self.response.id, error)
+        self.response.status = "cancelled" if error.is_cancelled else "failed"
+        if not error.is_cancelled:
+            self.response.error = ResponseFault("server_error", told.message)
+        for _ in self.output.finish(is_complete=False):
+            pass
+        self._end(self.conversation)
+        return told
+
+    def _end(self, conversation: list[Message]) -> None:
+        generation, response = self.chat.generation, self.response
+        response.output = self.output.items
+        response.usage = ResponseUsage(
+            input_tokens=generation.num_prompt_tokens,
+            input_tokens_details=InputTokensDetails(generation.num_cached_tokens),
+            output_tokens=generation.num_completion_tokens,
+            output_tokens_details=OutputTokensDetails(generation.num_reasoning_tokens),
+            total_tokens=generation.num_prompt_tokens + generation.num_completion_tokens,
+        )
+        if response.store:
+            self.service.responses.put(self.tenant, response, self.input_items, conversation)
+
+
+async def create_response(request: Request) -> HttpResponse:
+    """Checks everything, admits the request, then answers at once with a stream or at the end with the whole."""
+    service: Service = request.app.state.service
+    arrival_time_s = time.monotonic()
+    tenant = Exchange.of(request).tenant
+    body = await read_body(request, service.config)
+    asked = await service.prepare(len(body), partial(decode_body, body, ResponsesRequest, service.config))
+    before: list[Message] = []
+    if asked.previous_response_id is not None:
+        stored = service.responses.get(tenant, asked.previous_response_id)
+        if stored is None:
+            raise _not_found(asked.previous_response_id, "previous_response_id")
+        before = stored.conversation
+    running = await service.prepare(len(body), partial(_prepare, service, tenant, asked, before, arrival_time_s))
+    renaming = {"prompt": "input", "logprobs": "top_logprobs", **RENAMED}
+    service.admit(request, running.chat.generation, renaming)
+    headers = {"X-Request-Id": running.response.id}
+    service.running_responses[tenant, running.response.id] = running
+    running.chat.generation.on_close.append(partial(service.running_responses.pop, (tenant, running.response.id)))
+    if asked.stream:
+        return EventStreamResponse(_events(running), running.chat.generation, headers)
+    await _run(request, running)
+    return _json(running.response, headers)
+
+
+def _prepare(
+    service: Service, tenant: str | None, asked: ResponsesRequest, before: list[Message], arrival_time_s: float
+) -> RunningResponse:
+    """All that a request costs before the engine has it. Raises `ApiError`."""
+    given: list[dict[str, Any]] = (
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": asked.input}]}]
+        if isinstance(asked.input, str)
+        else asked.input
+    )
+    conversation = [*before, *input_messages(asked.input)]
+    response_id = f"resp_{uuid4().hex}"
+    try:
+        chat = prepare_chat(service, chat_request(asked, conversation), response_id, arrival_time_s)
+    except ApiError as error:
+        raise renamed(error) from None
+    params = chat.generation.params
+    return RunningResponse(
+        service=service,
+        tenant=tenant,
+        chat=chat,
+        response=begun_response(
+            asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p
+        ),
+        output=ResponseOutput(),
+        input_items=[{"id": f"{_kind(item)}_{uuid4().hex}", **item} for item in given],
+        conversation=conversation,
+        has_logprobs=LOGPROBS in (asked.include or ()),
+    )
+
+
+def _kind(item: dict[str, Any]) -> str:
+    return {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.get("type", ""), "msg")
+
+
+async def _run(request: Request, running: RunningResponse) -> None:
+    generation = running.chat.generation
+    with closing(generation):
+        async with watch_disconnect(request.receive, generation.leave):
+            try:
+                async for pieces in generation:
+                    for piece in pieces:
+                        for _ in running.push(piece):
+                            pass
+            except GenerationError as error:
+                raise running.fail(error) from None
+    if generation.has_left:
+        raise ClientDisconnect
+    for _ in running.complete():
+        pass
+
+
+async def _events(running: RunningResponse) -> AsyncGenerator[bytes, None]:
+    """OpenAI's order: created, in progress, each item with its parts, the end. There is no `[DONE]`."""
+    generation, response = running.chat.generation, running.response
+    number = 0
+
+    def framed(events: Iterator[Event]) -> bytes:
+        nonlocal number
+        frames = []
+        for event in events:
+            event.sequence_number = number
+            number += 1
+            frames.append(named_frame(event))
+        return b"".join(frames)
+
+    yield framed(iter((ResponseCreated(response), ResponseInProgress(response))))
+    try:
+        async for pieces in generation:
+            if data := b"".join([framed(running.push(piece)) for piece in pieces]):
+                yield data
+    except GenerationError as error:
+        told = running.fail(error)
+        if error.is_cancelled:
+            yield framed(iter((ErrorEvent(told.code, told.message),)))
+        else:
+            yield framed(iter((ResponseFailed(response),)))
+        return
+    if not generation.has_left:
+        yield framed(running.complete())
+
+
+async def get_response(request: Request) -> HttpResponse:
+    """A stored response, or one that runs, as it stands."""
+    service, tenant, response_id = _asked_for(request)
+    if request.query_params.get("stream", "false") != "false":
+        raise invalid("stream", "A stored response is not streamed again.", "unsupported_parameter")
+    if (running := service.running_responses.get((tenant, response_id))) is not None:
+        running.response.output = running.output.items
+        return _json(running.response)
+    stored = service.responses.get(tenant, response_id)
+    if stored is None:
+        raise _not_found(response_id, "response_id")
+    return _json(stored.response)
+
+
+async def delete_response(request: Request) -> HttpResponse:
+    """Forgets a stored response. Those that continue it stay."""
+    service, tenant, response_id = _asked_for(request)
+    if not service.responses.delete(tenant, response_id):
+        raise _not_found(response_id, "response_id")
+    return _json(ResponseDeleted(response_id))
+
+
+async def cancel_response(request: Request) -> HttpResponse:
+    """Ends a response that runs; one that has ended stays as it is."""
+    service, tenant, response_id = _asked_for(request)
+    running = service.running_responses.get((tenant, response_id))
+    if running is None:
+        stored = service.responses.get(tenant, response_id)
+        if stored is None:
+            raise _not_found(response_id, "response_id")
+        return _json(stored.response)
+    running.chat.generation.cancel()
+    running.response.output = running.output.items
+    running.response.status = "cancelled"
+    return _json(running.response)
+
+
+async def list_input_items(request: Request) -> HttpResponse:
+    """What a stored response's own request brought, the last first."""
+    service, tenant, response_id = _asked_for(request)
+    stored = service.responses.get(tenant, response_id)
+    if stored is None:
+        raise _not_found(response_id, "response_id")
+    items = stored.input_items[::-1]
+    return _json(ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+
+
+def _asked_for(request: Request) -> tuple[Service, str | None, str]:
+    return request.app.state.service, Exchange.of(request).tenant, request.path_params["response_id"]
+
+
+def _not_found(response_id: str, param: str) -> ApiError:
+    return ApiError(
+        404, f"There is no stored response {response_id[:100]!r}.", param=param, code="response_not_found"
+    )
+
+
+def _json(answer: Any, headers: dict[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(msgspec.json.encode(answer), media_type="application/json", headers=headers)

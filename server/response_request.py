@@ -1,0 +1,131 @@
+"""From a request of `/v1/responses` to the chat's request that it is, and back from its output to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from server.errors import ApiError, invalid
+from server.response_objects import (
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    ReasoningSettings,
+    Response,
+)
+from server.responses_schema import (
+    SAME_AS_IN_A_CHAT,
+    FunctionChoice,
+    FunctionTool,
+    NamedJsonSchemaFormat,
+    ResponsesRequest,
+    TextOptions,
+)
+from server.schema import (
+    ChatCompletionRequest,
+    FunctionCall,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    TextFormat,
+    ToolCall,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` says for log probabilities."""
+
+RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""A chat's fields by the names that they have here."""
+
+
+def chat_request(asked: ResponsesRequest, conversation: Sequence[Message]) -> ChatCompletionRequest:
+    """The chat's request. Raises `ApiError` 400."""
+    if asked.stream_options is not None:
+        if not asked.stream:
+            raise invalid("stream_options", "stream_options is only for stream: true.")
+        if asked.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise invalid(name, f"Unsupported parameter: {name} (not built).", "unsupported_parameter")
+    has_logprobs = LOGPROBS in (asked.include or ())
+    if asked.top_logprobs and not has_logprobs:
+        raise invalid("top_logprobs", f'top_logprobs asks for include to have "{LOGPROBS}".')
+    instructions = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
+    choice = asked.tool_choice
+    forced = NamedToolChoice("function", NamedFunction(choice.name)) if isinstance(choice, FunctionChoice) else choice
+    return ChatCompletionRequest(
+        model=asked.model,
+        messages=[*instructions, *conversation],
+        max_completion_tokens=asked.max_output_tokens,
+        logprobs=has_logprobs,
+        top_logprobs=asked.top_logprobs if has_logprobs else None,
+        response_format=_response_format(asked.text),
+        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+        tools=[_tool(tool) for tool in asked.tools] if asked.tools else None,
+        tool_choice=forced,
+        **{name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT},
+    )
+
+
+def _response_format(text: TextOptions | None) -> Any:
+    form = None if text is None else text.format
+    if isinstance(form, NamedJsonSchemaFormat):
+        return JsonSchemaFormat(JsonSchema(form.name, form.description, form.schema, form.strict))
+    return form
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def renamed(error: ApiError) -> ApiError:
+    """A chat's error in this endpoint's names."""
+    field = (error.param or "").partition("[")[0]
+    if field not in RENAMED:
+        return error
+    name = RENAMED[field]
+    message = error.message.replace(field, name)
+    return ApiError(error.status, message, type=error.type, param=name, code=error.code, headers=error.headers)
+
+
+def begun_response(
+    asked: ResponsesRequest, response_id: str, created: int, model: str, temperature: float, top_p: float
+) -> Response:
+    """The response before it has any output."""
+    reasoning = asked.reasoning
+    return Response(
+        id=response_id,
+        created_at=created,
+        model=model,
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        previous_response_id=asked.previous_response_id,
+        reasoning=ReasoningSettings(None, None) if reasoning is None else ReasoningSettings(reasoning.effort, None),
+        store=asked.store is not False,
+        temperature=temperature,
+        text=TextOptions(format=TextFormat()) if asked.text is None or asked.text.format is None else asked.text,
+        tool_choice=asked.tool_choice or "auto",
+        tools=asked.tools or [],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=top_p,
+        metadata=asked.metadata or {},
+    )
+
+
+def output_messages(items: Sequence[OutputItem]) -> list[Message]:
+    """The assistant's turn as the next request's conversation has it: what was thought is not repeated."""
+    text = "".join(part.text for item in items if isinstance(item, OutputMessage) for part in item.content)
+    calls = [
+        ToolCall(function=FunctionCall(item.name, item.arguments), id=item.call_id)
+        for item in items
+        if isinstance(item, OutputFunctionCall)
+    ]
+    return [Message(role="assistant", content=text, tool_calls=calls or None)]

@@ -1,0 +1,88 @@
+"""Responses kept in memory, so that they can be asked for again and continued: a bounded number of bytes and entries,
+each for a limited time. What is stored does not outlive the process."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from server.response_objects import Response
+from server.schema import Message
+
+Key = tuple[str | None, str]
+"""Tenant and id: nobody finds another's responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A finished response.
+
+    input_items   the items that its request brought
+    conversation  all messages up to and including its output, without instructions
+    size_bytes    of all these, as JSON
+    """
+
+    response: Response
+    input_items: list[dict[str, Any]]
+    conversation: list[Message]
+    size_bytes: int
+    expires_s: float
+
+
+class ResponseStore:
+    """The latest responses. Belongs to the event loop's thread.
+
+    max_entries, max_bytes  beyond them the oldest go; a response larger than `max_bytes` is not kept
+    ttl_s                   how long a response is kept
+    clock                   seconds
+    """
+
+    def __init__(
+        self, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_entries = max_entries
+        self.max_bytes = max_bytes
+        self.ttl_s = ttl_s
+        self.size_bytes = 0
+        self._clock = clock
+        self._stored: OrderedDict[Key, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def put(
+        self, tenant: str | None, response: Response, input_items: list[dict[str, Any]], conversation: list[Message]
+    ) -> None:
+        """Keep a response, or what has become of it."""
+        self.delete(tenant, response.id)
+        size = sum(len(msgspec.json.encode(part)) for part in (response, input_items, conversation))
+        if size > self.max_bytes:
+            return
+        self._stored[tenant, response.id] = StoredResponse(
+            response, input_items, conversation, size, self._clock() + self.ttl_s
+        )
+        self.size_bytes += size
+        while len(self._stored) > self.max_entries or self.size_bytes > self.max_bytes:
+            self._drop(next(iter(self._stored)))
+
+    def get(self, tenant: str | None, response_id: str) -> StoredResponse | None:
+        """None: never stored, deleted, too old, or given up for others."""
+        now = self._clock()
+        while self._stored and next(iter(self._stored.values())).expires_s <= now:  # the oldest stand first
+            self._drop(next(iter(self._stored)))
+        return self._stored.get((tenant, response_id))
+
+    def delete(self, tenant: str | None, response_id: str) -> bool:
+        """Whether there was one."""
+        if self.get(tenant, response_id) is None:
+            return False
+        self._drop((tenant, response_id))
+        return True
+
+    def _drop(self, key: Key) -> None:
+        self.size_bytes -= self._stored.pop(key).size_bytes

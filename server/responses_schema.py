@@ -1,0 +1,189 @@
+"""The requests of `/v1/responses`: OpenAI's fields, and of vLLM's extensions those that a chat has, too.
+
+What has no effect or is not built is in `server.fields`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from server.schema import Int, JsonObjectFormat, Name, ReasoningEffort, RequestId, TextFormat
+
+
+class NamedJsonSchemaFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """`response_format`'s json_schema without its inner object."""
+
+    name: Name
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """verbosity: only "medium", which is what happens."""
+
+    format: TextFormat | JsonObjectFormat | NamedJsonSchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """effort: the chat template's variable `reasoning_effort`. summary: taken without effect, since the reasoning
+    itself is sent."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function of the client's; the other kinds of OpenAI's tools are run by OpenAI."""
+
+    type: Literal["function"]
+    name: Name
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_obfuscation: padding against traffic analysis; refused when true."""
+
+    include_obfuscation: bool | None = None
+
+
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""Only the first brings something: no other exists here. (Reasoning is sent in plain text.)"""
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`.
+
+    input                 a text, or items: messages, function calls and their outputs, reasoning
+    instructions          the system message of this response alone
+    previous_response_id  the conversation that a stored response ended is continued
+    store                 keep the response for `GET` and as somebody's previous one (default: true)
+    metadata              given back
+    """
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    include: list[Include] | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Int | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    request_id: RequestId | None = None
+
+
+SAME_AS_IN_A_CHAT = (
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "min_tokens",
+    "chat_template_kwargs",
+    "priority",
+    "cache_salt",
+    "request_id",
+)
+"""Fields that mean what they mean in a chat."""
+
+
+# Input items
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message as it is written, or an output message as it was answered."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class InputFunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: Name
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputFunctionCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputReasoningPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an assistant thought before the next item of its turn. The summary is not read where there is content."""
+
+    type: Literal["reasoning"]
+    summary: list[InputReasoningPart]
+    id: str | None = None
+    content: list[InputReasoningPart] | None = None
+    encrypted_content: None = None
+    status: Status | None = None
