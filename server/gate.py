@@ -13,10 +13,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.auth import OPEN_PATH
-from server.errors import ApiError, draining
+from server.errors import ApiError, draining, overloaded
 from server.exchange import KEY, Exchange, new_request_id, request_id_of
 from server.lifecycle import PROBES, WATCHERS, Lifecycle
 from server.origins import OriginRules
+
+SURPLUS = "xserv.is_surplus"
+"""In the scope of a request on a connection beyond the limit."""
 
 Observer = Callable[[Exchange, Scope, str, float], None]
 """Is told the exchange, its scope, its route and its duration in seconds, when the answer is over."""
@@ -83,7 +86,11 @@ class Gate:
             self.rules.check(scope["method"], scope.get("scheme", "http"), scope["headers"])
         except ApiError as error:
             return error
-        return draining() if self.lifecycle.is_draining and path not in PROBES else None
+        if path in PROBES:
+            return None
+        if self.lifecycle.is_draining:
+            return draining()
+        return overloaded() if SURPLUS in scope else None
 
 
 def _begin(exchange: Exchange, message: Message) -> None:

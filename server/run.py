@@ -1,16 +1,20 @@
 """From a model's name to a running server, and down again.
 
 `serve` is what `xserv serve` calls. The port is taken before the model is loaded, so that a port in use
-costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: no new requests, the
-running ones may finish within `drain_timeout_s`; a second signal ends them at once."""
+costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
+answered with 503, the open ones may finish within `drain_timeout_s`; only then the port is given back. A second signal
+ends the open ones at once. SIGHUP reads the files of API keys again."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import math
+import resource
+import signal
 import socket
+import ssl
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -25,12 +29,19 @@ from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer
-from server.app import create_app
-from server.config import ServerConfig
+from server.app import Application, create_app
+from server.config import ServerConfig, ServerConfigError
+from server.logs import close_log, open_log
+from server.origins import hosts_for
+from server.protocol import RESERVED_CONNECTIONS, uvicorn_config
 
 
 class ServerStartError(XservError):
     """The address cannot be listened on, or the model cannot run."""
+
+
+GRACE_S = 3
+"""For what is left when all requests are over or were told to end: last bytes, streams that only watch."""
 
 
 def serve(
@@ -39,9 +50,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     served_model_name: str | None = None,
-    max_body_bytes: int = ServerConfig.max_body_bytes,
-    drain_timeout_s: float = 10.0,
-    log_level: str = "warning",
+    config: ServerConfig | None = None,
     **engine_options: Any,
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; then returns.
@@ -49,51 +58,54 @@ def serve(
     model              None: the bundled one; a folder; a hub id
     port               0: any free one; the line printed when ready names it
     served_model_name  the name in the API; None: the folder's or the hub id
-    max_body_bytes     larger request bodies are answered with 413
-    drain_timeout_s    how long running requests may go on after the signal
+    config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
+                       `allowed_hosts`
     engine_options     `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
-    Raises `ServerStartError`, and what `build_engine` and `Tokenizer.from_pretrained` raise.
+    Raises `ServerStartError`, `ServerConfigError`, and what `build_engine` and `Tokenizer.from_pretrained` raise.
     """
-    with closing(listen(host, port)) as listener:
-        engine = build_engine(model, **engine_options)
-        folder = Path(engine.info.model_path)
-        tokenizer = load_tokenizer(folder)
-        client = ThreadEngineClient(engine)
-        try:
-            warm_up(client)
-            app = create_app(
-                client,
-                tokenizer,
-                model_name=served_model_name,
-                default_sampling=recommended_sampling(folder),
-                config=ServerConfig(max_body_bytes=max_body_bytes),
-            )
-            settings = uvicorn.Config(
-                app,
-                log_level=log_level,
-                access_log=False,
-                server_header=False,
-                lifespan="on",
-                ws="none",
-                timeout_graceful_shutdown=math.ceil(drain_timeout_s) + 2,
-            )
-            name = served_model_name or engine.info.model_name
-            _Server(settings, client, name, drain_timeout_s).run(sockets=[listener])
-        finally:
-            client.close()
+    config = config or ServerConfig()
+    config = replace(config, allowed_hosts=hosts_for(host, config.allowed_hosts or ()))
+    writer = open_log(config)
+    try:
+        with closing(listen(host, port)) as listener:
+            allow_connections(config.max_connections)
+            engine = build_engine(model, **engine_options)
+            folder = Path(engine.info.model_path)
+            tokenizer = load_tokenizer(folder)
+            client = ThreadEngineClient(engine)
+            try:
+                warm_up(client)
+                app = create_app(
+                    client,
+                    tokenizer,
+                    model_name=served_model_name,
+                    default_sampling=recommended_sampling(folder),
+                    config=config,
+                    log_writer=writer,
+                )
+                _Server(app, client, served_model_name or engine.info.model_name).run(sockets=[listener])
+            finally:
+                client.close()
+    finally:
+        close_log(writer)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with another end: when the time is up, or at a second signal, the engine is closed, so that
-    every request that still runs is told so and ends by itself. Only then, or at a third signal, uvicorn
-    cuts off."""
+    """uvicorn, with another end: it goes on listening while it drains. When the time is up, or at a second signal, the
+    engine is closed, so that every request that still runs is told so and ends by itself. Only then, or at a third
+    signal, uvicorn cuts off."""
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient, model_name: str, drain_timeout_s: float) -> None:
-        super().__init__(config)
+    def __init__(self, app: Application, client: EngineClient, model_name: str) -> None:
+        try:
+            settings = uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S)
+            settings.load()
+        except (OSError, ssl.SSLError) as error:
+            raise ServerConfigError(f"the certificate or its key cannot be used: {error}") from None
+        super().__init__(settings)
+        self.app = app
         self.client = client
         self.model_name = model_name
-        self.drain_timeout_s = drain_timeout_s
         self.hurry = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -101,27 +113,55 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         self.loop = asyncio.get_running_loop()
+        if self.app.config.api_key_files:
+            self.loop.add_signal_handler(signal.SIGHUP, self.app.keys.reload)
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
-        print(f"Serving {self.model_name} at http://{shown_host}:{port}/v1", flush=True)
+        scheme = "https" if self.app.config.ssl_certfile else "http"
+        print(f"Serving {self.model_name} at {scheme}://{shown_host}:{port}/v1", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_engine())
+        await self._drain()
+        self.app.lifecycle.closing.set()
         await super().shutdown(sockets)
-        ending.cancel()
 
-    async def _end_engine(self) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.hurry.wait(), self.drain_timeout_s)
-        await asyncio.to_thread(self.client.close)
+    async def _drain(self) -> None:
+        """Until no request is open, the time is up, or somebody is in a hurry."""
+        lifecycle = self.app.lifecycle
+        lifecycle.begin_drain()
+        idle = asyncio.create_task(lifecycle.wait_idle())
+        hurry = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait((idle, hurry), timeout=self.app.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        is_idle = idle.done()
+        for task in (idle, hurry):
+            task.cancel()
+        if not is_idle:
+            await asyncio.to_thread(self.client.close)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""
         if self.hurry.is_set():
             self.force_exit = True
-        elif self.should_exit and self.loop is not None:
-            self.loop.call_soon_threadsafe(self.hurry.set)
+        elif self.loop is not None:
+            self.loop.call_soon_threadsafe(self.hurry.set if self.should_exit else self.app.lifecycle.begin_drain)
         self.should_exit = True
+
+
+def allow_connections(max_connections: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that there is one for every connection. Raises
+    `ServerStartError` when there are too few."""
+    needed = max_connections + RESERVED_CONNECTIONS + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < needed:
+        if hard != unlimited and hard < needed:
+            raise ServerStartError(
+                f"{max_connections} connections need {needed} open files, and this process may have {hard}: lower "
+                "max_connections or raise the limit (ulimit -n)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def warm_up(client: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""A server that really runs: uvicorn in a thread on an ephemeral port of 127.0.0.1."""
+"""A server that really runs: uvicorn in a thread on an ephemeral port of 127.0.0.1, with the settings of `serve`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+
+from server.app import Application
+from server.protocol import uvicorn_config
 
 
 @contextmanager
-def running(app: Starlette) -> Iterator[str]:
+def running(app: Application) -> Iterator[str]:
     """The server's base URL, "http://127.0.0.1:PORT"; the server has ended when the block has."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
-        config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="on", ws="none")
-        config.timeout_graceful_shutdown = 5
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(uvicorn_config(app, app.config))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive())
             assert server.started, "the server did not start"
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            scheme = "https" if app.config.ssl_certfile else "http"
+            yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(15)

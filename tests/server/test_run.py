@@ -22,9 +22,10 @@ from tests.server.test_real_engine import write_tiny_model
 
 PROGRAM = """
 import sys
+from server.config import ServerConfig
 from server.run import serve
 serve(sys.argv[1], port=int(sys.argv[2]), load_format="dummy", num_blocks=64, served_model_name="tiny",
-      drain_timeout_s=float(sys.argv[3]))
+      config=ServerConfig(drain_timeout_s=float(sys.argv[3])))
 print("ended")
 """
 
