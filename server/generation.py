@@ -112,7 +112,7 @@ class Generation:
     num_cached_tokens: int = 0
     has_left: bool = False
     is_cancelled: bool = False
-    on_close: list[Callable[[], None]] = field(default_factory=list)
+    on_close: list[Callable[[], object]] = field(default_factory=list)
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
