@@ -22,11 +22,11 @@ from typing import Any
 
 import uvicorn
 
-from runtime.engine.build import build_engine
-from runtime.engine.client import EngineClient, ThreadEngineClient
+from runtime.engine.client import EngineClient
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.start import start_client
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
@@ -51,6 +51,7 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     config: ServerConfig | None = None,
+    in_process: bool = False,
     **engine_options: Any,
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; then returns.
@@ -60,9 +61,10 @@ def serve(
     served_model_name  the name in the API; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`
+    in_process         the engine in a thread of this process, not in one of its own; for debugging
     engine_options     `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
-    Raises `ServerStartError`, `ServerConfigError`, and what `build_engine` and `Tokenizer.from_pretrained` raise.
+    Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
     """
     config = config or ServerConfig()
     config = replace(config, allowed_hosts=hosts_for(host, config.allowed_hosts or ()))
@@ -70,11 +72,10 @@ def serve(
     try:
         with closing(listen(host, port)) as listener:
             allow_connections(config.max_connections)
-            engine = build_engine(model, **engine_options)
-            folder = Path(engine.info.model_path)
-            tokenizer = load_tokenizer(folder)
-            client = ThreadEngineClient(engine)
+            client = start_client(model, in_process=in_process, **engine_options)
             try:
+                folder = Path(client.info.model_path)
+                tokenizer = load_tokenizer(folder)
                 warm_up(client)
                 app = create_app(
                     client,
@@ -84,7 +85,7 @@ def serve(
                     config=config,
                     log_writer=writer,
                 )
-                _Server(app, client, served_model_name or engine.info.model_name).run(sockets=[listener])
+                _Server(app, client, served_model_name or client.info.model_name).run(sockets=[listener])
             finally:
                 client.close()
     finally:

@@ -23,6 +23,9 @@ def serve(
     max_waiting_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens in the queue; beyond it the answer is 429.", min=1)
     ] = DEFAULT_MAX_WAITING_TOKENS,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="No process of its own for the engine; for debugging.")
+    ] = False,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions."""
     from server import run
@@ -34,5 +37,6 @@ def serve(
         config=server.config(),
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
+        in_process=in_process,
         **engine.arguments(),
     )
