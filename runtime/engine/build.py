@@ -88,6 +88,7 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_waiting=limits.max_waiting,
+        max_waiting_tokens=limits.max_waiting_tokens,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         kv_cache_bytes=kv_cache.size_bytes,

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.grammar import grammar_error
 from runtime.engine.grammar_queue import GrammarQueue
 from runtime.engine.host_pool import HostPool
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
 from runtime.engine.runner import Computation, Drawn, Model, Prepared, Runner
 from runtime.engine.scheduler import Scheduler
@@ -55,6 +56,12 @@ class _Counters:
     steps: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    step_tokens: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(ITERATION_TOKEN_BOUNDS) + 1))
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self.steps_by_tokens[bisect_left(ITERATION_TOKEN_BOUNDS, num_tokens)] += 1
+        self.step_tokens += num_tokens
 
 
 @dataclass(slots=True)
@@ -130,6 +137,11 @@ class Engine:
     def num_unscheduled(self) -> int:
         """Requests of which nothing was scheduled yet: those that count against ``max_waiting``."""
         return self.opened.num_unscheduled
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Prompt tokens of those requests."""
+        return self.opened.num_unscheduled_tokens
 
     def prepare(self, request: EngineRequest) -> Request:
         """See ``runtime.engine.admission.prepare``. Thread-safe."""
@@ -243,6 +255,9 @@ class Engine:
             num_decode_graphs=0 if graphs is None else graphs.num_graphs,
             decode_graph_bytes=0 if graphs is None else graphs.reserved_bytes,
             num_graph_steps=0 if graphs is None else graphs.num_steps,
+            num_waiting_tokens=self.num_unscheduled_tokens,
+            iteration_token_counts=tuple(counters.steps_by_tokens),
+            iteration_tokens=counters.step_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -254,6 +269,8 @@ class Engine:
             assert request.open_sequences, "an ended request is open"
         unscheduled = sum(not request.was_scheduled for request in self.requests.values())
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
+        tokens = sum(request.num_prompt_tokens for request in self.requests.values() if not request.was_scheduled)
+        assert tokens == self.num_unscheduled_tokens, "unscheduled tokens are miscounted"
         running = [] if self._running is None else [self._running.step]
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
 
@@ -399,6 +416,7 @@ class Engine:
             if drawn is not None:
                 self.opened.append(drawn, ended, outputs)
                 self.scheduler.observe(record.num_tokens, record.run_s)
+                self._counters.count_tokens(record.num_tokens)
             num_blocks, seconds = self.transfer.take_timed()
             if num_blocks:
                 self.scheduler.observe_transfer(num_blocks, seconds)

@@ -35,12 +35,13 @@ class OpenRequests:
     """Requests that have choices without an end. Not thread-safe: it belongs to the engine's loop.
 
     by_id            the requests
-    num_unscheduled  those of which nothing was scheduled yet
+    num_unscheduled  those of which nothing was scheduled yet; num_unscheduled_tokens: their prompts' tokens
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
         self.by_id: dict[str, Request] = {}
         self.num_unscheduled = 0
+        self.num_unscheduled_tokens = 0
         self.counters = RequestCounters()
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
@@ -60,6 +61,7 @@ class OpenRequests:
         request.sequences = [Sequence(request, index) for index in range(request.params.n)]
         self.by_id[request.request_id] = request
         self.num_unscheduled += 1
+        self.num_unscheduled_tokens += request.num_prompt_tokens
         if not request.awaits_grammar:
             self._scheduler.add(request.sequences[0])
 
@@ -200,10 +202,11 @@ class OpenRequests:
             self.mark_scheduled(request)
 
     def mark_scheduled(self, request: Request) -> None:
-        """The request no longer counts against ``max_waiting``."""
+        """The request no longer counts against ``max_waiting`` and ``max_waiting_tokens``."""
         if not request.was_scheduled:
             request.was_scheduled = True
             self.num_unscheduled -= 1
+            self.num_unscheduled_tokens -= request.num_prompt_tokens
 
 
 def _reason(sequence: Sequence) -> str:
