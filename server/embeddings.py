@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from runtime.engine.errors import EngineDeadError
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.errors import XservError
 from server.body import decode_body, read_body
 from server.errors import from_engine, internal_error, invalid
@@ -89,11 +89,9 @@ async def _vectors(request: Request, service: Service, asked: _Asked) -> list[Ve
         if has_left.is_set():
             raise ClientDisconnect from None
         raise
-    except EngineDeadError as error:
-        raise from_engine(error, {}) from None
+    except (EngineDeadError, QueueFullError, RequestError) as error:
+        raise from_engine(error, {"token_ids": "input"}) from None
     except XservError as error:
-        if len(futures) < len(asked.inputs):  # refused before anything was computed
-            raise from_engine(error, {"token_ids": "input"}) from None
         logger.error("an embedding failed: %s", error)
         raise internal_error() from None
     finally:

@@ -2,7 +2,7 @@
 
     status  type                   code
     400     invalid_request_error  invalid_json, invalid_type, invalid_value, unknown_parameter, …
-    400     invalid_request_error  context_length_exceeded
+    400     invalid_request_error  context_length_exceeded, unsatisfiable_request
     404     invalid_request_error  model_not_found, unknown_url, request_not_found, response_not_found
     405     invalid_request_error  method_not_allowed
     408     invalid_request_error  body_timeout
@@ -121,6 +121,15 @@ def overloaded() -> ApiError:
 def cancelled() -> ApiError:
     """409: somebody cancelled the request by its name, so that its client gets no answer."""
     return ApiError(409, "The request was cancelled.", code="request_cancelled")
+
+
+def unsatisfiable() -> ApiError:
+    """400: found out while generating, when what had to be drawn was all forbidden."""
+    return ApiError(
+        400,
+        "The request's allowed_token_ids, bad_words, min_tokens or structure left no token to generate.",
+        code="unsatisfiable_request",
+    )
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:

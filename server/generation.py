@@ -28,12 +28,20 @@ from tokenizer import Tokenizer
 
 class GenerationError(Exception):
     """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
-    fault, `Generation.cancel` was called."""
+    fault, `Generation.cancel` was called. `is_unsatisfiable`: the request's own fields left no token to draw."""
 
-    def __init__(self, message: str, *, is_shutdown: bool = False, is_cancelled: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_shutdown: bool = False,
+        is_cancelled: bool = False,
+        is_unsatisfiable: bool = False,
+    ) -> None:
         super().__init__(message)
         self.is_shutdown = is_shutdown
         self.is_cancelled = is_cancelled
+        self.is_unsatisfiable = is_unsatisfiable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +229,11 @@ class Generation:
 
     def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
         if output.finish_reason == "error":
-            raise GenerationError(output.error or "the engine reported an error", is_shutdown=False)
+            raise GenerationError(
+                output.error or "the engine reported an error",
+                is_shutdown=output.engine_died,
+                is_unsatisfiable=output.is_unsatisfiable,
+            )
         if output.finish_reason == "abort":
             raise GenerationError("the engine was stopped", is_shutdown=True)
         if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it

@@ -18,9 +18,10 @@ from starlette.requests import Request
 
 from runtime.engine.client import EngineClient
 from runtime.errors import XservError
+from runtime.text.formats import AnswerFormat
 from server.bridge import LoopBridge
 from server.config import ServerConfig
-from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error
+from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, unsatisfiable
 from server.exchange import Exchange
 from server.generation import Generation, GenerationError
 from server.lifecycle import Lifecycle
@@ -48,6 +49,7 @@ class Service:
     """One server's state; lives as `app.state.service` from start to stop.
 
     model_name          the one name under which the model is asked for
+    answer_format       what its answers may hold beside content
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             what runs, to be cancelled by name
     responses           what `/v1/responses` keeps; running_responses: those that are being made
@@ -56,6 +58,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer | None
     model_name: str
+    answer_format: AnswerFormat
     default_sampling: Mapping[str, float | int]
     config: ServerConfig
     lifecycle: Lifecycle
@@ -84,6 +87,9 @@ class Service:
             client=client,
             tokenizer=tokenizer,
             model_name=model_name,
+            answer_format=AnswerFormat.of(
+                tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
+            ),
             default_sampling=default_sampling,
             config=config,
             lifecycle=lifecycle,
@@ -151,6 +157,8 @@ class Service:
         """What the client is told of a generation that broke off; the cause goes to the log."""
         if error.is_cancelled:
             return cancelled()
+        if error.is_unsatisfiable:
+            return unsatisfiable()
         logger.error("%s broke off: %s", request_id, error)
         return engine_unavailable() if error.is_shutdown else internal_error()
 

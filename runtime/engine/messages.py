@@ -81,6 +81,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
     times             on the last output of a choice
+    is_unsatisfiable  with "error": the request's own fields left no token to draw
     engine_died       with "error": the engine broke down, not this request; worth another try later
     """
 
@@ -95,6 +96,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     error: str | None = None
     times: RequestTimes | None = None
     num_cached_tokens: int | None = None
+    is_unsatisfiable: bool = False
     engine_died: bool = False
 
 

@@ -14,6 +14,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar_matcher import GrammarMatcher, can_draw_end
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.runner import Drawn
+from runtime.engine.sampler import forbidden_ids
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Request, Sequence, State
 
@@ -105,7 +106,8 @@ class OpenRequests:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
                 if not is_valid:
-                    outputs += self.end(sequence.request, "error", _reason(sequence))
+                    reason, is_unsatisfiable = _reason(sequence), _is_unsatisfiable(sequence)
+                    outputs += self.end(sequence.request, "error", reason, is_unsatisfiable=is_unsatisfiable)
                     continue
                 request = sequence.request
                 sequence.append(token_id)
@@ -148,7 +150,7 @@ class OpenRequests:
         is_complete = False
         if sequence.matcher is not None and finish_reason != "stop":
             if not sequence.matcher.consume(token_id):
-                return self.end(request, "error", _reason(sequence))
+                return self.end(request, "error", _reason(sequence), is_unsatisfiable=True)
             is_complete = sequence.matcher.is_complete and (
                 finish_reason == "length" or not can_draw_end(sequence, sequence.matcher.vocabulary)
             )
@@ -177,11 +179,15 @@ class OpenRequests:
             if sequence.state is State.HELD:
                 self._scheduler.add(sequence)
 
-    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+    def end(
+        self, request: Request, reason: FinishReason, error: str | None = None, *, is_unsatisfiable: bool = False
+    ) -> list[EngineOutput]:
         """End every open choice of a request."""
-        return [self._end_choice(sequence, reason, error) for sequence in request.open_sequences]
+        return [self._end_choice(sequence, reason, error, is_unsatisfiable) for sequence in request.open_sequences]
 
-    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineOutput:
+    def _end_choice(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, is_unsatisfiable: bool = False
+    ) -> EngineOutput:
         self._finish_choice(sequence)
         self.counters.errors += reason == "error"
         return EngineOutput(
@@ -191,6 +197,7 @@ class OpenRequests:
             num_prompt_tokens=sequence.num_prompt_tokens,
             finish_reason=reason,
             error=error,
+            is_unsatisfiable=is_unsatisfiable,
             times=sequence.times(),
         )
 
@@ -215,6 +222,16 @@ def _reason(sequence: Sequence) -> str:
         return "the logits held NaN or allowed no token"
     logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, sequence.matcher.error[:400])
     return "the grammar could not be followed: it is too complex"
+
+
+def _is_unsatisfiable(sequence: Sequence) -> bool:
+    """Whether nothing could be drawn since the request's own fields forbade it all; else the logits were at fault."""
+    params = sequence.request.params
+    allowed = params.allowed_token_ids
+    if sequence.matcher is not None:
+        has_more = allowed is not None or params.bad_words_token_ids is not None or params.min_tokens > 0
+        return sequence.matcher.error is not None or has_more
+    return allowed is not None and not set(allowed).difference(forbidden_ids(sequence))
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:

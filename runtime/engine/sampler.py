@@ -191,6 +191,15 @@ _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
+def forbidden_ids(sequence: Sequence) -> set[int]:
+    """The ids that ``min_tokens`` and bad words forbid to be drawn next."""
+    request, params = sequence.request, sequence.request.params
+    forbidden = set(_last_ids(params.bad_words_token_ids or [], sequence.output_ids).tolist())
+    if sequence.num_output_tokens < params.min_tokens:
+        forbidden.update(request.eos_token_ids, params.stop_token_ids or ())
+    return forbidden
+
+
 def _last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """The last ids of those words whose other ids the output ends with."""
     tail: list[int] = output_ids[-MAX_BAD_WORD_TOKENS:].tolist()

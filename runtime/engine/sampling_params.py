@@ -26,6 +26,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Bounds of ``stop``: how many strings, and how many characters each."""
 MAX_LOGIT_BIAS = 100.0
+MAX_FACTOR = 1e4
+"""Bound of what logits are multiplied with or divided by, so that they stay finite."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 """Bounds of ``bad_words_token_ids``: how many sequences, and how many ids each."""
@@ -37,10 +39,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling parameters of one request.
 
     n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
-    temperature             0 (or below 1e-5): greedy
+    temperature             0 (or below 1e-5): greedy; at most 1e4
     top_k                   keep the k most probable; 0 or -1: all
     top_p, min_p            nucleus in (0, 1]; least probability relative to the most probable, in [0, 1]
-    repetition_penalty      > 0, over prompt and output; 1: none
+    repetition_penalty      1e-4 … 1e4, over prompt and output; 1: none
     presence_penalty,
     frequency_penalty       in [-2, 2], over the output
     seed                    a draw depends on seed, choice index and output position only; None: a random seed
@@ -89,8 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._integer("n", 1, MAX_N)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, math.inf, low_open=True)
-        self._number("temperature", 0.0, math.inf)
+        self._number("repetition_penalty", 1 / MAX_FACTOR, MAX_FACTOR)
+        self._number("temperature", 0.0, MAX_FACTOR)
         self._number("top_p", 0.0, 1.0, low_open=True)
         self._integer("top_k", -1, 2**31 - 1)
         self._number("min_p", 0.0, 1.0)
