@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,40 +13,47 @@ from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from runtime.engine.messages import FinishReason
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta
 from server.body import decode_body, read_body
+from server.chat_chunks import ChatChunks
+from server.conversation import template_tools
 from server.errors import invalid
-from server.generation import Generation, GenerationError, Piece, Scheduling
+from server.generation import Generation, GenerationError, Scheduling
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.prompt import conversation_prompt
 from server.responses import (
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
+    ChatFinishReason,
+    ChatFunction,
     ChatLogprobs,
     ChatMessage,
     ChatTokenLogprob,
+    ChatToolCall,
     Usage,
 )
 from server.sampling import chat_params, stream_flags
 from server.schema import ChatCompletionRequest
 from server.service import Service, new_id
 from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
+from server.structured import grammar_field, grammar_of
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A request that has passed every check, and its generation."""
+    """A request that has passed every check, and its generation.
+
+    grammar_field  the request's field that the grammar of its parameters comes from
+    echo           what the answer begins with
+    """
 
     service: Service
     request_id: str
     created: int
     generation: Generation
     params: SamplingParams
+    grammar_field: str | None
     prompt_token_ids: list[int]
     echo: str
     is_streamed: bool
@@ -59,29 +66,21 @@ class Chat:
         return ChatLogprobs(tokens) if self.params.logprobs is not None else None
 
     def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
-        """As OpenAI has it, the token that ended the answer has no entry, unless its text is shown."""
-        entries = chat_logprobs(delta, self.service.tokenizer)
-        is_ended_by_token = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
-        if is_ended_by_token and not self.params.include_stop_str_in_output:
-            return entries[:-1]
-        return entries
+        """Those of the content's tokens; without the one that ended the answer, unless its text is shown."""
+        return chat_logprobs(delta, self.service.tokenizer)
 
-    def chunk(self, choices: list[ChatChunkChoice], *, has_usage: bool = False) -> bytes:
-        return frame(
-            ChatChunk(
-                id=self.request_id,
-                created=self.created,
-                model=self.service.model_name,
-                system_fingerprint=self.service.system_fingerprint,
-                choices=choices,
-                usage=self.usage() if has_usage or self.has_running_usage else UNSET,
-            )
-        )
+    def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
+        """Why a choice has ended, with its last delta."""
+        assert delta.finish_reason is not None
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
 
     def usage(self) -> Usage:
         generation = self.generation
         return Usage.of(
-            generation.num_prompt_tokens, generation.num_completion_tokens, generation.num_cached_tokens
+            generation.num_prompt_tokens,
+            generation.num_completion_tokens,
+            generation.num_cached_tokens,
+            generation.num_reasoning_tokens,
         )
 
 
@@ -90,10 +89,33 @@ class _Answer:
     """A choice of an answer that is not streamed, as it grows."""
 
     texts: list[str]
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ChatToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ChatTokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason = "stop"
+    finish_reason: ChatFinishReason = "stop"
     stop_reason: int | str | None = None
+
+    def add(self, chat: Chat, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id is not None and call.name is not None:
+                self.tool_calls.append(ChatToolCall(call.id, ChatFunction(call.name, "")))
+            self.tool_calls[call.index].function.arguments += call.arguments
+        self.token_ids += delta.token_ids
+        self.logprobs += chat.token_logprobs(delta)
+        if delta.finish_reason is not None:
+            self.finish_reason = chat.finish_reason(delta, has_calls=bool(self.tool_calls))
+            self.stop_reason = delta.stop_reason
+
+    def message(self) -> ChatMessage:
+        content = "".join(self.texts)
+        return ChatMessage(
+            content if content or not self.tool_calls else None,
+            reasoning_content="".join(self.reasoning) or UNSET,
+            tool_calls=self.tool_calls or UNSET,
+        )
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -103,7 +125,8 @@ async def create_chat_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    service.admit(request, chat.generation, {"prompt": "messages", "logprobs": "top_logprobs"})
+    renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
+    service.admit(request, chat.generation, renamed)
     headers = {"X-Request-Id": chat.request_id}
     if chat.is_streamed:
         return EventStreamResponse(_events(chat), chat.generation, headers)
@@ -121,7 +144,15 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    params = chat_params(asked, service.default_sampling, service.tokenizer)
+    tools = template_tools(asked)
+    grammar, forced_by = grammar_of(asked, tools), grammar_field(asked)
+    if forced_by == "tool_choice" and service.answer_format.tools is None:
+        raise invalid(
+            "tool_choice",
+            'This model has no tool calls that can be forced; tool_choice can be "none" or "auto".',
+            "unsupported_value",
+        )
+    params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
     token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
@@ -134,6 +165,9 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         params=params,
         arrival_time_s=arrival_time_s,
         scheduling=Scheduling.of(asked),
+        reasoning=service.answer_format.reasoning and grammar is None,  # a grammar leaves no room for it
+        tools=service.answer_format.tools if tools is not None else None,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
     )
     return Chat(
         service=service,
@@ -141,6 +175,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         created=int(time.time()),
         generation=generation,
         params=params,
+        grammar_field=forced_by,
         prompt_token_ids=token_ids,
         echo=echo,
         is_streamed=bool(asked.stream),
@@ -158,13 +193,7 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
             try:
                 async for pieces in generation:
                     for piece in pieces:
-                        answer, delta = answers[piece.choice], piece.delta
-                        answer.texts.append(delta.text)
-                        answer.token_ids += delta.token_ids
-                        answer.logprobs += chat.token_logprobs(delta)
-                        if delta.finish_reason is not None:
-                            answer.finish_reason = delta.finish_reason
-                            answer.stop_reason = delta.stop_reason
+                        answers[piece.choice].add(chat, piece.delta)
             except GenerationError as error:
                 raise chat.service.failure(chat.request_id, error) from None
     if generation.has_left:
@@ -177,7 +206,7 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
         choices=[
             ChatChoice(
                 index=index,
-                message=ChatMessage("".join(answer.texts)),
+                message=answer.message(),
                 logprobs=chat.logprobs(answer.logprobs),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
@@ -196,35 +225,17 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
 
 
 async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
-    """OpenAI's order: each choice's role, its text, its end without text; the usage; `[DONE]`."""
-    generation = chat.generation
-    yield b"".join(
-        chat.chunk([ChatChunkChoice(index, ChatDelta("assistant", content=chat.echo, refusal=None))])
-        for index in range(chat.params.n)
-    )
+    generation, chunks = chat.generation, ChatChunks(chat)
+    yield chunks.opening()
     try:
         async for pieces in generation:
-            yield b"".join(data for piece in pieces for data in _piece_events(chat, piece))
+            if data := b"".join(map(chunks.of, pieces)):
+                yield data
     except GenerationError as error:
         yield frame(chat.service.failure(chat.request_id, error).body())
         return
     if generation.has_left:
         return
     if chat.has_usage:
-        yield chat.chunk([], has_usage=True)
+        yield chunks.usage()
     yield DONE
-
-
-def _piece_events(chat: Chat, piece: Piece) -> Iterator[bytes]:
-    delta = piece.delta
-    logprobs = chat.token_logprobs(delta)
-    if delta.text or logprobs or (chat.has_token_ids and delta.token_ids):
-        choice = ChatChunkChoice(piece.choice, ChatDelta(content=delta.text), chat.logprobs(logprobs))
-        if chat.has_token_ids:
-            choice.token_ids = delta.token_ids
-        yield chat.chunk([choice])
-    if delta.finish_reason is not None:
-        choice = ChatChunkChoice(piece.choice, ChatDelta(), finish_reason=delta.finish_reason)
-        if delta.stop_reason is not None:
-            choice.stop_reason = delta.stop_reason
-        yield chat.chunk([choice])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from runtime.errors import InvalidArgumentError
+from runtime.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -48,6 +49,9 @@ class ServerConfig:
     max_stored_responses     of `/v1/responses`, kept in memory: how many, how large together, and for how long
     max_stored_response_bytes
     stored_response_ttl_s
+
+    tool_call_parser         how tool calls are read: "hermes", "none", or "auto": what the model's chat template shows
+    reasoning_parser         how reasoning is read: "think", "none", or "auto", the same
 
     num_tokenizer_threads    threads that render chat templates and encode prompts, away from the event loop
 
@@ -94,6 +98,9 @@ class ServerConfig:
     max_stored_response_bytes: int = 64 * 1024 * 1024
     stored_response_ttl_s: float = 3600.0
 
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
     num_tokenizer_threads: int = 2
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -125,6 +132,14 @@ class ServerConfig:
             raise ServerConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         if self.log_level not in LOG_LEVELS:
             raise ServerConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise ServerConfigError(
+                f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}"
+            )
+        if self.reasoning_parser not in REASONING_PARSERS:
+            raise ServerConfigError(
+                f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {self.reasoning_parser!r}"
+            )
         for origin in self.allowed_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ServerConfigError(f"allowed_origins: {origin!r} is no origin, such as https://chat.example")

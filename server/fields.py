@@ -52,8 +52,6 @@ _OLDER_GUIDANCE = "vLLM's older form; send structured_outputs"
 NOT_BUILT: dict[str, NotBuilt] = {
     # OpenAI's
     "response_format": NotBuilt(_CONSTRAINED, ({"type": "text"},)),
-    "tool_choice": NotBuilt('tool calls cannot be forced yet; only "none" and "auto"', ("none", "auto")),
-    "parallel_tool_calls": NotBuilt("calls are not limited to one yet", (True,)),
     "functions": NotBuilt("the older form of tools; send tools"),
     "function_call": NotBuilt("the older form of tool_choice", ("none",)),
     "suffix": NotBuilt("insertion before a suffix is not built"),
@@ -63,9 +61,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "prediction": NotBuilt("predicted outputs are not built"),
     "web_search_options": NotBuilt("there is no web search"),
     "moderation": NotBuilt("there is no moderation"),
-    "reasoning_effort": NotBuilt(
-        "not built; where the model's chat template knows it, send it within chat_template_kwargs"
-    ),
     "verbosity": NotBuilt("not built", ("medium",)),
     # vLLM's
     "chat_template": NotBuilt("a template comes with the model, never with a request"),

@@ -195,6 +195,11 @@ class Generation:
         self._arrived.set()
 
     @property
+    def has_parts(self) -> bool:
+        """Whether an answer may hold anything beside content."""
+        return self.reasoning or self.tools is not None
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self._prompts)
 

@@ -17,7 +17,7 @@ LEAST_LOGPROB = -9999.0
 
 
 def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTokenLogprob]:
-    """One entry for each token of the delta; empty where none were asked for."""
+    """One entry for each token of the delta that holds some of its content; empty where none were asked for."""
     return [
         ChatTokenLogprob(
             token=token_text(entry.token_id, tokenizer),
@@ -28,7 +28,7 @@ def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTok
                 for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         )
-        for entry in delta.logprobs or ()
+        for entry in delta.content_logprobs or ()
     ]
 
 

@@ -102,6 +102,8 @@ def _rendered(
         raise invalid(name, f"{name}: send this as a field of the request.")
     if request.documents is not None:
         variables["documents"] = request.documents
+    if tokenizer is not None:
+        variables |= _effort(request, template)
     try:
         return chat_prompt(
             tokenizer,
@@ -117,6 +119,26 @@ def _rendered(
         if cause is None or isinstance(cause, jinja2.TemplateError):
             raise from_engine(error, {}) from None
         raise invalid("messages", "The chat template cannot render this conversation.") from None
+
+
+def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """`reasoning_effort` as the template's variable; "none" turns thinking off where the template can only do that.
+    Raises `ApiError` 400 where the template knows neither."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    if (request.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
+        other = "chat_template_kwargs.reasoning_effort"
+        raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    raise invalid(
+        "reasoning_effort",
+        f"Unsupported parameter: reasoning_effort ({effort!r} means nothing to this model's chat template).",
+        "unsupported_parameter",
+    )
 
 
 _RESERVED = frozenset(

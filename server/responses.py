@@ -20,16 +20,34 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """reasoning_tokens: those of the completion's that hold reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Usage:
-        total = num_prompt_tokens + num_completion_tokens
-        return cls(num_prompt_tokens, num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
+    def of(
+        cls,
+        num_prompt_tokens: int,
+        num_completion_tokens: int,
+        num_cached_tokens: int,
+        num_reasoning_tokens: int = 0,
+    ) -> Usage:
+        return cls(
+            num_prompt_tokens,
+            num_completion_tokens,
+            num_prompt_tokens + num_completion_tokens,
+            PromptTokensDetails(num_cached_tokens),
+            CompletionTokensDetails(num_reasoning_tokens),
+        )
 
 
 class TopLogprob(msgspec.Struct):
@@ -63,17 +81,35 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 """vLLM's form: for each prompt token (null for the first) token id → {logprob, rank, decoded_token}."""
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class ChatFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct):
+    id: str
+    function: ChatFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    """content: null where there are only tool calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -90,17 +126,33 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class ChatFunctionDelta(msgspec.Struct):
+    name: str | UnsetType
+    arguments: str
+
+
+class ChatToolCallDelta(msgspec.Struct):
+    """id, type and the function's name: in the first piece of a call, and nowhere else."""
+
+    index: int
+    id: str | UnsetType
+    type: Literal["function"] | UnsetType
+    function: ChatFunctionDelta
+
+
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

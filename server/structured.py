@@ -94,7 +94,7 @@ def _json_schema(schema: Mapping[str, Any]) -> Grammar:
 
 
 def _tool_grammar(request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> Grammar:
-    from runtime.text.tool_calls import tool_grammar
+    from runtime.text.tool_grammar import tool_grammar
 
     assert isinstance(request, ChatCompletionRequest)
     if not tools:
@@ -103,5 +103,4 @@ def _tool_grammar(request: GenerationRequest, tools: Sequence[Mapping[str, Any]]
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if named is not None and not any(tool["function"]["name"] == named for tool in tools):
         raise invalid("tool_choice", f"tool_choice names {named!r}, which is not among the tools.")
-    text = tool_grammar(tools, choice, request.parallel_tool_calls is not False)
-    return Grammar(kind="json_schema" if text.startswith("{") else "lark", text=text)
+    return Grammar(kind="lark", text=tool_grammar(tools, named, request.parallel_tool_calls is not False))

@@ -78,6 +78,14 @@ class ServerOptions:
     stored_response_ttl_s: Annotated[float, typer.Option(help="Seconds that an answer is kept.")] = (
         _CONFIG.stored_response_ttl_s
     )
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "none"],
+        typer.Option(help="How tool calls are read in answers; auto: as the chat template shows."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "think", "none"],
+        typer.Option(help="How reasoning is read in answers; auto: as the chat template shows."),
+    ] = "auto"
     num_tokenizer_threads: Annotated[
         int, typer.Option(help="Threads that render templates and encode large prompts.", min=1)
     ] = _CONFIG.num_tokenizer_threads
