@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -156,10 +157,12 @@ class Watcher:
 
 
 class LiveFeed:
-    """From the engine's steps to messages for all watchers. All methods are the event loop's, but `_see`."""
+    """From the engine's steps to messages for all watchers, until `closing` is set. All methods are the event loop's,
+    but `_see`."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, closing: asyncio.Event) -> None:
         self._client = client
+        self._closing = closing
         self._watchers: set[Watcher] = set()
         self._gathered: deque[StepView] = deque(maxlen=MAX_GATHERED_STEPS)
         self._num_dropped = 0  # for want of room, by the engine's thread alone
@@ -204,10 +207,9 @@ class LiveFeed:
         unwatch = self._client.watch(self._see)
         last_s = time.monotonic()
         try:
-            while True:
-                await asyncio.sleep(MESSAGE_INTERVAL_S)
-                if self._client.state == "closing":
-                    break
+            while not self._closing.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), MESSAGE_INTERVAL_S)
                 now = time.monotonic()
                 if self._gathered or now - last_s >= IDLE_INTERVAL_S:
                     last_s = now
@@ -263,6 +265,6 @@ async def watch_engine(request: Request) -> Response:
     service: Service = request.app.state.service
     feed: LiveFeed | None = getattr(request.app.state, "live_feed", None)
     if feed is None:
-        feed = request.app.state.live_feed = LiveFeed(service.client)
+        feed = request.app.state.live_feed = LiveFeed(service.client, service.lifecycle.closing)
     watcher = feed.join()
     return EventStreamResponse(watcher.messages(), watcher, {})

@@ -1,8 +1,9 @@
 """The page: `GET /` and the files that it is made of, `GET /page/{name}`.
 
-They are plain files under `server/page/`, read once and served with the strictest policy that they work under: scripts,
-styles and connections of this server alone, nothing inline, no string that becomes markup. Where the server wants a key,
-it wants one for these too: the browser asks for it (`server.auth`) and sends it along with all that the page asks for."""
+They are plain files under `server/page/`, read once and served with the strictest policy that they work under:
+scripts, styles and connections of this server alone, nothing inline, no string that becomes markup. Where the server
+wants a key, it wants one for these too: the browser asks its user (`server.auth`), and sends it along with all that the
+page asks for."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Engine:
         self.grammars = GrammarQueue()
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._running: _OpenStep | None = None
-        self._keys: list[ChunkKey] = [ChunkKey("", 0, 0)] * limits.max_num_seqs  # by row
+        self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * limits.max_num_seqs  # by row
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
@@ -363,7 +363,9 @@ class Engine:
                 sequence.first_scheduled_s = now
             self.opened.mark_scheduled(request)
             assert row is not None
-            self._keys[row] = ChunkKey(request.request_id, sequence.index, sequence.num_prompt_tokens)
+            self._keys[row] = ChunkKey(
+                request.request_id, sequence.index, sequence.num_prompt_tokens, request.arrival_s
+            )
             try:
                 self.runner.load(sequence)
             except Exception:

@@ -184,13 +184,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start : start + count`` of a choice, computed in one step; those from ``num_prompt_tokens`` on were
-    drawn by it."""
+    drawn by it. ``arrival_s``: ``time.monotonic()`` when the request came in."""
 
     request_id: str
     index: int
     start: int
     count: int
     num_prompt_tokens: int
+    arrival_s: float
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):

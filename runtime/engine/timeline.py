@@ -32,11 +32,12 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """Whose chunk it is, and where its prompt ends."""
+    """Whose chunk it is, where its prompt ends, and when its request came in."""
 
     request_id: str
     index: int
     num_prompt_tokens: int
+    arrival_s: float
 
 
 class StepRecord:
@@ -121,7 +122,7 @@ class StepRecord:
     def chunk_views(self) -> list[ChunkView]:
         """The chunks as they are shown to whoever looks on."""
         return [
-            ChunkView(key.request_id, key.index, start, count, key.num_prompt_tokens)
+            ChunkView(key.request_id, key.index, start, count, key.num_prompt_tokens, key.arrival_s)
             for key, start, count in zip(self._keys, self._starts.tolist(), self._counts.tolist())
         ]
 

@@ -1,10 +1,9 @@
 // The map of the KV blocks: a cell each, in the order of the pages in memory; a cell stands for several where they are
-// many. Kinds differ in shape as well as in colour.
+// many, and is the larger the more of them are taken. Kinds differ in shape as well as in colour.
 
 import { hatch, prepare } from "./timeline.js";
 
 const KINDS = { u: "used", s: "shared", c: "cached", f: "free" };
-const RANK = ["free", "cached", "used", "shared"];
 const MAX_CELL = 15;
 const MIN_CELL = 5;
 
@@ -36,14 +35,15 @@ export class BlockMap {
     const numColumns = Math.floor(width / cell);
     const palette = this.colours();
     const cached = hatch(context, palette.cached, true);
-    const size = cell - (cell > 7 ? 2 : 1);
-    cellsOf(blocks, perCell).forEach((kind, at) => {
-      const x = (at % numColumns) * cell;
-      const y = Math.floor(at / numColumns) * cell;
+    const most = cell - (cell > 7 ? 2 : 1);
+    cellsOf(blocks, perCell).forEach(({ kind, share }, at) => {
+      const size = Math.max(2, Math.round(most * Math.sqrt(share)));
+      const x = (at % numColumns) * cell + (most - size) / 2;
+      const y = Math.floor(at / numColumns) * cell + (most - size) / 2;
       if (kind === "free") {
         context.fillStyle = palette.free;
-        context.fillRect(x + size / 2 - 1, y + size / 2 - 1, 2, 2);
-      } else if (kind === "cached") {
+        context.fillRect(x + size / 2 - 1, y + size / 2 - 1, cell > 7 ? 2 : 1, cell > 7 ? 2 : 1);
+      } else if (kind === "cached" && size > 4) {
         context.fillStyle = cached;
         context.fillRect(x, y, size, size);
         context.strokeStyle = palette.cached;
@@ -52,7 +52,7 @@ export class BlockMap {
       } else {
         context.fillStyle = palette[kind];
         context.fillRect(x, y, size, size);
-        if (kind === "shared") {
+        if (kind === "shared" && size > 4) {
           context.fillStyle = palette.ground;
           context.fillRect(x + size * 0.32, y + size * 0.32, size * 0.36, size * 0.36);
         }
@@ -71,21 +71,23 @@ function layout(numBlocks, width, height) {
   return [MIN_CELL, Math.ceil(numBlocks / room)];
 }
 
-/** The kind of each cell: that of most of its blocks, the busier one of two that are as many. */
+/** Each cell's kind, the commonest of its blocks that are not free, and the share of its blocks that are not. */
 function cellsOf(blocks, perCell) {
-  if (perCell === 1) return blocks.flatMap(([count, kind]) => Array(count).fill(kind));
+  if (perCell === 1) return blocks.flatMap(([count, kind]) => Array(count).fill({ kind, share: 1 }));
   const found = [];
-  let tally = {};
+  let tally = new Map();
   let filled = 0;
   const close = () => {
-    found.push(RANK.reduce((best, kind) => ((tally[kind] ?? 0) >= (tally[best] ?? 0) && tally[kind] ? kind : best)));
-    tally = {};
+    const [kind] = [...tally].reduce((best, entry) => (entry[1] > best[1] ? entry : best), ["free", 0]);
+    const numTaken = [...tally.values()].reduce((sum, count) => sum + count, 0);
+    found.push({ kind, share: kind === "free" ? 1 : numTaken / filled });
+    tally = new Map();
     filled = 0;
   };
   for (const [count, kind] of blocks) {
     for (let left = count; left > 0; ) {
       const taken = Math.min(left, perCell - filled);
-      tally[kind] = (tally[kind] ?? 0) + taken;
+      if (kind !== "free") tally.set(kind, (tally.get(kind) ?? 0) + taken);
       filled += taken;
       left -= taken;
       if (filled === perCell) close();

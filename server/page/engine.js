@@ -3,6 +3,8 @@
 // Spans (a choice's piece of a prompt, or a run of its decodes) and steps lie in rings of typed arrays, requests in a
 // map of bounded size: after hours the memory is that of the first minute.
 
+import { totals } from "./blocks.js";
+
 const MAX_SPANS = 1 << 15;
 const MAX_STEPS = 1 << 13;
 const MAX_REQUESTS = 1024;
@@ -93,6 +95,19 @@ export class EngineModel {
     for (const step of message.steps) this.#takeStep(step);
     this.#settle();
     this.#forget();
+    if (this.stats) this.#settleBlocks(this.stats);
+  }
+
+  /** The map comes with steps alone. Before the first, and after the last, the counts say what it must look like. */
+  #settleBlocks(stats) {
+    const held = stats.num_blocks - stats.num_free_blocks;
+    const cached = stats.num_cached_blocks;
+    if (this.blockMap === null) this.blockMap = `${held}u${cached}c${stats.num_free_blocks - cached}f`;
+    else if (held === 0) this.blockMap = this.blockMap.replace(/[us]/g, cached ? "c" : "f");
+  }
+
+  get blockTotals() {
+    return totals(this.blockMap ?? "");
   }
 
   #takeStep(step) {

@@ -1,7 +1,7 @@
 // The live view: reads `/live` while somebody looks, and draws what the model of the engine knows.
 
 import { getEvents } from "./api.js";
-import { BlockMap, totals } from "./blocks.js";
+import { BlockMap } from "./blocks.js";
 import { byId, h, reducesMotion, setIcon } from "./dom.js";
 import { EngineModel } from "./engine.js";
 import { count, seconds } from "./message.js";
@@ -187,12 +187,12 @@ export class Live {
     if (blockMap === null || blockMap === this.#shownMap) return;
     this.#shownMap = blockMap;
     const perCell = this.blocks.draw(blockMap);
-    const sums = totals(blockMap);
+    const sums = this.model.blockTotals;
     for (const item of byId("blocks-legend").children) {
       item.querySelector("b").textContent = count(sums[item.querySelector("i").dataset.kind]);
     }
     const size = info ? `A block holds ${info.block_size} tokens.` : "";
-    byId("blocks-note").textContent = perCell > 1 ? `${size} Each square is ${perCell} blocks.` : size;
+    byId("blocks-note").textContent = perCell > 1 ? `${size} Each cell is ${perCell} blocks, the fuller the more are taken.` : size;
     byId("blocks").setAttribute(
       "aria-label",
       `KV blocks: ${sums.used} used, ${sums.shared} shared, ${sums.cached} cached, ${sums.free} free.`,

@@ -14,7 +14,7 @@ def record(number: int, start_s: float, end_s: float, *chunks: tuple[str, int, i
     made.end_s = end_s
     made.num_running, made.num_waiting, made.num_free_blocks = len(chunks), 1, 7
     made.schedule_s, made.run_s = 0.001, 0.5
-    keys = [ChunkKey(request_id, 0, num_prompt) for request_id, num_prompt, _, _ in chunks]
+    keys = [ChunkKey(request_id, 0, num_prompt, 0.0) for request_id, num_prompt, _, _ in chunks]
     starts, counts = (np.array([chunk[place] for chunk in chunks], np.int64) for place in (2, 3))
     made.set_chunks(keys, starts, counts)
     return made
