@@ -56,7 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be drawn
-    bad_words_token_ids     sequences of ids that the output never holds
+    bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be drawn
+                            where the output ends with those before it
     grammar                 the text is one of these; it ends ("stop") where nothing can follow
 
     Raises ``RequestError`` (a ``ValueError``) naming the field when a value has a wrong type or lies outside
@@ -115,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._logit_bias()
+        self._bad_words()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise RequestError(f"grammar must be a Grammar or None, got {self.grammar!r:.80}", param="grammar")
 
