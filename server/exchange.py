@@ -6,12 +6,12 @@ it learns. It goes along in the ASGI scope: `Exchange.of(request)`."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 if TYPE_CHECKING:
     from server.generation import Generation
@@ -31,17 +31,19 @@ class Exchange:
     answered_id   the X-Request-Id of the answer
     tenant        whose key was shown; None where no keys are set, or all share the prefix cache
     status        of the answer; 0: none was begun
+    send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
+                  its body past it
     generation, meter  what it asked the engine for, and what came
     """
 
     arrival_s: float
+    send: Send
     given_id: str | None = None
     answered_id: str = ""
     tenant: str | None = None
     status: int = 0
     generation: Generation | None = None
     meter: RequestMeter | None = None
-    attributes: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(request: Request) -> Exchange:

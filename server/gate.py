@@ -53,7 +53,7 @@ class Gate:
             else:  # there are no websockets here, with a key or without
                 await send({"type": "websocket.close", "code": 1008})
             return
-        exchange = Exchange(arrival_s=time.monotonic(), given_id=request_id_of(scope))
+        exchange = Exchange(arrival_s=time.monotonic(), send=send, given_id=request_id_of(scope))
         scope[KEY] = exchange
 
         def send_on(message: Message) -> Awaitable[None]:  # not a coroutine of its own: streams send a lot

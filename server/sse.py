@@ -11,6 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.exchange import KEY
+
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment, which every client passes over."""
@@ -109,14 +111,15 @@ class EventStreamResponse(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pinger = Pinger(send, scope["app"].config.ping_interval_s)
+        send_body = scope[KEY].send
+        pinger = Pinger(send_body, scope["app"].config.ping_interval_s)
         try:
             async with watch_disconnect(receive, self.source.leave):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 pinger.rest()
                 async for data in self.events:
                     pinger.is_idle = False
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": data, "more_body": True})
                     pinger.rest()
                 pinger.close()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
