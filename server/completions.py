@@ -25,6 +25,7 @@ from server.sampling import completion_params, stream_flags
 from server.schema import CompletionRequest, Prompt
 from server.service import Service, new_id
 from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
+from server.structured import grammar_field, grammar_of
 from tokenizer import Tokenizer
 
 
@@ -32,6 +33,7 @@ from tokenizer import Tokenizer
 class _Completion:
     """A request that has passed every check, and its generation.
 
+    grammar_field  what its grammar comes from
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
     drops_output  `max_tokens=0`: only the prompt is wanted, the one token that was drawn is not sent
     """
@@ -40,6 +42,7 @@ class _Completion:
     request_id: str
     created: int
     generation: Generation
+    grammar_field: str | None
     prompts: list[list[int]]
     echoes: list[Echo] | None
     drops_output: bool
@@ -75,7 +78,7 @@ async def create_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    service.admit(request, completion.generation, {})
+    service.admit(request, completion.generation, {"grammar": completion.grammar_field or "grammar"})
     headers = {"X-Request-Id": completion.request_id}
     if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)
@@ -88,7 +91,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
     asked = decode_body(body, CompletionRequest, service.config)
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    params = completion_params(asked, service.default_sampling, service.tokenizer)
+    params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked))
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
     prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
@@ -113,6 +116,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
         request_id=request_id,
         created=int(time.time()),
         generation=generation,
+        grammar_field=grammar_field(asked),
         prompts=prompts,
         echoes=echoes,
         drops_output=asked.max_tokens == 0,

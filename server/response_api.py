@@ -122,8 +122,7 @@ async def create_response(request: Request) -> HttpResponse:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
     running = await service.prepare(len(body), partial(_prepare, service, tenant, asked, before, arrival_time_s))
-    renaming = {"prompt": "input", "logprobs": "top_logprobs", **RENAMED}
-    service.admit(request, running.chat.generation, renaming)
+    service.admit(request, running.chat.generation, _renamed_fields(running.chat))
     headers = {"X-Request-Id": running.response.id}
     service.running_responses[tenant, running.response.id] = running
     running.chat.generation.on_close.append(partial(service.running_responses.pop, (tenant, running.response.id)))
@@ -161,6 +160,12 @@ def _prepare(
         conversation=conversation,
         has_logprobs=LOGPROBS in (asked.include or ()),
     )
+
+
+def _renamed_fields(chat: Chat) -> dict[str, str]:
+    """The engine's names to the request's."""
+    field = chat.grammar_field or "grammar"
+    return {"prompt": "input", "logprobs": "top_logprobs", **RENAMED, "grammar": RENAMED.get(field, field)}
 
 
 def _kind(item: dict[str, Any]) -> str:
