@@ -38,6 +38,7 @@ from server.live import watch_engine
 from server.logs import LogWriter, log_access
 from server.metrics import HttpMetrics, Metrics
 from server.models import get_model, get_version, health, list_models
+from server.openapi import get_description
 from server.origins import OriginRules
 from server.page import get_page
 from server.probes import metrics, ready
@@ -45,6 +46,7 @@ from server.response_api import cancel_response, create_response, delete_respons
 from server.running import cancel_request
 from server.service import Service
 from server.tokenization import detokenize, tokenize
+from server.tracing import Tracing
 from tokenizer import Tokenizer
 
 
@@ -104,6 +106,7 @@ def create_app(
     default_sampling: Mapping[str, float | int] | None = None,
     config: ServerConfig | None = None,
     log_writer: LogWriter | None = None,
+    tracing: Tracing | None = None,
 ) -> Application:
     """An application that serves one engine's model.
 
@@ -112,6 +115,7 @@ def create_app(
     model_name        the one name under which the model is asked for; None: the engine's
     default_sampling  what a silent request means, by `SamplingParams`' names: the model's generation config
     log_writer        whose lost lines the metrics count
+    tracing           is told of every answer; the caller closes it
 
     Raises `ServerConfigError` for API keys that cannot be read.
     """
@@ -160,6 +164,7 @@ def create_app(
             Route("/v1/models/{model_id:path}", get_model),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/openapi.json", get_description),
             Route("/version", get_version),
             Route("/health", health),
             Route("/ready", ready),
@@ -170,5 +175,5 @@ def create_app(
         ],
         lifespan=lifespan,
         config=settings,
-        observers=(count, log_access),
+        observers=(count, log_access) if tracing is None else (count, log_access, tracing),
     )

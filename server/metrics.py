@@ -269,7 +269,7 @@ class Metrics(Collector):
 
 
 def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
-    bounds = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]
+    bounds = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]  # type: ignore[no-untyped-call]
     family.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
 
 

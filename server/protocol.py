@@ -96,7 +96,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_parsed_bytes = 0
         self._stop_head_timer()
         if len(self.connections) > self.limits.max_connections:
-            self.scope[SURPLUS] = True  # type: ignore[typeddict-unknown-key]
+            self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -214,7 +214,7 @@ def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig, *, graceful_timeout_s: int = 5) -> uvicorn.Config:
     """uvicorn's settings for the application: its own log, headers of proxies, websockets and environment variables are
-    left out. Raises `OSError` and `ssl.SSLError` for a certificate that cannot be read."""
+    left out."""
     return uvicorn.Config(
         app,
         http=limited(config),

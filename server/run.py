@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import ssl
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,10 +30,12 @@ from runtime.engine.start import start_client
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
+from server.auth import ApiKeys
 from server.config import ServerConfig, ServerConfigError
 from server.logs import close_log, open_log
 from server.origins import hosts_for
 from server.protocol import RESERVED_CONNECTIONS, uvicorn_config
+from server.tracing import open_tracing
 
 
 class ServerStartError(XservError):
@@ -68,28 +70,42 @@ def serve(
     """
     config = config or ServerConfig()
     config = replace(config, allowed_hosts=hosts_for(host, config.allowed_hosts or ()))
-    writer = open_log(config)
-    try:
-        with closing(listen(host, port)) as listener:
-            allow_connections(config.max_connections)
-            client = start_client(model, in_process=in_process, **engine_options)
-            try:
-                folder = Path(client.info.model_path)
-                tokenizer = load_tokenizer(folder)
-                warm_up(client)
-                app = create_app(
-                    client,
-                    tokenizer,
-                    model_name=served_model_name,
-                    default_sampling=recommended_sampling(folder),
-                    config=config,
-                    log_writer=writer,
-                )
-                _Server(app, client, served_model_name or client.info.model_name).run(sockets=[listener])
-            finally:
-                client.close()
-    finally:
-        close_log(writer)
+    with ExitStack() as stack:
+        writer = open_log(config)
+        stack.callback(close_log, writer)
+        check_files(config)
+        listener = stack.enter_context(closing(listen(host, port)))
+        allow_connections(config.max_connections)
+        client = start_client(model, in_process=in_process, **engine_options)
+        stack.callback(client.close)
+        name = served_model_name or client.info.model_name
+        folder = Path(client.info.model_path)
+        tokenizer = load_tokenizer(folder)
+        tracing = None
+        if config.otlp_endpoint is not None:
+            tracing = open_tracing(config.otlp_endpoint, name)
+            stack.callback(tracing.close)
+        warm_up(client)
+        app = create_app(
+            client,
+            tokenizer,
+            model_name=name,
+            default_sampling=recommended_sampling(folder),
+            config=config,
+            log_writer=writer,
+            tracing=tracing,
+        )
+        _Server(app, client, name).run(sockets=[listener])
+
+
+def check_files(config: ServerConfig) -> None:
+    """Read API keys and certificates once, before the model is loaded for nothing. Raises `ServerConfigError`."""
+    ApiKeys(config.api_keys, config.api_key_files)
+    if config.ssl_certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise ServerConfigError(f"the certificate or its key cannot be used: {error}") from None
 
 
 class _Server(uvicorn.Server):
@@ -98,12 +114,7 @@ class _Server(uvicorn.Server):
     signal, uvicorn cuts off."""
 
     def __init__(self, app: Application, client: EngineClient, model_name: str) -> None:
-        try:
-            settings = uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S)
-            settings.load()
-        except (OSError, ssl.SSLError) as error:
-            raise ServerConfigError(f"the certificate or its key cannot be used: {error}") from None
-        super().__init__(settings)
+        super().__init__(uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S))
         self.app = app
         self.client = client
         self.model_name = model_name
