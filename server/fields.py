@@ -46,12 +46,10 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
 }
 
 _BEAM_SEARCH = "beam search is not built"
-_CONSTRAINED = "constrained decoding is not built yet"
 _OLDER_GUIDANCE = "vLLM's older form; send structured_outputs"
 
 NOT_BUILT: dict[str, NotBuilt] = {
     # OpenAI's
-    "response_format": NotBuilt(_CONSTRAINED, ({"type": "text"},)),
     "functions": NotBuilt("the older form of tools; send tools"),
     "function_call": NotBuilt("the older form of tool_choice", ("none",)),
     "suffix": NotBuilt("insertion before a suffix is not built"),
@@ -67,7 +65,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "use_beam_search": NotBuilt(_BEAM_SEARCH, (False,)),
     "length_penalty": NotBuilt(_BEAM_SEARCH, (1, 1.0)),
     "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
-    "structured_outputs": NotBuilt(_CONSTRAINED),
     "guided_json": NotBuilt(_OLDER_GUIDANCE),
     "guided_regex": NotBuilt(_OLDER_GUIDANCE),
     "guided_choice": NotBuilt(_OLDER_GUIDANCE),

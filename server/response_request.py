@@ -92,6 +92,8 @@ def renamed(error: ApiError) -> ApiError:
         return error
     name = RENAMED[field]
     message = error.message.replace(field, name)
+    if field == "max_completion_tokens":
+        message = message.replace("max_tokens", name)
     return ApiError(error.status, message, type=error.type, param=name, code=error.code, headers=error.headers)
 
 
