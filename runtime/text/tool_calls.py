@@ -12,7 +12,7 @@ around calls is their layout. A closing tag, or the brace before it, may be miss
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 import msgspec
@@ -37,6 +37,22 @@ class ToolFormat:
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 
 
+@dataclass(slots=True)
+class _Call:
+    """What has been read of one call.
+
+    arguments   as JSON; of an object that was handed out as it came, None
+    has_begun   something of it was handed out
+    is_dropped  it is one too many
+    """
+
+    keys: list[str] = field(default_factory=list)
+    name: str | None = None
+    arguments: str | None = None
+    has_begun: bool = False
+    is_dropped: bool = False
+
+
 class ToolCallParser:
     """Parts of an answer: "content", "call" and "layout". With `parallel` False the first call is kept, the others are
     layout."""
@@ -48,9 +64,11 @@ class ToolCallParser:
         self._held = ""  # not handed out yet; read up to _at
         self._at = 0
         self._parts: list[Part] = []
-        self._read = ToolCallParser._content
+        self._read: Callable[[ToolCallParser], bool] = ToolCallParser._content
         self._is_behind_call = False  # nothing but white space since the last one
-        self._begin_call()
+        self._call = _Call()
+        self._scanner = JsonScanner()
+        self._value_start = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -60,7 +78,7 @@ class ToolCallParser:
         return parts
 
     def finish(self) -> list[Part]:
-        is_layout = self._has_begun or (self._is_behind_call and not self._held.strip(_WHITE_SPACE))
+        is_layout = self._call.has_begun or (self._is_behind_call and not self._held.strip(_WHITE_SPACE))
         if self._read is ToolCallParser._broken_arguments:
             self._hand_out_arguments(len(self._held))
         self._hand_out("layout" if is_layout else "content", len(self._held))
@@ -81,7 +99,7 @@ class ToolCallParser:
         if start < 0:
             return False
         self._at = start - shown + len(tag)
-        self._begin_call()
+        self._call = _Call()
         return self._then(ToolCallParser._object)
 
     def _object(self) -> bool:
@@ -102,15 +120,15 @@ class ToolCallParser:
         key = _string(raw)
         if key is None:
             return self._fail()
-        self._keys.append(key)
+        self._call.keys.append(key)
         return self._then(ToolCallParser._colon)
 
     def _colon(self) -> bool:
         return self._expect(":", ToolCallParser._first_of_value)
 
     def _first_of_value(self) -> bool:
-        first = self._next()
-        if first == "{" and self._keys[-1] == "arguments" and self._name is not None and not self._has_begun:
+        first, call = self._next(), self._call
+        if first == "{" and call.keys[-1] == "arguments" and call.name is not None and not call.has_begun:
             self._begin(self._at)
             return self._begin_value(ToolCallParser._object_arguments)
         return first is not None and self._begin_value(ToolCallParser._any_value)
@@ -136,14 +154,14 @@ class ToolCallParser:
         raw = self._value()
         if raw is None:
             return self._scanner.is_broken
-        key = self._keys[-1]
-        if key == "name" and self._name is None:
+        key = self._call.keys[-1]
+        if key == "name" and self._call.name is None:
             name = _string(raw)
             if not name or len(name) > MAX_NAME_LENGTH:
                 return self._fail()
-            self._name = name
-        elif key == "arguments" and self._arguments is None:
-            self._arguments = raw
+            self._call.name = name
+        elif key == "arguments" and self._call.arguments is None:
+            self._call.arguments = raw
         return self._then(ToolCallParser._comma_or_end)
 
     def _comma_or_end(self) -> bool:
@@ -152,10 +170,10 @@ class ToolCallParser:
         return self._expect(",", ToolCallParser._key)
 
     def _end_of_object(self) -> bool:
-        if not self._has_begun:
-            if self._name is None or (self._arguments is None and self._keys != ["name"]):
+        if not self._call.has_begun:
+            if self._call.name is None or (self._call.arguments is None and self._call.keys != ["name"]):
                 return self._fail()
-            self._begin(self._at, _arguments(self._arguments))
+            self._begin(self._at, _arguments(self._call.arguments))
         self._at += 1
         self._hand_out("layout", self._at)
         return self._then(ToolCallParser._closing_tag)
@@ -170,7 +188,7 @@ class ToolCallParser:
             self._hand_out("layout", self._at + len(tag))
         elif tag.startswith(self._held[self._at :]):
             return False
-        self._has_begun = False
+        self._call.has_begun = False
         self._is_behind_call = True
         return self._then(ToolCallParser._content)
 
@@ -210,37 +228,28 @@ class ToolCallParser:
     def _fail(self) -> bool:
         """What has begun as a call ends here, what has not is content. Nothing of it is looked at again: outside of
         strings, what has been read holds no tag."""
-        return self._then(ToolCallParser._closing_tag if self._has_begun else ToolCallParser._content)
+        return self._then(ToolCallParser._closing_tag if self._call.has_begun else ToolCallParser._content)
 
     def _then(self, read: Callable[[ToolCallParser], bool]) -> bool:
         self._read = read
         return True
 
-    def _begin_call(self) -> None:
-        self._keys: list[str] = []
-        self._name: str | None = None
-        self._arguments: str | None = None
-        self._has_begun = False
-        self._is_dropped = False
-        self._scanner = JsonScanner()
-        self._value_start = 0
-
     def _begin(self, length: int, arguments: str = "") -> None:
         """The first `length` characters held are a call's, whose name is known."""
-        self._has_begun = True
-        self._is_dropped = self._num_calls > 0 and not self._is_parallel
-        if self._is_dropped:
+        self._call.has_begun = True
+        self._call.is_dropped = self._num_calls > 0 and not self._is_parallel
+        if self._call.is_dropped:
             self._hand_out("layout", length)
             return
         index = self._num_calls
         self._num_calls += 1
-        calls = [ToolCallDelta(index, f"call_{uuid4().hex[:24]}", self._name)]
+        calls = [ToolCallDelta(index, f"call_{uuid4().hex[:24]}", self._call.name)]
         if arguments:
             calls.append(ToolCallDelta(index, arguments=arguments))
         self._hand_out("call", length, tuple(calls))
 
     def _hand_out_arguments(self, length: int) -> None:
-        if self._is_dropped:
+        if self._call.is_dropped:
             self._hand_out("layout", length)
         elif length:
             piece = ToolCallDelta(self._num_calls - 1, arguments=self._held[:length])

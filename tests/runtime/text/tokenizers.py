@@ -77,9 +77,17 @@ def fallback_tokenizer() -> Tokenizer:
     )
 
 
-def special(token_id: int) -> dict[str, Any]:
+def with_special(*tokens: str) -> Tokenizer:
+    """The byte-level one with more special tokens behind its own."""
+    content = byte_level_content()
+    first = content["added_tokens"][0]["id"]
+    content["added_tokens"] += [special(first + i, token) for i, token in enumerate(tokens, 1)]
+    return build(content)
+
+
+def special(token_id: int, token: str = SPECIAL) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": SPECIAL, "special": True, **flags}
+    return {"id": token_id, "content": token, "special": True, **flags}
 
 
 def build(content: dict[str, Any]) -> Tokenizer:

@@ -1,0 +1,111 @@
+"""Answers put together from parts, cut anywhere, and what parsers and pipelines make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from runtime.text.parts import Part, PartParser, ToolCallDelta
+from runtime.text.pipeline import TextDelta
+
+FRAGMENTS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_call>\n",
+    "\n</tool_call>",
+    '{"name": "f", "arguments": {"a": 1}}',
+    '{"name": "get_weather", "arguments": ',
+    '{"arguments": {"b": [true, null]}, "name": "g"}',
+    '{"name": "h"}',
+    '{"city": "Zürich 😀", "tags": ["</tool_call>", "\\u00e9\\"{"]}',
+    '"arguments": "{\\"a\\": 1}"}',
+    '"name": ',
+    '"',
+    "{",
+    "}",
+    "}}",
+    "[",
+    ",",
+    ":",
+    "\\",
+    "\n",
+    "\n\n",
+    " ",
+    "<",
+    "<t",
+    "</",
+    "</thi",
+    "</tool_c",
+    "-1.5e3",
+    "nul",
+    "Hello",
+    " world",
+    "é",
+    "日本",
+    "😀",
+)
+"""What makes parsers stumble, and what does not."""
+
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+
+
+@dataclass
+class Message:
+    """What a client sees of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def add_calls(self, calls: Iterable[ToolCallDelta]) -> None:
+        """Holds each piece to its shape: a call begins with its id and its name and no arguments, and goes on until
+        the next begins."""
+        for call in calls:
+            if call.id is not None:
+                assert call.name
+                assert call.arguments == ""
+                assert call.index == len(self.tool_calls)
+                self.tool_calls.append((call.name, ""))
+            else:
+                assert call.name is None
+                assert call.arguments
+                assert call.index == len(self.tool_calls) - 1
+                name, arguments = self.tool_calls[-1]
+                self.tool_calls[-1] = (name, arguments + call.arguments)
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+def parse(parser: PartParser, pieces: Iterable[str]) -> Message:
+    """The message; the parts' texts, put together, must be all of the answer's."""
+    message, pieces, parts = Message(), list(pieces), list[Part]()
+    for piece in pieces:
+        parts += parser.push(piece)
+    parts += parser.finish()
+    assert "".join(part.text for part in parts) == "".join(pieces)
+    for part in parts:
+        assert part.text
+        if part.kind == "content":
+            message.content += part.text
+        elif part.kind == "reasoning":
+            message.reasoning += part.text
+        assert not part.calls or part.kind == "call"
+        message.add_calls(part.calls)
+    return message
+
+
+def message_of(deltas: Iterable[TextDelta]) -> Message:
+    message = Message()
+    for delta in deltas:
+        message.content += delta.text
+        message.reasoning += delta.reasoning
+        message.add_calls(delta.tool_calls)
+    return message
