@@ -69,7 +69,15 @@ class Delivery:
             request.sink = _drop
             self._cancel(output.request_id)
 
-    def end(self, request_id: str, reason: FinishReason, error: str | None, *, engine_died: bool = False) -> None:
+    def end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: str | None,
+        *,
+        engine_died: bool = False,
+        is_unsatisfiable: bool = False,
+    ) -> None:
         """Give a last output to every choice of a request that has none."""
         with self._lock:
             request = self._open.get(request_id)
@@ -85,6 +93,7 @@ class Delivery:
                     finish_reason=reason,
                     error=error,
                     engine_died=engine_died,
+                    is_unsatisfiable=is_unsatisfiable,
                 )
             )
 

@@ -27,7 +27,7 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.delivery import Delivery, OutputSink
 from runtime.engine.engine_process import COMMAND, READ_TIMEOUT_S, EngineProcess
-from runtime.engine.errors import EngineDeadError, QueueFullError
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, StepView
 from runtime.engine.room import RETRY_AFTER_S, check_room
 from runtime.engine.watching import Watchers
@@ -297,10 +297,9 @@ class ProcessEngineClient:
                 failure = self._run_process(started, begun_s)
                 if not started.done():
                     raise failure
-                now = time.monotonic()
-                if now - begun_s >= supervision.healthy_s:
+                if time.monotonic() - begun_s >= supervision.healthy_s:
                     delay_s = supervision.first_delay_s
-                self._lose(failure, now + delay_s)
+                self._lose(failure, delay_s)
                 if not self._closing.wait(delay_s):
                     self._set_state("starting")
                 delay_s = min(2 * delay_s, supervision.most_delay_s)
@@ -351,16 +350,14 @@ class ProcessEngineClient:
                 self._state = "ready"
         self._tell_watched()
 
-    def _lose(self, failure: Exception, next_start_s: float) -> None:
+    def _lose(self, failure: Exception, delay_s: float) -> None:
         """The process has ended: tell everybody, forget what it was told."""
-        is_closing = self._closing.is_set()
-        if not is_closing:
-            wait_s = max(0.0, next_start_s - time.monotonic())
-            logger.error("the engine has died (%s); it is started again in %.1f s", failure, wait_s)
+        if not self._closing.is_set():
+            logger.error("the engine has died (%s); it is started again in %g s", failure, delay_s)
         with self._lock:
             if self._state != "closing":
                 self._state = "down"
-            self._ready_s = next_start_s + self._start_duration_s
+            self._ready_s = time.monotonic() + delay_s + self._start_duration_s
             self._pulse, self._queue, self._is_watched = None, _Queue(), False
         self._end_all()
 
@@ -404,7 +401,13 @@ class ProcessEngineClient:
                 self._tell_watched()
             case Refused(request_id, problem):
                 error = error_of(problem)
-                self._delivery.end(request_id, "error", str(error), engine_died=isinstance(error, EngineDeadError))
+                self._delivery.end(
+                    request_id,
+                    "error",
+                    str(error),
+                    engine_died=isinstance(error, EngineDeadError),
+                    is_unsatisfiable=isinstance(error, RequestError),
+                )
             case Answer(call_id, shape, data):
                 self._settle(call_id, np.frombuffer(data, np.float32).reshape(shape))
             case CallFailed(call_id, problem):
