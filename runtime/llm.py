@@ -26,6 +26,7 @@ from runtime.engine.checks import is_integer
 from runtime.engine.client import EngineClient, ThreadEngineClient
 from runtime.engine.config import EngineSettings
 from runtime.engine.errors import QueueFullError, RequestError
+from runtime.engine.grammar_compiler import GrammarChecker
 from runtime.engine.messages import (
     EngineOutput,
     EngineRequest,
@@ -34,6 +35,7 @@ from runtime.engine.messages import (
     TokenLogprobs,
 )
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.vocabulary import LazyVocabulary
 from runtime.text.chat import chat_prompt
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -140,6 +142,10 @@ class LLM:
             self.tokenizer = TokenizerClass.from_pretrained(tokenizer)
         else:
             self.tokenizer = tokenizer
+        known_tokenizer = self.tokenizer  # not through self, which the engine would keep alive
+        vocabulary = LazyVocabulary(lambda: known_tokenizer, engine.info.vocab_size, engine.info.eos_token_ids)
+        engine.vocabulary = vocabulary
+        self._grammars = GrammarChecker(vocabulary)
         self.client: EngineClient = ThreadEngineClient(engine)
         self._request_ids = itertools.count()
         self._finalizer = weakref.finalize(self, self.client.close)
@@ -256,6 +262,7 @@ class LLM:
         text, token_ids = self._encode(prompt)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+        self._grammars.check(params.grammar)
         request = EngineRequest(
             request_id=f"llm-{next(self._request_ids)}",
             prompt_token_ids=token_ids,

@@ -76,8 +76,10 @@ def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
             f"structured_outputs takes exactly one of {', '.join(wanted.__struct_fields__)}, "
             f"got {' and '.join(given) or 'none'}.",
         )
+    if isinstance(wanted.json, str):
+        return Grammar(kind="json_schema", text=wanted.json)
     if wanted.json is not None:
-        return Grammar(kind="json_schema", text=wanted.json) if isinstance(wanted.json, str) else _json_schema(wanted.json)
+        return _json_schema(wanted.json)
     if wanted.regex is not None:
         return Grammar(kind="regex", text=wanted.regex)
     if wanted.choice is not None:

@@ -3,27 +3,38 @@
     check_grammar(grammar, vocabulary)           # on the caller's thread: bounded, and typed errors
     compile_grammar(grammar, vocabulary, n)      # in the engine: a matcher for each of n choices
 
-llguidance reads Lark's notation, with JSON schemas in it, and keeps what it compiles within limits of its own: the
-size of the grammar, the work for its lexer, the work for one mask.
+llguidance reads Lark's notation, with JSON schemas in it, and keeps to limits of its own: the size of the grammar, the
+work for its lexer, the work for one mask. It recurses along chains of rules, hence the deep stack.
 """
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
+from runtime.engine.deep_stack import on_deep_stack
 from runtime.engine.grammar import Grammar, grammar_error
 from runtime.engine.grammar_limits import check_limits
 from runtime.engine.grammar_matcher import GrammarMatcher
 from runtime.engine.lark import lark_of
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
     from runtime.engine.vocabulary import LazyVocabulary, Vocabulary
 
 NUM_REMEMBERED = 256
 """Grammars that were found good, of which a checker knows that they are."""
+_WORK = {
+    "max_grammar_size": 20_000,
+    "max_lexer_states": 50_000,
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+}
+"""llguidance's limits: the symbols of a grammar; the states of its lexer, of one or two kilobytes each; the work for
+the lexer, for its part in one mask, and for the parser's part in it. A mask stays beneath some ten milliseconds."""
 MAX_MESSAGE_LENGTH = 400
 """Characters of what llguidance says of a grammar that are handed on."""
 
@@ -67,10 +78,9 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> lis
 
 
 def _matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
-    from llguidance import LLMatcher
-
+    """With its first mask computed, which may be the one that is too much, and takes longest."""
     text = lark_of(grammar, is_canonical=vocabulary.is_canonical)
-    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits())
+    matcher = on_deep_stack(partial(_compiled, text, vocabulary))
     if matcher.is_error():
         raise grammar_error(_readable(matcher.get_error()))
     warnings = matcher.get_grammar_warnings()
@@ -79,14 +89,16 @@ def _matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     return matcher
 
 
-def _limits() -> LLParserLimits:
-    """llguidance's own but for the states of a lexer, which hold a kilobyte or two each."""
-    from llguidance import LLParserLimits
+def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    limits = LLParserLimits(**_WORK, verbose_errors=False)
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    return matcher
 
 
 def _readable(message: str) -> str:
-    """What llguidance says, without the excerpts and states beneath it."""
-    first = " ".join(message.split("\n<", 1)[0].split())
+    """The first line of what llguidance says, without the place in a text that is not the user's."""
+    first = message.split("\n", 1)[0].removeprefix("at 1(8): ")
     return first[:MAX_MESSAGE_LENGTH]

@@ -76,7 +76,8 @@ def _check_object(node: dict[str, Any]) -> None:
     if is_integer(least) and least > num_required + 1 and not is_closed:
         # Keys that are not in "properties" can come twice, and then count once.
         raise grammar_error(
-            f"minProperties may be at most one more than the number of required properties ({num_required}), got {least}"
+            f"minProperties may be at most one more than the number of required properties ({num_required}), "
+            f"got {least}"
         )
 
 

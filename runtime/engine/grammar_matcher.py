@@ -50,7 +50,9 @@ class PendingMasks:
     places  the rows of the step's draw that they belong to
     """
 
-    def __init__(self, places: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]) -> None:
+    def __init__(
+        self, places: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
+    ) -> None:
         self._places = places
         self._sequences = sequences
         self._buffer = buffer

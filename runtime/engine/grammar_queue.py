@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from runtime.engine.grammar_compiler import compile_grammar
@@ -57,10 +58,8 @@ class GrammarQueue:
         """Wait until one is done, at most so long."""
         if self._taken or not self._num_under_way:
             return
-        try:
+        with suppress(queue.Empty):
             self._receive(self._done.get(timeout=timeout_s))
-        except queue.Empty:
-            pass
 
     def close(self) -> None:
         """Compile no more; what is under way is waited for."""

@@ -51,7 +51,8 @@ class OpenRequests:
         """Put a prepared request in the waiting queue.
 
         Its first choice computes the prompt; the others join the queue when that is done, and share its
-        blocks. With a grammar it joins when that is compiled (``start``). Raises ``RequestError`` when the id is in use.
+        blocks. With a grammar it joins when that is compiled (``start``). Raises ``RequestError`` when the id is in
+        use.
         """
         if request.request_id in self.by_id:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")

@@ -1,0 +1,38 @@
+"""Calls on a deep stack: for code that recurses as deeply as its input says, and would end the process otherwise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STACK_BYTES = 512 << 20
+"""Of addresses: memory is taken for what is touched of it."""
+
+_starting = threading.Lock()
+
+
+def on_deep_stack(function: Callable[[], T]) -> T:
+    """What ``function`` returns or raises, in a thread of its own with ``STACK_BYTES`` of stack."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="xserv-deep-stack", daemon=True)
+    with _starting:  # the size is the process's, for all threads that start
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
