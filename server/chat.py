@@ -126,6 +126,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, service.config)
     chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
     renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
+    await service.check_grammar(chat.generation, renamed)
     service.admit(request, chat.generation, renamed)
     headers = {"X-Request-Id": chat.request_id}
     if chat.is_streamed:

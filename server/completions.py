@@ -78,7 +78,9 @@ async def create_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    service.admit(request, completion.generation, {"grammar": completion.grammar_field or "grammar"})
+    renamed = {"grammar": completion.grammar_field or "grammar"}
+    await service.check_grammar(completion.generation, renamed)
+    service.admit(request, completion.generation, renamed)
     headers = {"X-Request-Id": completion.request_id}
     if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)

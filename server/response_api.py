@@ -122,7 +122,9 @@ async def create_response(request: Request) -> HttpResponse:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
     running = await service.prepare(len(body), partial(_prepare, service, tenant, asked, before, arrival_time_s))
-    service.admit(request, running.chat.generation, _renamed_fields(running.chat))
+    renamed_fields = _renamed_fields(running.chat)
+    await service.check_grammar(running.chat.generation, renamed_fields)
+    service.admit(request, running.chat.generation, renamed_fields)
     headers = {"X-Request-Id": running.response.id}
     service.running_responses[tenant, running.response.id] = running
     running.chat.generation.on_close.append(partial(service.running_responses.pop, (tenant, running.response.id)))

@@ -17,6 +17,9 @@ from uuid import uuid4
 from starlette.requests import Request
 
 from runtime.engine.client import EngineClient
+from runtime.engine.errors import RequestError
+from runtime.engine.grammar_compiler import GrammarChecker
+from runtime.engine.vocabulary import LazyVocabulary
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
 from server.bridge import LoopBridge
@@ -68,6 +71,7 @@ class Service:
     running_responses: dict[ResponseKey, RunningResponse]
     bridge: LoopBridge
     executor: ThreadPoolExecutor
+    grammars: GrammarChecker
     created: int
     system_fingerprint: str
 
@@ -83,6 +87,7 @@ class Service:
         metrics: Metrics,
     ) -> Service:
         """To be called on the event loop that will serve."""
+        info = client.info
         return cls(
             client=client,
             tokenizer=tokenizer,
@@ -101,6 +106,7 @@ class Service:
             running_responses={},
             bridge=LoopBridge(asyncio.get_running_loop()),
             executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
+            grammars=GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids)),
             created=int(time.time()),
             system_fingerprint=_fingerprint(client, model_name),
         )
@@ -119,6 +125,17 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    async def check_grammar(self, generation: Generation, renamed: Mapping[str, str]) -> None:
+        """Compiles the generation's grammar, if it has one that is not known, to see whether that can be done: on a
+        thread, since it may take a second. Raises `ApiError`."""
+        grammar = generation.params.grammar
+        if self.grammars.is_known(grammar):
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.executor, self.grammars.check, grammar)
+        except RequestError as error:
+            raise from_engine(error, renamed) from None
 
     async def prepare(self, body_size: int, work: Callable[[], T]) -> T:
         """Runs `work` (decoding, chat template, encoding) on a thread where the body is large,
