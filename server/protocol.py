@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -53,6 +55,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_refused = False
+        self._chunk = b""
+        self._is_repeating = False  # a new parser reads a head that was read before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,15 +78,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(data)
             if self._head_timer is None:
                 self._start_head_timer()
+        self._chunk = data
         super().data_received(data)
+        self._chunk = b""
         if self._is_reading_head and self._num_head_bytes > self.limits.max_header_bytes and not self._is_refused:
             self._refuse(self._too_large())
 
+    def on_message_begin(self) -> None:
+        if not self._is_repeating:
+            super().on_message_begin()
+
     def on_url(self, url: bytes) -> None:
+        if self._is_repeating:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_repeating:
+            return
         self._count(len(name) + len(value) + 4)
         if len(self.headers) >= self.limits.max_headers:
             self._refusal = ApiError(
@@ -92,6 +106,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_repeating:
+            self._is_repeating = False
+            return
         self._is_reading_head = False
         self._num_parsed_bytes = 0
         self._stop_head_timer()
@@ -128,9 +145,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or ApiError(400, "This is no valid HTTP/1.1 request.", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client that offers to change the protocol is answered in this one; the parser cannot go on after that."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+        """A client offers to change the protocol, as Java's does with every request; it is answered in this one.
+
+        httptools takes what follows the headers for the other protocol and stops. A new parser goes on: it is given
+        the headers again that say how long the body is, and what had come behind them."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest = self._chunk[upgrade.args[0] :]
+        framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        if framing:
+            self.cycle.more_body = True
+            self._is_reading_head = False
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_repeating = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % header for header in framing))
+        self._chunk = rest
+        super().data_received(rest)
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes
