@@ -95,8 +95,8 @@ async function failureOf(response) {
 }
 
 function toFailure(error, status, retryAfterS) {
-  const message = typeof error.message === "string" ? error.message : `It answered with status ${status}.`;
-  return new ApiFailure(status, message, error.code ?? null, retryAfterS);
+  const given = typeof error.message === "string" ? error.message : `it answered with status ${status}.`;
+  return new ApiFailure(status, given.charAt(0).toUpperCase() + given.slice(1), error.code ?? null, retryAfterS);
 }
 
 export async function getJson(path, signal) {

@@ -164,14 +164,15 @@ export class Live {
     tile("generated", shortNumber(rates.decode), "tokens/s");
     tile("prompts", shortNumber(rates.prefill), "tokens/s");
     tile("running", stats ? count(stats.num_running) : "–", info ? `of ${count(info.max_num_seqs)}` : "");
-    tile("waiting", stats ? count(stats.num_waiting) : "–", stats?.num_preemptions ? `${count(stats.num_preemptions)} preempted` : "in queue");
+    tile("waiting", stats ? count(stats.num_waiting) : "–", "in queue");
     const held = stats && stats.num_blocks - stats.num_free_blocks;
     const share = stats ? `${Math.round((100 * held) / Math.max(1, stats.num_blocks))}%` : "–";
     tile("blocks", share, stats ? `${count(held)} of ${count(stats.num_blocks)}` : "");
     const hits = stats?.prefix_cache_queries ? Math.round((100 * stats.prefix_cache_hits) / stats.prefix_cache_queries) : null;
-    tile("hits", hits === null ? "–" : `${hits}%`, "of prompt tokens");
+    tile("hits", hits === null ? "–" : `${hits}%`, "of prompts");
     const notes = [];
     if (info) notes.push(`${info.model} on ${info.device}, ${info.dtype}. Up to ${count(info.max_num_batched_tokens)} tokens a step.`);
+    if (stats?.num_preemptions) notes.push(`${count(stats.num_preemptions)} preemptions so far.`);
     if (this.timeline.numHidden) notes.push(`${count(this.timeline.numHidden)} earlier requests are not shown.`);
     if (this.model.numMissed) notes.push(`${count(this.model.numMissed)} steps came too fast to be shown.`);
     byId("live-note").textContent = notes.join(" ");

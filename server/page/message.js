@@ -26,6 +26,7 @@ export class MessageView {
     this.body = h("div", { class: "body" });
     this.foot = h("footer", { class: "foot" });
     this.element = h("article", { class: `message ${node.role}`, "data-id": node.id }, this.body, this.foot);
+    this.element.addEventListener("click", () => this.#touch());
     if (node.role === "assistant") this.#buildAnswer();
   }
 
@@ -52,6 +53,11 @@ export class MessageView {
       this.footKey = footKey;
       this.#showFoot(isRunning, branches);
     }
+  }
+
+  /** Where nothing can hover, a touched message shows what can be done with it. */
+  #touch() {
+    for (const each of this.element.parentElement?.children ?? []) each.classList.toggle("touched", each === this.element);
   }
 
   #showUser() {
@@ -119,7 +125,7 @@ export class MessageView {
     if (!isRunning) parts.push(iconButton("trash", "Delete from here", () => this.#actions.remove(node)));
     const meta = h("span", { class: "meta" }, describe(node, isRunning));
     const buttons = h("span", { class: "buttons" }, parts);
-    this.foot.replaceChildren(...(node.role === "assistant" ? [buttons, meta] : [meta, buttons]));
+    this.foot.replaceChildren(...(meta.childNodes.length ? [meta, buttons] : [buttons]));
   }
 
   #branchSwitch(branches) {

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 
 from runtime.engine.messages import ChunkView, StepView
+from server.app import create_app
 from server.config import ServerConfig
 from server.errors import ApiError
 from server.live import MAX_CHUNKS, MAX_GATHERED_STEPS, MAX_PENDING_MESSAGES, MAX_WATCHERS, MERGED_S, LiveFeed, merge
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import wait_until
+from tests.server.running import running, wait_until
 from tokenizer import Tokenizer
 
 
@@ -242,9 +243,11 @@ def test_it_wants_the_key_like_every_route(fake_engine: FakeEngineClient, tokeni
 
 
 def test_an_open_view_does_not_keep_the_server_from_ending(fake_engine: FakeEngineClient, tokenizer: Tokenizer) -> None:
-    with httpx.Client(timeout=20) as client, serving(fake_engine, tokenizer) as served:
-        stream = client.stream("GET", f"{served.url}/live")
-        response = stream.__enter__()
-        next(messages(response.iter_lines()))
+    app = create_app(fake_engine, tokenizer)
+    with running(app) as url, httpx.Client(timeout=20) as client, client.stream("GET", f"{url}/live") as response:
+        read = messages(response.iter_lines())
+        assert next(read)["state"] == "ready"
+        assert app.lifecycle.num_open == 0  # nobody waits for it
+        app.state.service.bridge._loop.call_soon_threadsafe(app.lifecycle.closing.set)
+        assert len(list(read)) <= 5  # to its end
     assert not fake_engine.watchers
-    stream.__exit__(None, None, None)
