@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from runtime.text.parts import ToolCallDelta
+from runtime.text.pipeline import TextDelta
 from server.generation import Piece
 from server.responses import (
     ChatChunk,
@@ -34,52 +35,45 @@ class ChatChunks:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
+        self._has_role = [not chat.generation.has_parts] * chat.params.n
         self._has_content = [bool(chat.echo)] * chat.params.n
         self._has_calls = [False] * chat.params.n
         self._is_plain = not (chat.has_token_ids or chat.has_running_usage or chat.params.logprobs is not None)
         self._around_text = [self._around(index) for index in range(chat.params.n)]
 
     def opening(self) -> bytes:
-        """The roles. Where there may be an answer without content, that begins as null, as OpenAI's does."""
-        chat = self._chat
-        content = chat.echo or (None if chat.generation.has_parts else "")
+        """The roles, at once. Where an answer may begin with something else than content, they wait for it."""
         return b"".join(
-            self._frame(ChatChunkChoice(index, ChatDelta("assistant", content=content, refusal=None)))
-            for index in range(chat.params.n)
+            self._frame(ChatChunkChoice(index, ChatDelta("assistant", content=self._chat.echo, refusal=None)))
+            for index, has_role in enumerate(self._has_role)
+            if has_role
         )
 
     def of(self, piece: Piece) -> bytes:
         """What a piece says; nothing where it says nothing."""
         delta = piece.delta
-        if self._is_plain and delta.finish_reason is None and not delta.reasoning and not delta.tool_calls:
-            if not delta.text:
-                return b""
-            self._has_content[piece.choice] = True
+        is_text = not (delta.reasoning or delta.tool_calls) and delta.finish_reason is None
+        if is_text and self._is_plain and self._has_content[piece.choice]:
             before, after = self._around_text[piece.choice]
-            return before + _encode(delta.text) + after
-        return b"".join(self._frame(choice) for choice in self._choices(piece))
+            return before + _encode(delta.text) + after if delta.text else b""
+        return b"".join(map(self._frame, self._choices(piece)))
 
     def usage(self) -> bytes:
         """The last chunk, which has no choices."""
         return frame(self._chunk([], has_usage=True))
 
-    def _choices(self, piece: Piece) -> Iterator[ChatChunkChoice]:
+    def _choices(self, piece: Piece) -> list[ChatChunkChoice]:
         delta, index = piece.delta, piece.choice
-        token_ids = delta.token_ids if self._chat.has_token_ids else []
-        for choice in self._said(piece):
-            if token_ids:
-                choice.token_ids, token_ids = token_ids, []
-            yield choice
-        if token_ids:  # whose text is layout, or will come with later ones
-            yield ChatChunkChoice(index, ChatDelta(), token_ids=token_ids)
+        choices = list(self._said(piece))
+        if self._chat.has_token_ids and delta.token_ids:
+            if not choices:  # their text is layout, or comes with later ones
+                choices.append(ChatChunkChoice(index, ChatDelta()))
+            choices[0].token_ids = delta.token_ids
+        if choices and not self._has_role[index]:
+            self._give_role(choices)
         if delta.finish_reason is not None:
-            if not self._has_content[index] and not self._has_calls[index] and self._chat.generation.has_parts:
-                yield ChatChunkChoice(index, ChatDelta(content=""))
-            reason = self._chat.finish_reason(delta, has_calls=self._has_calls[index])
-            end = ChatChunkChoice(index, ChatDelta(), finish_reason=reason)
-            if delta.stop_reason is not None:
-                end.stop_reason = delta.stop_reason
-            yield end
+            choices += self._end(index, delta)
+        return choices
 
     def _said(self, piece: Piece) -> Iterator[ChatChunkChoice]:
         delta, index = piece.delta, piece.choice
@@ -92,6 +86,31 @@ class ChatChunks:
         for call in delta.tool_calls:
             self._has_calls[index] = True
             yield ChatChunkChoice(index, ChatDelta(tool_calls=[_call(call)]))
+
+    def _give_role(self, choices: list[ChatChunkChoice]) -> None:
+        """In a chunk of its own, or with a call that comes first. Where there may never be content, it is null."""
+        index, first = choices[0].index, choices[0].delta
+        self._has_role[index] = True
+        content = self._chat.echo or ("" if first.content is not UNSET else None)
+        if first.tool_calls is not UNSET:
+            first.role, first.content, first.refusal = "assistant", content, None
+        else:
+            choices.insert(0, ChatChunkChoice(index, ChatDelta("assistant", content=content, refusal=None)))
+
+    def _end(self, index: int, delta: TextDelta) -> list[ChatChunkChoice]:
+        """An answer of neither content nor calls has content that is empty, and not null."""
+        choices = []
+        if not self._has_content[index] and not self._has_calls[index]:
+            if self._has_role[index]:
+                choices.append(ChatChunkChoice(index, ChatDelta(content="")))
+            else:
+                choices.append(ChatChunkChoice(index, ChatDelta("assistant", content="", refusal=None)))
+        end = ChatChunkChoice(
+            index, ChatDelta(), finish_reason=self._chat.finish_reason(delta, has_calls=self._has_calls[index])
+        )
+        if delta.stop_reason is not None:
+            end.stop_reason = delta.stop_reason
+        return [*choices, end]
 
     def _chunk(self, choices: list[ChatChunkChoice], *, has_usage: bool) -> ChatChunk:
         chat = self._chat

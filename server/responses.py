@@ -143,9 +143,9 @@ class ChatToolCallDelta(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
