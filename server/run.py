@@ -64,7 +64,7 @@ def serve(
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`
     in_process         the engine in a thread of this process, not in one of its own; for debugging
-    engine_options     `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
+    engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
     Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
     """

@@ -26,6 +26,10 @@ def serve(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="No process of its own for the engine; for debugging.")
     ] = False,
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which an engine that gets nowhere is started again; default: 600."),
+    ] = None,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions."""
     from server import run
@@ -38,5 +42,6 @@ def serve(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         in_process=in_process,
+        hang_timeout_s=hang_timeout,
         **engine.arguments(),
     )

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Unpack
@@ -71,26 +71,31 @@ class Supervision:
     first_delay_s: float = 1.0
     most_delay_s: float = 30.0
     healthy_s: float = 60.0
-    hang_timeout_s: float = 300.0
+    hang_timeout_s: float = 600.0
     close_timeout_s: float = 15.0
     command: tuple[str, ...] = COMMAND
 
 
 @dataclass(slots=True)
 class _Queue:
-    """The waiting queue as far as it is known here: what was sent, and what the engine last said of it."""
+    """The waiting queue as far as it is known here: what the engine last said of it, and what was sent since then."""
 
     num_sent: int = 0
     num_sent_tokens: int = 0
-    reported: Outputs = field(default_factory=lambda: Outputs([], 0, 0, 0, 0))
+    num_older: int = 0  # reported as waiting, less all that were sent until then
+    num_older_tokens: int = 0
+
+    def report(self, message: Outputs) -> None:
+        self.num_older = message.num_waiting - message.num_received
+        self.num_older_tokens = message.num_waiting_tokens - message.num_received_tokens
 
     @property
     def num_waiting(self) -> int:
-        return self.reported.num_waiting + self.num_sent - self.reported.num_received
+        return self.num_older + self.num_sent
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self.reported.num_waiting_tokens + self.num_sent_tokens - self.reported.num_received_tokens
+        return self.num_older_tokens + self.num_sent_tokens
 
 
 class ProcessEngineClient:
@@ -139,9 +144,10 @@ class ProcessEngineClient:
         self._calls: dict[int, Future[NDArray[np.float32]]] = {}
         self._num_calls = 0
         self._is_watched = False  # as the process knows it
-        self._ready_s = 0.0  # when it is likely to be ready again
+        self._ready_s = 0.0  # since when it is ready, or when it is likely to be again
         self._start_duration_s = 0.0
 
+        self._delay_s = self._supervision.first_delay_s  # the supervisor's: before the next start
         started: Future[None] = Future()
         self._supervisor = threading.Thread(
             target=self._supervise, args=(started,), name="xserv-engine-supervisor", daemon=True
@@ -273,14 +279,14 @@ class ProcessEngineClient:
                 self._process.send(frame(Watch(is_watched)))
 
     def _live_process(self) -> EngineProcess:
-        if self._state == "closing":
-            raise EngineDeadError("the engine is closed or closing")
         if self._state != "ready":
             raise self._dead()
         assert self._process is not None
         return self._process
 
     def _dead(self) -> EngineDeadError:
+        if self._state == "closing":
+            return EngineDeadError("the engine is closed or closing")
         if not self._supervisor.is_alive():
             return EngineDeadError("the engine has died; see the log")
         left_s = max(1.0, self._ready_s - time.monotonic())
@@ -289,20 +295,16 @@ class ProcessEngineClient:
     # Everything below runs on the supervisor's thread.
 
     def _supervise(self, started: Future[None]) -> None:
-        supervision = self._supervision
-        delay_s = supervision.first_delay_s
         try:
             while not self._closing.is_set():
-                begun_s = time.monotonic()
-                failure = self._run_process(started, begun_s)
+                failure = self._run_process(started)
                 if not started.done():
                     raise failure
-                if time.monotonic() - begun_s >= supervision.healthy_s:
-                    delay_s = supervision.first_delay_s
-                self._lose(failure, delay_s)
-                if not self._closing.wait(delay_s):
+                if not self._closing.is_set():
+                    logger.error("the engine has died (%s); it is started again in %g s", failure, self._delay_s)
+                if not self._closing.wait(self._delay_s):
                     self._set_state("starting")
-                delay_s = min(2 * delay_s, supervision.most_delay_s)
+                self._delay_s = min(2 * self._delay_s, self._supervision.most_delay_s)
         except BaseException as error:
             self._set_state("down")
             if started.done():
@@ -312,14 +314,14 @@ class ProcessEngineClient:
         finally:
             self._end_all()
 
-    def _run_process(self, started: Future[None], begun_s: float) -> Exception:
+    def _run_process(self, started: Future[None]) -> Exception:
         """Start a process and hand out what comes from it until it ends. Returns why it did."""
+        begun_s = time.monotonic()
+        process: EngineProcess | None = None
+        failure: Exception | None = None
+        how = "could not be made"
         try:
             process = EngineProcess(self._start, self._supervision.command)
-        except OSError as error:
-            return error
-        failure: Exception | None = None
-        try:
             with self._lock:
                 self._process = process
             if self._closing.is_set():
@@ -333,32 +335,35 @@ class ProcessEngineClient:
                     failure = error_of(message.problem)
                 else:
                     self._take(message)
-        except (WireError, msgspec.DecodeError) as error:
+        except (OSError, WireError, msgspec.DecodeError) as error:
             failure = error
         finally:
-            how = process.end()
-            with self._lock:
-                self._process = None
+            self._let_go()
+            if process is not None:
+                how = process.end()
         return failure or EngineDeadError(f"the engine's process {how}")
 
     def _take_up(self, info: EngineInfo, begun_s: float) -> None:
         """The engine is ready."""
         with self._lock:
             self._info = info
-            self._start_duration_s = time.monotonic() - begun_s
+            self._ready_s = time.monotonic()
+            self._start_duration_s = self._ready_s - begun_s
             if self._state != "closing":
                 self._state = "ready"
         self._tell_watched()
 
-    def _lose(self, failure: Exception, delay_s: float) -> None:
-        """The process has ended: tell everybody, forget what it was told."""
-        if not self._closing.is_set():
-            logger.error("the engine has died (%s); it is started again in %g s", failure, delay_s)
+    def _let_go(self) -> None:
+        """The process has ended, or will have in a moment: tell everybody, forget what it was told."""
+        now = time.monotonic()
+        if self._state == "ready" and now - self._ready_s >= self._supervision.healthy_s:
+            self._delay_s = self._supervision.first_delay_s
         with self._lock:
             if self._state != "closing":
                 self._state = "down"
-            self._ready_s = time.monotonic() + delay_s + self._start_duration_s
-            self._pulse, self._queue, self._is_watched = None, _Queue(), False
+            self._process = self._pulse = None
+            self._queue, self._is_watched = _Queue(), False
+            self._ready_s = now + self._delay_s + self._start_duration_s
         self._end_all()
 
     def _end_all(self) -> None:
@@ -391,7 +396,8 @@ class ProcessEngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Outputs(outputs):
-                self._queue.reported = message
+                with self._lock:
+                    self._queue.report(message)
                 for output in outputs:
                     self._delivery.deliver(output)
             case Pulse():

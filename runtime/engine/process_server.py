@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
@@ -86,7 +87,7 @@ class ProcessServer:
         # The reader's:
         self._num_received = self._num_received_tokens = 0
         self._calls: dict[int, Future[NDArray[np.float32]]] = {}
-        self._stop_watching = lambda: None
+        self._stop_watching: Callable[[], None] = _do_nothing
         # The engine thread's:
         self._outputs: list[EngineOutput] = []
         self._reported = (0, 0, 0, 0)
@@ -229,7 +230,7 @@ class ProcessServer:
                     future.cancel()
             case Watch(is_wanted):
                 self._stop_watching()
-                self._stop_watching = client.watch(self._show) if is_wanted else lambda: None
+                self._stop_watching = client.watch(self._show) if is_wanted else _do_nothing
             case Close(drain):
                 threading.Thread(target=self._close, args=(client, drain), daemon=True).start()
             case Start():
@@ -286,6 +287,10 @@ class _LogSender(logging.Handler):
 def _send_log(server: ProcessServer, level: int) -> None:
     logging.getLogger().addHandler(_LogSender(server))
     logging.getLogger("xserv").setLevel(level)
+
+
+def _do_nothing() -> None:
+    """Nobody watches."""
 
 
 def _exit(status: int) -> NoReturn:
