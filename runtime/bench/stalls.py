@@ -57,6 +57,14 @@ def bench_stalls(
             seed=seed,
         )
         budget = int(measured["max_num_batched_tokens"])
+    if budget <= num_decodes:
+        raise BenchmarkError(f"a budget of {budget} tokens leaves none for a prompt beside {num_decodes} decodes")
+    num_steps = NUM_WARMUP_STEPS + num_usual_steps + -(-prompt_len // (budget - num_decodes)) + 2
+    if context_len + num_steps > engine.limits.max_model_len:
+        raise BenchmarkError(
+            f"with a budget of {budget} tokens a prompt of {prompt_len} takes {num_steps} steps: decodes of context "
+            f"{context_len} would end before, at max_model_len {engine.limits.max_model_len}"
+        )
     contexts = random_prompts(num_decodes, context_len, engine.info.vocab_size, seed + 3)
     [prompt] = random_prompts(1, prompt_len, engine.info.vocab_size, seed + 4)
     styles: dict[str, Mapping[str, Any]] = {
