@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +25,6 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format, or OpenMetrics where it is asked for."""
+    """Prometheus' text format, whatever is asked for: others would write vLLM's names without their colons."""
     service: Service = request.app.state.service
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(service.metrics.registry), headers={"Content-Type": media_type})
+    return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

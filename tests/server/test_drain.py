@@ -1,0 +1,114 @@
+"""The end of a server under load: nobody new is let in, whoever is inside finishes, and the process ends with 0."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.running import wait_until
+from tests.server.test_real_engine import write_tiny_model
+
+PROGRAM = """
+import json, sys
+from server.config import ServerConfig
+from server.run import serve
+serve(sys.argv[1], port=0, load_format="dummy", num_blocks=1000, served_model_name="tiny", in_process=True,
+      config=ServerConfig(drain_timeout_s=float(sys.argv[2]), log_format="json", **json.loads(sys.argv[3])))
+print("ended")
+"""
+
+
+@contextmanager
+def process(
+    folder: Path, *, drain_timeout_s: float = 60, **settings: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A serving process and its URL; killed if it has not ended by itself."""
+    arguments = [sys.executable, "-c", PROGRAM, str(folder), str(drain_timeout_s), json.dumps(settings)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
+            yield child, line.split(" at ")[1].strip().removesuffix("/v1")
+        finally:
+            if child.poll() is None:
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+def body(max_tokens: int, **fields: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, **fields}
+
+
+def test_a_drain_under_load(folder: Path) -> None:
+    """While a long stream runs: `/ready` says no, new requests are told to come again, on the old connection and on new
+    ones; the stream ends as it should; a stream that only watches does not hold the process up; one line a request is
+    in the log, and no traceback."""
+    with process(folder) as (child, url), httpx.Client(base_url=url, timeout=60) as http:
+        with http.stream("POST", "/v1/completions", json=body(2000, stream=True)) as response:
+            lines = response.iter_lines()
+            for _ in range(10):
+                next(lines)
+            watcher = threading.Thread(target=lambda: httpx.get(f"{url}/live", timeout=60))
+            watcher.start()
+            with httpx.Client(base_url=url, timeout=60) as other:
+                assert other.get("/ready").status_code == 200
+                assert other.post("/v1/completions", json=body(2)).status_code == 200
+                child.send_signal(signal.SIGTERM)
+                wait_until(lambda: other.get("/ready").status_code == 503, 20)
+                assert other.get("/ready").json() == {"ready": False, "state": "draining"}
+                assert other.get("/health").status_code == 200
+                assert "\nxserv:draining{" in other.get("/metrics").text
+                refused = other.post("/v1/completions", json=body(2))
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["connection"] == "close"
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert '"finish_reason":"length"' in rest[-4]
+        output, errors = child.communicate(timeout=30)
+        watcher.join(20)
+        assert not watcher.is_alive()
+    assert output == "ended\n"
+    assert child.returncode == 0
+    logged = [json.loads(line) for line in errors.splitlines()]
+    assert not [line for line in logged if "exception" in line or line["level"] in ("error", "critical")]
+    statuses = [line["status"] for line in logged if line.get("path") == "/v1/completions"]
+    assert sorted(statuses) == [200, 200, 503]
+
+
+def test_keys_are_read_again_and_an_idle_server_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-old\n")
+    with process(folder, api_key_files=[str(file)]) as (child, url), httpx.Client(base_url=url, timeout=20) as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("sk-old"), status("sk-new")) == (200, 401)
+        file.write_text("sk-new\n")
+        child.send_signal(signal.SIGHUP)
+        wait_until(lambda: status("sk-new") == 200, 20)
+        assert status("sk-old") == 401
+        begin = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(50) == 0
+        assert time.monotonic() - begin < 45, "an idle connection or the drain's time was waited for"
