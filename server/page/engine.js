@@ -86,6 +86,7 @@ export class EngineModel {
 
   /** Takes in one message of `/live`. */
   take(message) {
+    if (message.now_s < this.nowS) this.clear(); // another machine's clock: nothing known is comparable
     this.nowS = message.now_s;
     this.clockOffsetS = Math.max(this.clockOffsetS, message.now_s - performance.now() / 1000);
     this.info = message.info;

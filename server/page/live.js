@@ -20,14 +20,15 @@ export class Live {
   #lastTilesMs = 0;
   #frozenS = null;
   #shownMap = null;
+  #colours = new Map(); // by legend; as long as the theme stays
 
   /** failed  called with an `ApiFailure` that needs the user */
   constructor(failed) {
     this.failed = failed;
     this.model = new EngineModel();
     this.section = byId("live");
-    this.timeline = new Timeline(byId("timeline"), this.model, () => coloursOf("timeline-legend", this.section));
-    this.blocks = new BlockMap(byId("blocks"), () => coloursOf("blocks-legend", this.section));
+    this.timeline = new Timeline(byId("timeline"), this.model, () => this.#coloursOf("timeline-legend"));
+    this.blocks = new BlockMap(byId("blocks"), () => this.#coloursOf("blocks-legend"));
     this.#wire();
   }
 
@@ -135,10 +136,30 @@ export class Live {
     this.#frame ||= requestAnimationFrame((nowMs) => this.#draw(nowMs));
   }
 
+  /** Draws all anew: another theme, another size. */
   redraw() {
     this.#shownMap = null;
+    this.#colours.clear();
     this.#lastFrameMs = this.#lastTilesMs = 0;
     this.#wake();
+  }
+
+  /** The colours of a legend's swatches, and the panel's own: one place, the style sheet, decides. */
+  #coloursOf(legend) {
+    if (!this.#colours.has(legend)) {
+      const panel = getComputedStyle(byId(legend).closest(".panel"));
+      const found = {
+        ink: panel.color,
+        muted: getComputedStyle(byId("live-note")).color,
+        line: panel.borderTopColor,
+        ground: panel.backgroundColor,
+      };
+      for (const swatch of byId(legend).querySelectorAll("i")) {
+        found[swatch.dataset.kind] = getComputedStyle(swatch).color;
+      }
+      this.#colours.set(legend, found);
+    }
+    return this.#colours.get(legend);
   }
 
   #draw(nowMs) {
@@ -226,21 +247,6 @@ function tile(name, value, unit) {
   if (place.dataset.text === text) return;
   place.dataset.text = text;
   place.replaceChildren(value, h("small", {}, unit));
-}
-
-/** The colours of a legend's swatches, and the page's own: one place, the style sheet, decides. */
-function coloursOf(legend, section) {
-  const found = {};
-  for (const swatch of byId(legend).querySelectorAll("i")) found[swatch.dataset.kind] = getComputedStyle(swatch).color;
-  const style = getComputedStyle(section);
-  const panel = getComputedStyle(section.querySelector(".panel"));
-  return {
-    ...found,
-    ink: style.color,
-    muted: getComputedStyle(byId("live-note")).color,
-    line: panel.borderTopColor,
-    ground: panel.backgroundColor,
-  };
 }
 
 function shortNumber(value) {

@@ -71,5 +71,5 @@ def opened(
         yield page
     finally:
         context.close()
-    assert faults == []
-    assert foreign == []
+    assert not faults, faults
+    assert not foreign, foreign

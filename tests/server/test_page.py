@@ -118,7 +118,7 @@ def demo() -> Iterator[str]:
 
 @needs_browser
 def test_a_conversation_with_the_demo_model_and_its_engine(browser: Browser, demo: str) -> None:
-    with opened(browser, demo) as page:
+    with opened(browser, demo, expected_errors=("willReadFrequently",)) as page:  # of the test's own reading
         expect(page.locator("#model")).to_have_text("xserv-demo")
         page.click("text=What is 17 plus 25?")
         expect(answers(page)).to_have_text("42")
@@ -515,14 +515,13 @@ def test_markdown_takes_time_in_proportion_and_every_cut_ends_the_same(browser: 
                 const found = [];
                 for (const part of hostile) {
                     const begin = performance.now();
-                    for (const block of parse(part.repeat(Math.ceil(30000 / part.length)))) render(block);
+                    for (const block of parse(part.repeat(Math.ceil(15000 / part.length)))) render(block);
                     found.push([performance.now() - begin, part]);
                 }
                 return found.sort((a, b) => b[0] - a[0]);
             }"""
         )
-        print(slowest)
-        assert slowest[0][0] < 4000, slowest[:3]
+        assert slowest[0][0] < 2000, slowest[:3]
         differing = page.evaluate(
             """async (text) => {
                 const { MarkdownView } = await import("/page/markdown.js");
@@ -691,8 +690,8 @@ def test_thousands_of_steps_take_no_more_memory(browser: Browser, fake: Served) 
                     }
                     return [model.requests.size <= 1024, model.spans.size, model.steps.size, model.requests.size];
                 };
-                const first = feed(9000);
-                const second = feed(9000);
+                const first = feed(8500);
+                const second = feed(1500);
                 return { first, second, numSteps: model.numSteps, generated: model.requests.get("r5-40")?.generated };
             }"""
         )
@@ -700,4 +699,4 @@ def test_thousands_of_steps_take_no_more_memory(browser: Browser, fake: Served) 
         assert first[0]
         assert second[0]
         assert (second[1], second[2]) == (first[1], first[2]) == (1 << 15, 1 << 13)
-        assert sizes["numSteps"] == 18000
+        assert sizes["numSteps"] == 10000
