@@ -20,21 +20,12 @@ from runtime.engine.grammar_matcher import GrammarMatcher
 from runtime.engine.lark import lark_of
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     from runtime.engine.vocabulary import LazyVocabulary, Vocabulary
 
 NUM_REMEMBERED = 256
 """Grammars that were found good, of which a checker knows that they are."""
-_WORK = {
-    "max_grammar_size": 20_000,
-    "max_lexer_states": 50_000,
-    "initial_lexer_fuel": 300_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-}
-"""llguidance's limits: the symbols of a grammar; the states of its lexer, of one or two kilobytes each; the work for
-the lexer, for its part in one mask, and for the parser's part in it. A mask stays beneath some ten milliseconds."""
 MAX_MESSAGE_LENGTH = 400
 """Characters of what llguidance says of a grammar that are handed on."""
 
@@ -90,12 +81,26 @@ def _matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
-    limits = LLParserLimits(**_WORK, verbose_errors=False)
-    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits())
     matcher.compute_bitmask()
     return matcher
+
+
+def _limits() -> LLParserLimits:
+    """The symbols of a grammar; the states of its lexer, of one or two kilobytes each; the work for the lexer, for its
+    part in one mask, and for the parser's part in it: a mask stays beneath some ten milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=20_000,
+        max_lexer_states=50_000,
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        verbose_errors=False,
+    )
 
 
 def _readable(message: str) -> str:

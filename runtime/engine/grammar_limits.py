@@ -67,10 +67,11 @@ def _check_object(node: dict[str, Any]) -> None:
     if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
         raise grammar_error(f"an enum may have at most {MAX_ENUM_VALUES} values, got {len(values)}")
     for name in _COUNTS:
-        count = node.get(name)
+        count: Any = node.get(name)
         if is_integer(count) and count > MAX_REPEATS:
             raise grammar_error(f"{name} may be at most {MAX_REPEATS}, got {count}")
-    least, required = node.get("minProperties"), node.get("required")
+    least: Any = node.get("minProperties")
+    required = node.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     is_closed = node.get("additionalProperties", True) is False and "patternProperties" not in node
     if is_integer(least) and least > num_required + 1 and not is_closed:

@@ -65,7 +65,8 @@ def schemas_in(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _with_options(text: str) -> str:
-    pieces, position = [], 0
+    pieces: list[str] = []
+    position = 0
     for start, end, schema in schemas_in(text):
         pieces += (text[position:start], _embedded(schema))
         position = end

@@ -73,7 +73,8 @@ def _adapter(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
             texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
             self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
             self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
-            self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
+            # Without one llguidance makes itself a further id.
+            self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # type: ignore[assignment]
             self.bos_token_id = None
             self.is_tokenizer_wrapper = True
 

@@ -113,7 +113,7 @@ class _Generator:
     def map(self, depth: int) -> Schema:
         """An object whose keys are not known."""
         value = self.value(max(depth, 2))
-        if self.source.random() < 0.5:
+        if self.source.random() < 0.75:
             return {
                 "type": "object", "patternProperties": {"^[a-z]{1,5}$": value}, "additionalProperties": False,
                 "maxProperties": 3,
