@@ -29,13 +29,20 @@ from server.responses import (
     Tokenized,
     Version,
 )
-from server.responses_schema import ResponsesRequest
+from server.responses_schema import (
+    InputFunctionCall,
+    InputFunctionCallOutput,
+    InputMessage,
+    InputReasoning,
+    ResponsesRequest,
+)
 from server.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
+    Tool,
 )
 from server.service import Service, release
 
@@ -155,6 +162,12 @@ _RANGES: dict[str, Json] = {
 }
 """What `SamplingParams` asks of a field beside its type. null is allowed everywhere."""
 
+_TOKEN_IDS: dict[str, Json] = {
+    "stop_token_ids": {"maxItems": 1024},
+    "allowed_token_ids": {"minItems": 1, "maxItems": 2**18},
+}
+_INPUT_ITEMS = ("InputMessage", "InputFunctionCall", "InputFunctionCallOutput", "InputReasoning")
+
 _STOP = {
     "anyOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
@@ -170,16 +183,22 @@ _STOP = {
 
 
 @functools.cache
-def description(model_name: str) -> Json:
+def description(model_name: str, vocab_size: int) -> Json:
     """The whole document, OpenAPI 3.1, of a server that has this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
-    ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, ErrorAnswer]
+    parts = (Tool, InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+    ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, ErrorAnswer, *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
     for request in types:
-        _complete(components[request.__name__], request, model_name)
+        _complete(components[request.__name__], request, model_name, vocab_size)
+    components["Message"]["properties"]["content"] = _content("text")
+    for item in parts[1:]:
+        for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
+            if item is not InputReasoning:
+                components[item.__name__]["properties"][name] = _content("input_text", "output_text")
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
@@ -198,13 +217,43 @@ def description(model_name: str) -> Json:
     }
 
 
-def _complete(schema: Json, request: type[msgspec.Struct], model_name: str) -> None:
-    """Add what the type alone does not say: the model's name, ranges, and the tables' fields."""
+def _content(*kinds: str) -> Json:
+    """A text, or parts that are texts; null where a chat's assistant has only called tools."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    }
+    content: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    if kinds == ("text",):
+        content["anyOf"].append(_NULL)
+    return content
+
+
+def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, vocab_size: int) -> None:
+    """Add what the type alone does not say: the model's name and ids, ranges, items, and the tables' fields."""
     fields = schema["properties"]
     fields["model"] = {"enum": [model_name] if "model" in schema["required"] else [model_name, None]}
     for name, limits in _RANGES.items():
         if name in fields:
             fields[name] = {"anyOf": [limits, _NULL], "default": None}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    for name, limits in _TOKEN_IDS.items():
+        if name in fields:
+            fields[name] = {"anyOf": [{**ids, **limits}, _NULL], "default": None}
+    if request is DetokenizeRequest:
+        fields["tokens"] = ids
+    for name in {"prompt", "input"}.intersection(fields) if request in (CompletionRequest, EmbeddingRequest) else ():
+        texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+        one = {**ids, "minItems": 1}
+        fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}
+    if request is ResponsesRequest:
+        items = [{"$ref": f"#/components/schemas/{item}"} for item in _INPUT_ITEMS]
+        fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}, "minItems": 1}]}
+    elif "tools" in fields:
+        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128}
+        fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
     if "stop" in fields:
         fields["stop"] = _STOP
     if request is CompletionRequest:  # 0: only the prompt is wanted; alternatives are a number here
@@ -274,4 +323,5 @@ _MEANINGS = {
 
 async def get_description(request: Request) -> HttpResponse:
     service: Service = request.app.state.service
-    return HttpResponse(msgspec.json.encode(description(service.model_name)), media_type="application/json")
+    document = description(service.model_name, service.client.info.vocab_size)
+    return HttpResponse(msgspec.json.encode(document), media_type="application/json")

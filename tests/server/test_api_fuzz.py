@@ -1,0 +1,30 @@
+"""A thousand requests, right, wrong and spoilt, by the server's own description of itself (tools/fuzz_api.py sends
+more): no 5xx, no hang, no answer that is not described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.server.test_real_engine import serving_real, write_tiny_model
+from tools.fuzz_api import Fuzzer
+
+NUM_CASES = 1000
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")
+def test_a_thousand_cases(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with serving_real(tmp_path, load_format="dummy", max_model_len=64, num_blocks=512) as real:
+        fuzzer = Fuzzer(real.url, seed=20_261_121)
+        fuzzer.run(NUM_CASES)
+        fuzzer.check_rest()
+        assert real.num_used_blocks == 0
+    record = fuzzer.record
+    assert record.failures == []
+    assert record.num_cases >= NUM_CASES
+    kinds = {route.rpartition("(")[2] for route in record.statuses}
+    assert kinds == {"positive)", "negative)", "spoilt)", "raw)"}
+    accepted = {route for route, counts in record.statuses.items() if counts["200"]}
+    assert {f"POST {path} (positive)" for path in ("/v1/completions", "/v1/responses", "/v1/embeddings")} <= accepted
