@@ -146,8 +146,7 @@ export class Timeline {
     context.fillStyle = palette.muted;
     context.textAlign = "right";
     context.fillText(most.toLocaleString("en-US"), this.left - 6, top + 6);
-    if (height > 40) context.fillText(unit, this.left - 6, top + height - 6);
-    else context.fillText("load", this.left - 6, top + height - 6);
+    context.fillText(unit, this.left - 6, top + height - 6);
   }
 
   #rows(fromS, nowS, top, room) {
