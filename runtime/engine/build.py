@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Literal, Unpack
@@ -24,6 +25,8 @@ from runtime.engine.messages import EngineInfo
 from runtime.engine.vocabulary import LazyVocabulary
 from runtime.kv_cache import KVCache
 from runtime.text.load import load_tokenizer
+
+logger = logging.getLogger("xserv.engine")
 
 BUNDLED_MODEL_NAME = "xserv-demo"
 
@@ -48,6 +51,7 @@ def build_engine(
     target = Device.parse(device)
     check_decode_graphs(config.decode_graphs, target.kind)
     folder = resolve_model(None if model is None else str(model))
+    logger.info("loading %s on %s", folder, target)
     loaded = load_model(
         folder,
         device=target,
@@ -75,6 +79,7 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         available_bytes=free_device_bytes(target) if target.kind == "cuda" else available_memory_bytes(),
         has_own_memory=target.kind == "cuda",
     )
+    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
         model_name=name,

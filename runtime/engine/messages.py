@@ -1,7 +1,8 @@
 """What crosses the line between the engine and its users: plain tagged messages, never pickle.
 
-The same types pass between threads today and, encoded by msgspec, between processes later. Times are seconds
-of ``time.monotonic()``; token ids are ints; nothing here is text but ``error`` and names.
+The same types pass between threads and, encoded by msgspec (``wire``), between processes. Times are seconds
+of ``time.monotonic()``, which all processes of a machine share; token ids are ints; nothing here is text but ``error``
+and names.
 """
 
 from __future__ import annotations

@@ -89,11 +89,19 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def client() -> Iterator[ProcessEngineClient]:
+@pytest.fixture(scope="module")
+def one_client() -> Iterator[ProcessEngineClient]:
     client = light_client()
     yield client
     client.close()
+
+
+@pytest.fixture
+def client(one_client: ProcessEngineClient) -> ProcessEngineClient:
+    """One for many tests, since it recovers from all of them."""
+    wait_until(lambda: one_client.state == "ready")
+    assert len(one_client._delivery) == 0
+    return one_client
 
 
 def serves(client: ProcessEngineClient) -> bool:
@@ -191,7 +199,11 @@ def test_a_request_that_breaks_the_engine(
 
 
 def test_an_engine_that_gets_nowhere_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    client = light_client(hang_timeout_s=4.0)
+    client = light_client(hang_timeout_s=5.0)
+    pid = client.pid
+    time.sleep(7.0)
+    assert serves(client)
+    assert client.pid == pid, "an idle engine is left alone"
     sink = Sink()
     client.submit(request("bad", [HANGS], max_tokens=5), sink)
     assert sink.reasons() == ["error"]
@@ -209,15 +221,6 @@ def test_a_process_that_falls_silent_is_replaced(caplog: pytest.LogCaptureFixtur
     wait_until(lambda: client.state == "ready")
     assert "nothing was heard" in caplog.text
     assert serves(client)
-    client.close()
-
-
-def test_an_idle_engine_is_left_alone() -> None:
-    client = light_client(hang_timeout_s=5.0)
-    pid = client.pid
-    time.sleep(7.0)
-    assert serves(client)
-    assert client.pid == pid
     client.close()
 
 
@@ -475,14 +478,15 @@ def test_nothing_is_left_behind() -> None:
 
     light_client().close()  # what is made once
     before = resources()
-    for round_ in range(3):
-        client = light_client()
-        sink = Sink()
-        client.submit(request("x", [1], max_tokens=50_000), sink)
-        assert sink.started.wait(TIMEOUT_S)
-        if round_:
-            os.kill(client.pid or 0, signal.SIGKILL)
-            sink.wait()
-            wait_until(lambda client=client: client.state == "ready")  # type: ignore[misc]
-        client.close()
+    client = light_client()
+    sink, second = Sink(), Sink()
+    client.submit(request("x", [1], max_tokens=50_000), sink)
+    assert sink.started.wait(TIMEOUT_S)
+    os.kill(client.pid or 0, signal.SIGKILL)
+    sink.wait()
+    wait_until(lambda: client.state == "ready")
+    client.submit(request("y", [1], max_tokens=50_000), second)
+    assert second.started.wait(TIMEOUT_S)
+    client.close()
+    assert second.reasons() == ["abort"]
     assert resources() == before
