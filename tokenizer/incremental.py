@@ -61,7 +61,7 @@ class IncrementalDecoder:
         if self._is_finished:
             raise TokenizerError("the incremental decoder was flushed: its text has ended")
         if self._utf8 is not None:
-            return self._utf8.decode(b"".join(self._tokenizer.bytes_of(ids, self._skipped)))
+            return self._utf8.decode(self._tokenizer.bytes_of(ids, self._skipped))
         if self._whole_ids is not None:
             self._whole_ids += ids
             return ""

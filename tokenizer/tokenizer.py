@@ -125,7 +125,8 @@ class Tokenizer:
         return token_id if token_id is not None else self._model.vocab.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds in the middle of a text; none for an id outside the vocabulary."""
+        """The bytes that a token adds in the middle of a text; none for an id outside the vocabulary. Raises
+        `TokenIdError` for an id that no vocabulary can hold."""
         return self._bytes[token_id]
 
     # Encoding
@@ -194,7 +195,7 @@ class Tokenizer:
     def decode_but(self, ids: Iterable[int], skipped: frozenset[int]) -> str:
         """The text of `ids` without those that are `skipped`."""
         if self.decoder.is_byte_level:
-            return b"".join(self.bytes_of(ids, skipped)).decode("utf-8", "replace")
+            return self.bytes_of(ids, skipped).decode("utf-8", "replace")
         events: list[str | None] = []
         for token in self.tokens_of(ids, skipped):
             events += (token, None)
@@ -202,10 +203,10 @@ class Tokenizer:
             events = stage.feed(events) + stage.finish()
         return "".join([event for event in events if event is not None])
 
-    def bytes_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[bytes]:
-        """The bytes of each id that is not `skipped`, as `token_bytes` gives them."""
+    def bytes_of(self, ids: Iterable[int], skipped: frozenset[int]) -> bytes:
+        """The bytes of the ids that are not `skipped`, as `token_bytes` gives them."""
         table = self._bytes
-        return (table[_checked(token_id)] for token_id in ids if token_id not in skipped)
+        return b"".join([table[token_id] for token_id in ids if token_id not in skipped])
 
     def tokens_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[str]:
         """The strings of the ids that the vocabulary holds and that are not `skipped`."""
@@ -363,7 +364,7 @@ class _TokenBytes(dict[int, bytes]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        token = self._tokenizer.id_to_token(_checked(token_id))
         if token is None:
             return b""
         found = self[token_id] = self._tokenizer.decoder.token_bytes(token)

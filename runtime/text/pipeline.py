@@ -8,7 +8,7 @@ However the outputs are cut, the deltas put together are the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -109,7 +109,7 @@ class TextPipeline:
         self._matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
         self._match: StopMatch | None = None
         self._num_tokens = 0
-        self._held: deque[_Token] = deque()
+        self._held: list[_Token] = []
         self._held_text = ""  # text[_held_start:], not handed out yet
         self._held_start = 0
 
@@ -117,21 +117,25 @@ class TextPipeline:
         """What this output adds. After the choice has finished, nothing."""
         if self.is_finished:
             return TextDelta()
-        entries: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.new_token_ids)
-        for place, (token_id, logprobs) in enumerate(zip(output.new_token_ids, entries, strict=True), 1):
+        ids, reason = output.new_token_ids, output.finish_reason
+        num_with_text = len(ids) if self._decoder is not None else 0
+        if reason == "stop" and not self._params.include_stop_str_in_output:
+            num_with_text -= 1
+        for place, token_id in enumerate(ids):
             self._num_tokens += 1
-            is_stop_id = output.finish_reason == "stop" and place == len(output.new_token_ids)
-            if self._decoder is not None and not (is_stop_id and not self._params.include_stop_str_in_output):
+            if place < num_with_text:
+                assert self._decoder is not None
                 self._add_text(self._decoder.push((token_id,)))
+            logprobs = None if output.logprobs is None else output.logprobs[place]
             self._held.append(_Token(token_id, logprobs, self._held_start + len(self._held_text)))
             if self._match is not None:
                 break  # tokens beyond the match do not count
-        if output.finish_reason is not None and self._match is None:
+        if reason is not None and self._match is None:
             self._end_text()
         if self._match is not None:
-            return self._finish("stop", self._match.stop, should_cancel=output.finish_reason is None)
-        if output.finish_reason is not None:
-            return self._finish(output.finish_reason, output.stop_reason)
+            return self._finish("stop", self._match.stop, should_cancel=reason is None)
+        if reason is not None:
+            return self._finish(reason, output.stop_reason)
         return self._delta(self._num_certain())
 
     def _add_text(self, text: str) -> None:
@@ -149,15 +153,13 @@ class TextPipeline:
         """Tokens at the front whose text is certain. Those without text wait for the next that has some."""
         if self._decoder is None:
             return len(self._held)
-        safe_end = self._held_start + len(self._held_text)
+        held, count = self._held, len(self._held)
         if self._matcher is not None:
-            safe_end = min(safe_end, self._matcher.safe_end)
-        count, last_end = 0, self._held_start
-        for position, (_, _, end) in enumerate(self._held, 1):
-            if end > safe_end:
-                break
-            if end > last_end:
-                count, last_end = position, end
+            safe_end = self._matcher.safe_end
+            while count and held[count - 1].end > safe_end:
+                count -= 1
+        while count and held[count - 1].end == (held[count - 2].end if count > 1 else self._held_start):
+            count -= 1
         return count
 
     def _finish(
@@ -180,8 +182,10 @@ class TextPipeline:
 
     def _delta(self, num_tokens: int, *, is_last: bool = False) -> TextDelta:
         """Hand out the first ``num_tokens`` held tokens and their text, or all there is."""
-        taken = [self._held.popleft() for _ in range(num_tokens)]
-        length = len(self._held_text) if is_last else (taken[-1].end - self._held_start if taken else 0)
+        if not num_tokens and not is_last:
+            return TextDelta()
+        taken, self._held = self._held[:num_tokens], self._held[num_tokens:]
+        length = len(self._held_text) if is_last else taken[-1].end - self._held_start
         text, self._held_text = self._held_text[:length], self._held_text[length:]
         self._held_start += length
         if self._sorter is not None:
@@ -205,13 +209,16 @@ class _Sorter:
         self._end = 0  # of the text that is sorted
         self._last_kind: PartKind = "content"
 
-    def push(self, tokens: Iterable[_Token], text: str, *, is_last: bool) -> TextDelta:
+    def push(self, tokens: Sequence[_Token], text: str, *, is_last: bool) -> TextDelta:
         """What is certain of `text`, which these tokens hold, and of what was held before."""
+        parts = self._parts(text, is_last)
+        if len(parts) == 1 and not (self._tokens or is_last or self._has_logprobs) and len(parts[0].text) == len(text):
+            return self._all_of(parts[0], tokens)
         self._tokens.extend(tokens)
         delta = TextDelta()
         if self._has_logprobs:
             delta.logprobs, delta.content_logprobs = [], []
-        for part in self._parts(text, is_last):
+        for part in parts:
             self._show(delta, part)
             self._end += len(part.text)
             self._last_kind = part.kind
@@ -220,6 +227,16 @@ class _Sorter:
             for token in self._tokens:
                 self._kinds.add(self._last_kind)
                 self._add(delta, token)
+        return delta
+
+    def _all_of(self, part: Part, tokens: Sequence[_Token]) -> TextDelta:
+        """Nothing was held, and all that has come is one part: so it is with most of a text."""
+        delta = TextDelta(token_ids=[token.token_id for token in tokens])
+        self._show(delta, part)
+        if part.kind == "reasoning":
+            delta.num_reasoning_tokens = len(tokens)
+        self._start = self._end = self._end + len(part.text)
+        self._last_kind = part.kind
         return delta
 
     def _parts(self, text: str, is_last: bool) -> list[Part]:

@@ -54,6 +54,8 @@ class ReasoningParser:
     def push(self, text: str) -> list[Part]:
         if self._state == "outside":
             return [Part("content", text)] if text else []
+        if self._state == "inside" and not self._held and "<" not in text and not text.endswith("\n"):
+            return [Part("reasoning", text)] if text else []
         parts: list[Part] = []
         self._held += text
         if self._state == "start":

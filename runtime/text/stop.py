@@ -8,6 +8,7 @@ strings (Aho and Corasick, "Efficient string matching", 1975).
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class _Automaton:
                     self.longest_stops.append(None)
                 node = self.children[node][character]
             self.longest_stops[node] = stop
+        self.first = re.compile("[" + "".join(map(re.escape, self.children[0])) + "]")
+        """Finds a character that begins a stop string."""
         self.fallbacks = [0] * len(self.children)  # the node of the longest proper suffix
         queue = deque(self.children[0].values())
         while queue:
@@ -77,6 +80,9 @@ class StopMatcher:
         end."""
         automaton = self._automaton
         node = self._node
+        if not node and self._candidate is None and automaton.first.search(text) is None:
+            self._end += len(text)
+            return None
         for character in text:
             node = automaton.step(node, character)
             self._end += 1

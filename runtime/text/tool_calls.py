@@ -71,6 +71,10 @@ class ToolCallParser:
         self._value_start = 0
 
     def push(self, text: str) -> list[Part]:
+        is_content = self._read is ToolCallParser._content and not self._held
+        if is_content and "<" not in text and text[-1:] not in _WHITE_SPACE:  # as most of a text is
+            self._is_behind_call = False
+            return [Part("content", text)]
         self._held += text
         while self._read(self):
             pass
