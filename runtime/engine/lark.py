@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runtime.engine.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.schema_formats import with_narrow_formats
 
 _TOKENS = re.compile(r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)')
 """Comments, strings and regular expressions, within which nothing is a schema; and what begins one."""
@@ -75,4 +76,4 @@ def _with_options(text: str) -> str:
 
 def _embedded(schema: dict[str, Any]) -> str:
     """A schema as a part of a grammar: no white space but for one blank behind a comma or a colon."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
+    return f"%json {json.dumps({**with_narrow_formats(schema), 'x-guidance': _JSON_OPTIONS})}"

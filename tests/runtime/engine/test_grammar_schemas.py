@@ -1,8 +1,8 @@
 """JSON schemas of many kinds: every answer that has an end validates, by a validator that nobody here wrote, and at
 least four in five have one within 512 tokens; with the bundled model and with random weights.
 
-The bundled model was trained on a handful of tasks, and outside of them it repeats itself; a penalty on what it has said
-often leads it out of endless digits. It forbids nothing, and no answer is judged more mildly for it.
+The bundled model was trained on a handful of tasks, and outside of them it repeats itself; a penalty on what it has
+said often leads it out of endless digits. It forbids nothing, and no answer is judged more mildly for it.
 """
 
 from __future__ import annotations
