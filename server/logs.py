@@ -109,7 +109,7 @@ def open_log(config: ServerConfig) -> LogWriter:
     root = logging.getLogger()
     root.addHandler(writer)
     logging.getLogger("xserv").setLevel(config.log_level.upper())
-    logging.getLogger("uvicorn").setLevel("WARNING" if config.log_level == "info" else config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel("DEBUG" if config.log_level == "debug" else "ERROR")
     return writer
 
 

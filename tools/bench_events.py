@@ -4,8 +4,7 @@
 
 The engine is a thread that answers every open request with one token a step, and begins a step when the server has
 handed out the one before; so this measures the server alone: bridge, text pipeline, JSON, framing, HTTP, the socket. A
-second process reads. Cost is the CPU time of the whole server process, engine thread included, over the events that
-carry a token. Beside it stands what a step costs when the streams' events are sent in several rounds."""
+second process reads. Cost is the CPU time of the whole server process, engine thread included, over the events."""
 
 from __future__ import annotations
 
@@ -42,6 +41,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
     from runtime.engine.messages import EngineInfo, EngineOutput, EngineStats, RequestTimes
     from runtime.text.load import load_tokenizer
     from server.app import create_app
+    from server.protocol import uvicorn_config
 
     folder = Path(models.demo.__file__).resolve().parent
     tokenizer = load_tokenizer(folder)
@@ -110,14 +110,12 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
     engine = Engine()
     app = create_app(engine, tokenizer)  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        if hasattr(app, "config"):
-            from server.protocol import uvicorn_config
-
-            settings = uvicorn_config(app, app.config)
-        else:  # a checkout before the protocol had limits
-            settings = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="on", ws="none")
+        settings = uvicorn_config(app, app.config)
+        if options["http"] != "ours":
+            settings.http = options["http"]
+            settings.h11_max_incomplete_event_size = app.config.max_header_bytes
         server = uvicorn.Server(settings)
-        profile = cProfile.Profile()
+        profile = cProfile.Profile(time.thread_time)
 
         def run() -> None:
             if options["profile"]:
@@ -171,6 +169,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--route", choices=("chat", "completions"), default="chat")
+    parser.add_argument("--http", choices=("ours", "h11", "httptools"), default="ours", help="the HTTP protocol")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="print where the event loop's thread spends its time")
@@ -192,6 +191,7 @@ def main() -> None:
                 "streams": options.streams,
                 "tokens": options.tokens,
                 "route": options.route,
+                "http": options.http,
                 "events": num_events,
                 "cpu_us_per_event": round(cpu_seconds / num_events * 1e6, 2),
                 "events_per_s": round(num_events / seconds),

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -374,6 +375,15 @@ def test_a_full_queue_says_when_to_come_again(tokenizer: Tokenizer) -> None:
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
     engine.close()
+
+
+def test_every_option_is_in_the_operators_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    singular = {"api_keys": "api_key", "api_key_files": "api_key_file", "allowed_origins": "allowed_origin",
+                "allowed_hosts": "allowed_host"}  # fmt: skip
+    for field in fields(ServerOptions):
+        option = "--" + singular.get(field.name, field.name).replace("_", "-")
+        assert f"`{option}" in page, f"{option} is not described"
 
 
 def test_every_setting_has_an_option_with_its_default() -> None:
