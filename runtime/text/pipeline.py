@@ -135,7 +135,7 @@ class TextPipeline:
         if self._match is not None:
             return self._finish("stop", self._match.stop, should_cancel=reason is None)
         if reason is not None:
-            return self._finish(reason, output.stop_reason)
+            return self._finish(reason, output.stop_reason, has_stop_id=reason == "stop" and bool(ids))
         return self._delta(self._num_certain())
 
     def _add_text(self, text: str) -> None:
@@ -163,8 +163,14 @@ class TextPipeline:
         return count
 
     def _finish(
-        self, reason: FinishReason, stop_reason: int | str | None, *, should_cancel: bool = False
+        self,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        *,
+        should_cancel: bool = False,
+        has_stop_id: bool = False,
     ) -> TextDelta:
+        """``has_stop_id``: the last token is the one that ended the choice; a complete grammar ends it without one."""
         self.is_finished = True
         if self._match is not None:
             keeps_stop = self._params.include_stop_str_in_output
@@ -174,8 +180,7 @@ class TextPipeline:
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         delta.should_cancel = should_cancel
-        shows_stop_id = self._match is not None or self._params.include_stop_str_in_output
-        if reason == "stop" and not shows_stop_id and delta.logprobs and delta.content_logprobs:
+        if has_stop_id and not self._params.include_stop_str_in_output and delta.logprobs and delta.content_logprobs:
             is_content = delta.content_logprobs[-1] is delta.logprobs[-1]
             delta.content_logprobs = delta.content_logprobs[:-1] if is_content else delta.content_logprobs
         return delta
