@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
 from runtime import ops
-from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
+from runtime.device.errors import DeviceError, DeviceOutOfMemoryError, LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
@@ -195,7 +195,7 @@ class DecodeGraphs:
             )  # fmt: skip
         except LaunchError:  # the device is lost
             raise
-        except Exception:
+        except DeviceError:  # as of work that cannot be recorded
             self._has_given_up = True
             logger.exception("no more decode graphs: the one of %d sequences cannot be recorded", key.num_places)
 

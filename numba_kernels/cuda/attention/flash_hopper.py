@@ -20,8 +20,6 @@ from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention.hopper_softmax import (
     score_weigher,
-    share_beside_sink,
-    share_of,
     weight_packer,
 )
 from numba_kernels.cuda.attention.hopper_tiles import (
@@ -50,6 +48,8 @@ from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_sum,
     load_sink,
+    reciprocal_of,
+    share_of_keys,
 )
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
@@ -381,10 +381,10 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                 below = uint32(out_tile + upper * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
                 for row in range(2):
                     total = group_sum(totals[row], 4)
-                    part = share_of(total)
+                    part = reciprocal_of(total)
                     if has_sinks:
                         sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
-                        part = share_beside_sink(largest[row] * magnitude, total, sink)
+                        part = share_of_keys(largest[row] * magnitude, total, sink)
                     for i in range(head_dim // 8):
                         at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
                         swizzled = uint32(uint32(i % 8 * 16) ^ flip)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import float32, uint32
+from numba import uint32
 
 from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, group_max, origin_of, subtract
 from numba_kernels.cuda.attention.tiles import is_hidden
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import exp2, fma, reciprocal
+from numba_kernels.cuda.intrinsics.math import exp2, fma
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
 
 
@@ -78,24 +78,3 @@ def weight_packer(dtype: str, num_keys: int) -> Any:
             weights[i] = pack(scores[2 * i], scores[2 * i + 1])
 
     return pack_weights
-
-
-@device_function
-def share_of(total):
-    """1 / total, within a unit in the last place; 0 for a row that has seen nothing.
-
-    Without the division's subroutine: beside a call, ptxas lets no two `wgmma` run at a time.
-    """
-    share = float32(0)
-    if total != float32(0):
-        share = reciprocal(total)
-        share = fma(share, fma(-total, share, float32(1)), share)
-    return share
-
-
-@device_function
-def share_beside_sink(largest, total, sink):
-    """`share_of` where a sink's weight joins the total; `largest` is what the total is measured from."""
-    origin = origin_of(maximum_f32(largest, sink))
-    factor = exp2(subtract(largest, origin))
-    return factor * share_of(total * factor + exp2(subtract(sink, origin)))

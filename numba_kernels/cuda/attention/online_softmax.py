@@ -40,7 +40,7 @@ def reciprocal_of(total):
     """1 / total, or 0 for a row that has seen nothing, whose result is 0.
 
     One step of Newton's on the approximation; totals, 1 or more, need no path for subnormals, whose call costs a kernel
-    full of accumulators its registers.
+    full of accumulators its registers, and beside which ptxas lets no two `wgmma` run at a time.
     """
     share = float32(0)
     if total != float32(0):

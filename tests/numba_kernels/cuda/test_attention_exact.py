@@ -52,11 +52,12 @@ def test_a_sink_of_equal_score_counts_as_one_more_key_of_value_zero(gpu: Gpu, ti
         assert_equal(out, without)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: str, dtype: str) -> None:
-    rng = np.random.default_rng(2)
-    batch = integers(rng, tier, dtype)
+def point_at_keys(rng: np.random.Generator, batch: PagedBatch) -> np.ndarray:
+    """Makes each query of `integers` one of the keys that it sees; their values [T, Hq, D], which it then gets.
+
+    Another key differs in at least six of 64 signs: with a scale of 16 its score is 12 * 16 lower, and e^-192 is
+    nothing in float32.
+    """
     expected = np.zeros(batch.queries.shape)
     for seq, (context, queries) in enumerate(batch.chunks):
         for j in range(queries):
@@ -65,7 +66,15 @@ def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: s
                 target = int(rng.integers(0, context + j + 1))
                 batch.queries[token, head] = batch.keys[seq][target, head // 2]
                 expected[token, head] = batch.values[seq][target, head // 2]
-    # Another key differs in at least six of 64 signs: its score is 12 * 16 lower, and e^-192 is nothing in float32.
+    return expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: str, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    batch = integers(rng, tier, dtype)
+    expected = point_at_keys(rng, batch)
     out, _ = batch.run(gpu, 16.0, None, tier=tier, num_sms=132)
     assert_equal(out, expected)
 

@@ -13,7 +13,7 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, assert_equal
 from tests.numba_kernels.cuda.paged import paged_batch
 from tests.numba_kernels.cuda.test_attention import TOLERANCE
-from tests.numba_kernels.cuda.test_attention_exact import integers
+from tests.numba_kernels.cuda.test_attention_exact import integers, point_at_keys
 from tests.oracles.dense import relative_error
 
 TIER = {"tier": "flash_hopper", "num_sms": 3}  # each block takes several tiles
@@ -87,14 +87,7 @@ def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu) -> None:
 def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu) -> None:
     rng = np.random.default_rng(2)
     batch = integers(rng, "flash", "bf16")
-    expected = np.zeros(batch.queries.shape)
-    for seq, (context, queries) in enumerate(batch.chunks):
-        for j in range(queries):
-            token = int(batch.query_start[seq]) + j
-            for head in range(batch.queries.shape[1]):
-                target = int(rng.integers(0, context + j + 1))
-                batch.queries[token, head] = batch.keys[seq][target, head // 2]
-                expected[token, head] = batch.values[seq][target, head // 2]
+    expected = point_at_keys(rng, batch)
     out, _ = batch.run(gpu, 16.0, None, **TIER)
     assert_equal(out, expected)
 
