@@ -6,7 +6,7 @@ import { MessageView } from "./message.js";
 import { addNode, choose, newConversation, path, pathTo, removeNode, siblings } from "./store.js";
 
 const SAVE_INTERVAL_MS = 1500;
-const SUGGESTIONS = ["What is 17 plus 25?", "Reverse the word planet", "Sort 9, 4, 7, 1", "What is the capital of France?"];
+const SUGGESTIONS = ["What is 17 plus 25?", "Reverse the word planet", "Sort these words: pear, apple, fig", "What is the capital of France?"];
 
 export class Chat {
   #views = new Map(); // by node id
