@@ -13,8 +13,11 @@ from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta
+from runtime.text.reasoning import reasoning_start
+from runtime.text.reasoning_grammar import after_reasoning
 from server.body import decode_body, read_body
 from server.chat_chunks import ChatChunks
 from server.conversation import template_tools
@@ -37,7 +40,8 @@ from server.sampling import chat_params, stream_flags
 from server.schema import ChatCompletionRequest
 from server.service import Service, new_id
 from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
-from server.structured import grammar_field, grammar_of
+from server.structured import grammar_field, grammar_of, refused
+from tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,12 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
     token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
+    reasoning = service.answer_format.reasoning
+    if reasoning and grammar is not None:
+        if forced_by == "structured_outputs" and grammar.kind == "lark":
+            reasoning = False  # the client's own grammar is one of all that the model writes
+        else:
+            params = _with_reasoning(params, service.tokenizer, token_ids, forced_by)
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -166,7 +176,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         params=params,
         arrival_time_s=arrival_time_s,
         scheduling=Scheduling.of(asked),
-        reasoning=service.answer_format.reasoning and grammar is None,  # a grammar leaves no room for it
+        reasoning=reasoning,
         tools=service.answer_format.tools if tools is not None else None,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
     )
@@ -184,6 +194,19 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),
     )
+
+
+def _with_reasoning(
+    params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: list[int], forced_by: str | None
+) -> SamplingParams:
+    """The grammar holds from where the reasoning ends. Raises `ApiError` 400 where it is then too long."""
+    assert tokenizer is not None
+    assert params.grammar is not None
+    try:
+        grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids))
+    except RequestError as error:
+        raise refused(error, forced_by) from None
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:

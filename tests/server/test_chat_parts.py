@@ -164,7 +164,7 @@ def stumbling(seed: int) -> str:
     ],
 )
 def test_the_pieces_make_the_whole(served: Served, fields: dict[str, Any]) -> None:
-    for seed in range(6):
+    for seed in range(4):
         texts = [stumbling(3 * seed), THOUGHT + stumbling(3 * seed + 1), ROME + stumbling(3 * seed + 2)]
         saying(served, *texts)
         answer = whole(served, n=3, **fields)
@@ -268,25 +268,42 @@ def test_log_probabilities_are_those_of_the_content(served: Served) -> None:
 @pytest.mark.parametrize(
     ("choice", "start", "names"),
     [
-        ("required", "start: call (LINE_END call)*", ["get_weather", "get_time"]),
-        ({"type": "function", "function": {"name": "get_time"}}, "start: call\n", ["get_time"]),
+        ("required", "\nanswer: call (LINE_END call)*\n", ["get_weather", "get_time"]),
+        ({"type": "function", "function": {"name": "get_time"}}, "\nanswer: call\n", ["get_time"]),
     ],
 )
 def test_a_forced_call_is_a_grammar(served: Served, choice: Any, start: str, names: list[str]) -> None:
+    """Which leaves room for reasoning before it."""
     saying(served, TIME)
     (answered,) = whole(served, tool_choice=choice)["choices"]
     assert answered["finish_reason"] == "tool_calls"
     grammar = served.engine.requests[-1].params.grammar
     assert grammar is not None
     assert grammar.kind == "lark"
-    assert grammar.text.startswith(start)
+    assert grammar.text.startswith("start: thinking? answer\n")
+    assert start in grammar.text
     assert [name for name in ("get_weather", "get_time") if name in grammar.text] == names
     whole(served, tool_choice="required", parallel_tool_calls=False)
     grammar = served.engine.requests[-1].params.grammar
     assert grammar is not None
-    assert grammar.text.startswith("start: call\n")
+    assert "\nanswer: call\n" in grammar.text
     whole(served, tool_choice="auto")
     assert served.engine.requests[-1].params.grammar is None
+
+
+def test_a_structure_holds_behind_the_reasoning(served: Served) -> None:
+    saying(served, THOUGHT + "{}")
+    message = whole(served, tools=None, response_format={"type": "json_object"})["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("They ask for it.", "{}")
+    grammar = served.engine.requests[-1].params.grammar
+    assert grammar is not None
+    assert grammar.text.startswith("start: thinking? answer\n")
+    own = 'start: /(?s:.*)/'
+    message = whole(served, tools=None, structured_outputs={"grammar": own})["choices"][0]["message"]
+    assert message["content"] == THOUGHT + "{}"
+    grammar = served.engine.requests[-1].params.grammar
+    assert grammar is not None
+    assert grammar.text == own
 
 
 def test_a_call_that_cannot_be_forced_is_refused(

@@ -81,7 +81,7 @@ class Chain:
         ]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(TOKENIZERS)),

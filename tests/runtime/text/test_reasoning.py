@@ -38,7 +38,7 @@ def test_what_is_reasoning(start: ReasoningStart, text: str, reasoning: str, con
         assert parse(ReasoningParser(start), pieces) == Message(content, reasoning)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=texts, start=st.sampled_from(["may_open", "open", "closed"]), places=st.lists(st.integers(0, 200)))
 def test_any_cut_gives_the_same(text: str, start: ReasoningStart, places: list[int]) -> None:
     assert parse(ReasoningParser(start), cut(text, places)) == parse(ReasoningParser(start), [text])

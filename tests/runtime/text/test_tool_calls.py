@@ -86,7 +86,7 @@ def test_what_is_a_call(text: str, content: str, calls: list[tuple[str, str]]) -
         assert parse(ToolCallParser(HERMES), pieces) == Message(content, "", calls)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=texts, places=st.lists(st.integers(0, 200)), parallel=st.booleans())
 def test_any_cut_gives_the_same(text: str, places: list[int], parallel: bool) -> None:
     whole = parse(ToolCallParser(HERMES, parallel=parallel), [text])

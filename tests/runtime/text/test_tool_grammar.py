@@ -14,6 +14,7 @@ from runtime.engine.grammar_compiler import check_grammar, compile_grammar
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.vocabulary import Vocabulary
 from runtime.llm import LLM
+from runtime.text.reasoning_grammar import after_reasoning
 from runtime.text.tool_calls import HERMES, ToolCallParser
 from runtime.text.tool_grammar import tool_grammar
 from tests.runtime.text.answers import parse
@@ -44,9 +45,9 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer, tokenizer.vocab_size, (635,))
 
 
-def accepts(text: str, grammar: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> bool:
+def accepts(text: str, grammar: Grammar, tokenizer: Tokenizer, vocabulary: Vocabulary) -> bool:
     """Whether the whole text may be an answer."""
-    (matcher,) = compile_grammar(Grammar(kind="lark", text=grammar), vocabulary, 1)
+    (matcher,) = compile_grammar(grammar, vocabulary, 1)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return all(map(matcher.consume, ids)) and matcher.ll_matcher.is_accepting()
 
@@ -70,12 +71,39 @@ def test_what_may_be_said(
     text: str, is_any: bool, is_one: bool, is_weather: bool, tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> None:
     grammars = (tool_grammar(TOOLS), tool_grammar(TOOLS, parallel=False), tool_grammar(TOOLS, "get_weather"))
-    assert tuple(accepts(text, each, tokenizer, vocabulary) for each in grammars) == (is_any, is_one, is_weather)
+    found = [accepts(text, Grammar(kind="lark", text=each), tokenizer, vocabulary) for each in grammars]
+    assert found == [is_any, is_one, is_weather]
 
 
 def test_the_checks_pass_it(vocabulary: Vocabulary) -> None:
     for name in (None, "note"):
         check_grammar(Grammar(kind="lark", text=tool_grammar(TOOLS, name)), vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [
+        (Grammar(kind="json_object"), '{"a": 1}'),
+        (Grammar(kind="json_schema", text='{"type": "integer"}'), "12"),
+        (Grammar(kind="choice", text='["yes", "/n\\"o"]'), '/n"o'),
+        (Grammar(kind="regex", text="a/b+"), "a/bb"),
+        (Grammar(kind="lark", text=tool_grammar(TOOLS)), ROME + "\n" + NOW),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+def test_a_grammar_behind_reasoning(
+    grammar: Grammar, answer: str, tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> None:
+    for start, beginnings in (
+        ("may_open", {"": True, "<think>\nWell <b>.\n</think>\n\n": True, "</think>": False, "Well": False}),
+        ("open", {"": False, "Well <b>.\n</think>\n\n": True, "</think>": True, "Well": False}),
+        ("closed", {"": True, "<think>x</think>": False}),
+    ):
+        behind = after_reasoning(grammar, start)
+        check_grammar(behind, vocabulary)
+        for beginning, is_right in beginnings.items():
+            assert accepts(beginning + answer, behind, tokenizer, vocabulary) is is_right, (start, beginning)
+            assert not accepts(beginning + "~", behind, tokenizer, vocabulary)
 
 
 def test_a_model_that_was_never_taught_calls_makes_some() -> None:

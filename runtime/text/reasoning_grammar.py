@@ -1,0 +1,42 @@
+"""A grammar for an answer that a model may think about first: it begins where the reasoning ends."""
+
+from __future__ import annotations
+
+import json
+
+from runtime.engine.grammar import Grammar, parse_json
+from runtime.text.reasoning import CLOSE_TAG, OPEN_TAG, ReasoningStart
+
+
+def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
+    """The grammar with room for reasoning before it, where the prompt leaves any.
+
+    Of a grammar in Lark's notation the first line is the rule `start`, which no other names. Raises ``RequestError``
+    where the text is then too long.
+    """
+    if start == "closed":
+        return grammar
+    opening = "" if start == "open" else f"{json.dumps(OPEN_TAG)} "
+    lines = [
+        f"start: thinking{'?' if start == 'may_open' else ''} answer",
+        f"thinking: {opening}thought line_ends",
+        f"thought[suffix={json.dumps(CLOSE_TAG)}]: /(?s:.*)/",
+        r"line_ends: /\n{0,2}/",
+        f"answer: {_rule(grammar)}",
+    ]
+    return Grammar(kind="lark", text="\n".join(lines))
+
+
+def _rule(grammar: Grammar) -> str:
+    """What stands behind a rule's name, and further rules below."""
+    if grammar.kind == "json_schema":
+        return f"%json {grammar.text}"
+    if grammar.kind == "json_object":
+        return '%json {"type": "object"}'
+    if grammar.kind == "choice":
+        return " | ".join(json.dumps(text) for text in parse_json(grammar))
+    if grammar.kind == "regex":
+        from llguidance import regex_to_lark
+
+        return f"/{regex_to_lark(grammar.text)}/"
+    return grammar.text.removeprefix("start: ")
