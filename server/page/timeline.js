@@ -170,7 +170,7 @@ export class Timeline {
   #labels(height) {
     const { context, palette } = this;
     context.textAlign = "right";
-    const every = Math.ceil(11 / height);
+    const every = Math.ceil(13 / height);
     this.rows.forEach(({ request, top }, at) => {
       if (at % every) return;
       context.fillStyle = request.isMine ? palette.ink : palette.muted;
