@@ -137,7 +137,7 @@ VIEWS = st.builds(
     step=IDS,
     start_s=SECONDS,
     duration_s=SECONDS,
-    chunks=st.lists(st.builds(ChunkView, TEXTS, IDS, IDS, IDS, IDS), max_size=3),
+    chunks=st.lists(st.builds(ChunkView, TEXTS, IDS, IDS, IDS, IDS, SECONDS), max_size=3),
     num_running=IDS,
     num_waiting=IDS,
     num_blocks=IDS,
