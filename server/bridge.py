@@ -57,3 +57,29 @@ class LoopBridge:
         for _ in range(len(self._inbox)):  # what arrives meanwhile has woken the loop again
             receiver, output = self._inbox.popleft()
             receiver(output)
+
+
+class Signal:
+    """What `asyncio.Event` is, for one who waits: every event of every stream waits once. Belongs to one event loop."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns when it is set, or was since the last time; it is clear then."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False

@@ -10,7 +10,6 @@ request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.tool_calls import ToolFormat
-from server.bridge import LoopBridge
+from server.bridge import LoopBridge, Signal
 from server.meter import RequestMeter
 from server.schema import GenerationRequest
 from tokenizer import Tokenizer
@@ -123,7 +122,7 @@ class Generation:
     on_close: list[Callable[[], object]] = field(default_factory=list)
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: Signal = field(default_factory=Signal)
 
     def __post_init__(self) -> None:
         """Takes time in proportion to the prompts (each choice's decoder begins where its prompt ends)."""
@@ -216,7 +215,6 @@ class Generation:
         """
         while any(prompt.open_choices for prompt in self._prompts):
             await self._arrived.wait()
-            self._arrived.clear()
             outputs, self._outputs = self._outputs, []
             pieces = [self._push(prompt, output) for prompt, output in outputs if output.index in prompt.open_choices]
             if pieces:
