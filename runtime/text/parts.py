@@ -48,6 +48,16 @@ class PartParser(Protocol):
         """The rest: the text has ended."""
 
 
+class ContentParser:
+    """All is content."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
 def held_back(text: str, tag: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``tag``, which has no second "<"."""
     start = text.rfind("<")

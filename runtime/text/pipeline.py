@@ -93,19 +93,19 @@ class TextPipeline:
             from tokenizer import IncrementalDecoder
 
             tags: list[str] = []
-            parsers: list[PartParser] = []
-            if reasoning:
-                parsers.append(ReasoningParser(reasoning_start(tokenizer, prompt_token_ids)))
-                tags += REASONING_TAGS
+            parser: PartParser | None = None
             if tools is not None:
-                parsers.append(ToolCallParser(tools, parallel=parallel_tool_calls))
+                parser = ToolCallParser(tools, parallel=parallel_tool_calls)
                 tags += (tools.open_tag, tools.close_tag)
+            if reasoning:
+                parser = ReasoningParser(reasoning_start(tokenizer, prompt_token_ids), parser)
+                tags += REASONING_TAGS
             tag_ids = [tag_id for tag in tags if (tag_id := tokenizer.token_to_id(tag)) is not None]
             self._decoder = IncrementalDecoder(
                 tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:], tag_ids
             )
-            if parsers:
-                self._sorter = _Sorter(parsers, has_logprobs=params.logprobs is not None)
+            if parser is not None:
+                self._sorter = _Sorter(parser, has_logprobs=params.logprobs is not None)
         self._matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
         self._match: StopMatch | None = None
         self._num_tokens = 0
@@ -205,8 +205,8 @@ class TextPipeline:
 class _Sorter:
     """Deals text and its tokens out to content, reasoning and tool calls."""
 
-    def __init__(self, parsers: Sequence[PartParser], *, has_logprobs: bool) -> None:
-        self._parsers = parsers
+    def __init__(self, parser: PartParser, *, has_logprobs: bool) -> None:
+        self._parser = parser
         self._has_logprobs = has_logprobs
         self._tokens: deque[_Token] = deque()  # whose text is not sorted yet
         self._start = 0  # where the first of them begins
@@ -216,7 +216,9 @@ class _Sorter:
 
     def push(self, tokens: Sequence[_Token], text: str, *, is_last: bool) -> TextDelta:
         """What is certain of `text`, which these tokens hold, and of what was held before."""
-        parts = self._parts(text, is_last)
+        parts = self._parser.push(text)
+        if is_last:
+            parts += self._parser.finish()
         if len(parts) == 1 and not (self._tokens or is_last or self._has_logprobs) and len(parts[0].text) == len(text):
             return self._all_of(parts[0], tokens)
         self._tokens.extend(tokens)
@@ -243,19 +245,6 @@ class _Sorter:
         self._start = self._end = self._end + len(part.text)
         self._last_kind = part.kind
         return delta
-
-    def _parts(self, text: str, is_last: bool) -> list[Part]:
-        """Each parser sees what the one before it takes for content."""
-        parts = [Part("content", text)] if text else []
-        for parser in self._parsers:
-            sorted_parts: list[Part] = []
-            for part in parts:
-                if part.kind == "content":
-                    sorted_parts += parser.push(part.text)
-                else:
-                    sorted_parts.append(part)
-            parts = sorted_parts + parser.finish() if is_last else sorted_parts
-        return parts
 
     def _show(self, delta: TextDelta, part: Part) -> None:
         if part.kind == "content":

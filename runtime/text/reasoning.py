@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from runtime.text.parts import Part, held_back
+from runtime.text.parts import ContentParser, Part, PartParser, held_back
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -43,9 +43,11 @@ def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Re
 
 
 class ReasoningParser:
-    """Parts of an answer: "reasoning", its tags as "layout", and all that follows as "content"."""
+    """Parts of an answer: "reasoning", its tags as "layout", and what follows as `rest` sorts it; without that, as
+    "content"."""
 
-    def __init__(self, start: ReasoningStart) -> None:
+    def __init__(self, start: ReasoningStart, rest: PartParser | None = None) -> None:
+        self._rest = rest or ContentParser()
         self._state: Literal["start", "before", "inside", "after", "outside"]
         self._state = "outside" if start == "closed" else "start"
         self._is_open = start == "open"
@@ -53,7 +55,7 @@ class ReasoningParser:
 
     def push(self, text: str) -> list[Part]:
         if self._state == "outside":
-            return [Part("content", text)] if text else []
+            return self._rest.push(text)
         if self._state == "inside" and not self._held and "<" not in text and not text.endswith("\n"):
             return [Part("reasoning", text)] if text else []
         parts: list[Part] = []
@@ -67,14 +69,14 @@ class ReasoningParser:
         if self._state == "after" and self._take_line_ends(parts):
             self._state = "outside"
         if self._state == "outside":
-            self._take(parts, "content", len(self._held))
+            parts += self._end()
         return parts
 
     def finish(self) -> list[Part]:
-        is_reasoning = self._is_open and self._state != "outside"
         parts: list[Part] = []
-        self._take(parts, "reasoning" if is_reasoning else "content", len(self._held))
-        return parts
+        if self._is_open and self._state != "outside":
+            self._take(parts, "reasoning", len(self._held))
+        return parts + self._end() + self._rest.finish()
 
     def _read_start(self, parts: list[Part]) -> None:
         """White space and the tag, or something else. (A model may open what the prompt has opened.)"""
@@ -99,7 +101,12 @@ class ReasoningParser:
         self._take(parts, "layout", len(self._held) - len(self._held.lstrip("\n")))
         return bool(self._held)
 
-    def _take(self, parts: list[Part], kind: Literal["content", "reasoning", "layout"], length: int) -> None:
+    def _end(self) -> list[Part]:
+        """What is left is the rest's."""
+        text, self._held = self._held, ""
+        return self._rest.push(text)
+
+    def _take(self, parts: list[Part], kind: Literal["reasoning", "layout"], length: int) -> None:
         if length:
             parts.append(Part(kind, self._held[:length]))
             self._held = self._held[length:]
