@@ -1,11 +1,12 @@
 """What `/v1/responses` answers, and the events of its streams, as typed objects in OpenAI's shapes; None is sent as
-null."""
+null, and UNSET not at all (the usage, until there is one)."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from server.responses import ChatTokenLogprob
 from server.responses_schema import FunctionChoice, FunctionTool, Status, TextOptions
@@ -111,8 +112,7 @@ class Response(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    user: None = None
+    usage: ResponseUsage | UnsetType = UNSET
     metadata: dict[str, str]
 
 

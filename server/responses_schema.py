@@ -12,7 +12,7 @@ from server.schema import Int, JsonObjectFormat, Name, ReasoningEffort, RequestI
 
 
 class NamedJsonSchemaFormat(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="json_schema"
 ):
     """`response_format`'s json_schema without its inner object."""
 
@@ -22,7 +22,7 @@ class NamedJsonSchemaFormat(
     strict: bool | None = None
 
 
-class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """verbosity: only "medium", which is what happens."""
 
     format: TextFormat | JsonObjectFormat | NamedJsonSchemaFormat | None = None

@@ -19,6 +19,7 @@ from runtime.engine.build import build_engine
 from runtime.engine.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
+from server.config import ServerConfig
 from tests.server.byte_tokenizer import END_OF_TURN, write_byte_tokenizer
 from tests.server.openapi import check_answer
 from tests.server.running import running, wait_until
@@ -68,12 +69,12 @@ def write_tiny_model(folder: Path) -> None:
 
 
 @contextmanager
-def serving_real(folder: Path, **options: Any) -> Iterator[Real]:
+def serving_real(folder: Path, *, config: ServerConfig | None = None, **options: Any) -> Iterator[Real]:
     client = ThreadEngineClient(build_engine(folder, **options))
     try:
         name = client.info.model_name
         with (
-            running(create_app(client, load_tokenizer(folder))) as url,
+            running(create_app(client, load_tokenizer(folder), config=config)) as url,
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
