@@ -38,10 +38,12 @@ async def get_version(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine's loop lives, else 503. Never waits for a step."""
+    """200 while the server lives, and its engine, or that is being started again; 503 when only a new server helps.
+    Never waits for a step."""
     service: Service = request.app.state.service
     try:
         service.client.stats()
-    except EngineDeadError:
-        raise engine_unavailable() from None
+    except EngineDeadError as error:
+        if error.retry_after_s is None:
+            raise engine_unavailable() from None
     return Response(b'{"status":"ok"}', media_type="application/json")

@@ -261,14 +261,14 @@ class ProcessEngineClient:
             self._num_calls = call_id = self._num_calls + 1
             self._calls[call_id] = future
             process.send(frame(Call(call_id, name, [ids, *arguments])))
-        future.add_done_callback(partial(self._end_call, call_id))
+        future.add_done_callback(partial(self._cancel_call, call_id))
         return future
 
-    def _end_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
-        """The future has a result, or nobody wants one."""
+    def _cancel_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
+        """The future is done. If that is because nobody wants the answer, tell the process; the call counts until the
+        process has replied."""
         with self._lock:
-            is_open = self._calls.pop(call_id, None) is not None
-            if is_open and self._process is not None:
+            if future.cancelled() and call_id in self._calls and self._process is not None:
                 self._process.send(frame(CancelCall(call_id)))
 
     def _tell_watched(self) -> None:

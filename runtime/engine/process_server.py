@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, StepView
 from runtime.engine.wire import (
     Answer,
@@ -93,6 +94,7 @@ class ProcessServer:
         self._reported = (0, 0, 0, 0)
         self._last_pulse_s = 0.0
         self._was_busy = False
+        self._waits_for_server = False
         self._progress_s = time.monotonic()
 
     def run(self) -> NoReturn:
@@ -147,7 +149,7 @@ class ProcessServer:
         self.send(Started(client.info))
         while not self._has_died.wait(PULSE_IDLE_S) and client.state != "down":
             now = time.monotonic()
-            if not client.has_work:
+            if not client.has_work or self._waits_for_server:
                 self._progress_s = now
             elif now - self._progress_s > hang_timeout_s:
                 logger.critical("the engine has got nowhere for %.0f s; its process ends", now - self._progress_s)
@@ -168,7 +170,9 @@ class ProcessServer:
         report = (*received, *client.waiting)
         if outputs or report != self._reported:
             self._outputs, self._reported = [], report
+            self._waits_for_server = True
             self.send(Outputs(outputs, *report))
+            self._waits_for_server = False
         self._progress_s = now = time.monotonic()
         is_busy = client.has_work
         if now - self._last_pulse_s >= PULSE_BUSY_S or (self._was_busy and not is_busy):
@@ -188,9 +192,7 @@ class ProcessServer:
 
     def _answer(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
         self._calls.pop(call_id, None)
-        if future.cancelled():
-            return
-        error = future.exception()
+        error = EngineDeadError("cancelled") if future.cancelled() else future.exception()
         if error is None:
             result = future.result()
             try:

@@ -74,7 +74,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants the answer any more."""
+    """Nobody wants the answer any more; there is one all the same."""
 
     call_id: int
 

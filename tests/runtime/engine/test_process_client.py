@@ -19,6 +19,7 @@ from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest, StepView
 from runtime.engine.process_client import ProcessEngineClient
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.start import start_client
 from runtime.errors import XservError
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 128, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
@@ -188,3 +189,14 @@ def test_a_context_that_is_too_long(client: ProcessEngineClient) -> None:
     request = EngineRequest(request_id="x", prompt_token_ids=[65] * 300, params=SamplingParams())
     with pytest.raises(ContextLengthExceededError):
         client.submit(request, print)
+
+
+def test_a_client_is_chosen() -> None:
+    client = start_client(in_process=True, **SETTINGS)
+    assert isinstance(client, ThreadEngineClient)
+    client.close()
+    with pytest.raises(RequestError, match="a process of its own"):
+        start_client(in_process=True, hang_timeout_s=1.0)
+    for seconds in (0.0, float("nan"), float("inf")):
+        with pytest.raises(RequestError, match="hang_timeout_s must be a positive number"):
+            start_client(hang_timeout_s=seconds)

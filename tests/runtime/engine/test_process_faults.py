@@ -246,7 +246,7 @@ def test_calls_end_with_the_process(client: ProcessEngineClient) -> None:
     wait_until(lambda: client.state == "ready")
     cancelled = client.embed([1, 2])
     assert cancelled.cancel()
-    assert client._calls == {}
+    wait_until(lambda: client._calls == {})
     assert client.logits([3, 4]).tolist() == [[3.0], [4.0]]
 
 
