@@ -44,10 +44,6 @@ export class Ring {
   has(number) {
     return number >= this.end - this.size;
   }
-
-  clear() {
-    this.size = 0;
-  }
 }
 
 export class EngineModel {

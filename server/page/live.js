@@ -4,7 +4,7 @@ import { getEvents } from "./api.js";
 import { BlockMap } from "./blocks.js";
 import { byId, h, reducesMotion, setIcon } from "./dom.js";
 import { EngineModel } from "./engine.js";
-import { count, seconds } from "./message.js";
+import { count, rate, seconds } from "./numbers.js";
 import { Timeline } from "./timeline.js";
 
 const DELAY_S = 0.2; // the picture is this much behind, so that what comes late is there when it is drawn
@@ -181,9 +181,9 @@ export class Live {
 
   #showNumbers() {
     const { stats, info } = this.model;
-    const rates = this.model.rates();
-    tile("generated", shortNumber(rates.decode), "tokens/s");
-    tile("prompts", shortNumber(rates.prefill), "tokens/s");
+    const { decode, prefill } = this.model.rates();
+    tile("generated", rate(decode), "tokens/s");
+    tile("prompts", rate(prefill), "tokens/s");
     tile("running", stats ? count(stats.num_running) : "–", info ? `of ${count(info.max_num_seqs)}` : "");
     tile("waiting", stats ? count(stats.num_waiting) : "–", "in queue");
     const held = stats && stats.num_blocks - stats.num_free_blocks;
@@ -200,7 +200,7 @@ export class Live {
     const shown = this.timeline.rows.length;
     byId("timeline").setAttribute(
       "aria-label",
-      `Timeline of the last ${this.timeline.spanS} seconds: ${shown} requests, ${shortNumber(rates.decode)} tokens a second.`,
+      `Timeline of the last ${this.timeline.spanS} seconds: ${shown} requests, ${rate(decode)} tokens a second.`,
     );
   }
 
@@ -247,11 +247,6 @@ function tile(name, value, unit) {
   if (place.dataset.text === text) return;
   place.dataset.text = text;
   place.replaceChildren(value, h("small", {}, unit));
-}
-
-function shortNumber(value) {
-  if (value >= 10000) return `${(value / 1000).toFixed(1)}k`;
-  return value >= 100 || value === 0 ? count(Math.round(value)) : value.toFixed(1);
 }
 
 function pause(waitS, signal) {

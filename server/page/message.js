@@ -2,16 +2,13 @@
 
 import { copyButton, h, icon, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import { count, rate, seconds } from "./numbers.js";
 
 const ENDS = {
   length: "Stopped at the token limit.",
   stopped: "Stopped.",
   interrupted: "Interrupted: the page was left while this was being written.",
 };
-
-/** Numbers as people read them: 1,234 · 0.12 s · 48.3 */
-export const count = (value) => value.toLocaleString("en-US");
-export const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`);
 
 /**
  * actions  what the chat does when a button is pressed: retry, resume, edit, remove, show (another branch)
@@ -61,7 +58,7 @@ export class MessageView {
   }
 
   #showUser() {
-    this.element.setAttribute("aria-label", this.node.role === "tool" ? "Result of a tool" : "You");
+    this.element.setAttribute("aria-label", "You");
     if (this.body.firstChild?.textContent !== this.node.content || !this.body.querySelector(".bubble")) {
       this.body.replaceChildren(h("div", { class: "bubble" }, this.node.content));
     }
@@ -120,7 +117,7 @@ export class MessageView {
       }
     } else {
       parts.push(copyButton(() => node.content, "Copy message"));
-      if (!isRunning && node.role === "user") parts.push(iconButton("edit", "Edit message", () => this.edit()));
+      if (!isRunning) parts.push(iconButton("edit", "Edit message", () => this.edit()));
     }
     if (!isRunning) parts.push(iconButton("trash", "Delete from here", () => this.#actions.remove(node)));
     const meta = h("span", { class: "meta" }, describe(node, isRunning));
@@ -195,7 +192,7 @@ function describe(node, isRunning) {
   const parts = [];
   if (node.finish && ENDS[node.finish] && !isRunning) parts.push(ENDS[node.finish]);
   if (stats?.ttftS !== undefined) parts.push(`first token ${seconds(stats.ttftS)}`);
-  if (stats?.rate) parts.push(`${stats.rate.toFixed(stats.rate < 100 ? 1 : 0)} tokens/s`);
+  if (stats?.rate) parts.push(`${rate(stats.rate)} tokens/s`);
   if (stats?.tokens) parts.push(`${count(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`);
   if (stats?.cachedTokens) parts.push(`${count(stats.cachedTokens)} of ${count(stats.promptTokens)} cached`);
   return parts.map((part) => h("span", {}, part));

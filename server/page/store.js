@@ -11,7 +11,7 @@ const FORMAT = "xserv-conversations-1";
 /** Characters that all conversations may take together; browsers give a page about five million. */
 export const MAX_CHARACTERS = 4_000_000;
 const MAX_IMPORTED_BYTES = 16_000_000;
-const ROLES = new Set(["user", "assistant", "tool"]);
+const ROLES = new Set(["user", "assistant"]);
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(3)).reduce((id, part) => id + part.toString(36), "");
 
@@ -199,7 +199,6 @@ function readNode(node) {
       arguments: String(call?.arguments ?? ""),
     }));
   }
-  if (typeof node.callId === "string") read.callId = node.callId;
   if (typeof node.finish === "string") read.finish = node.finish;
   if (typeof node.failure?.title === "string") {
     read.failure = { title: node.failure.title, message: String(node.failure.message ?? "") };

@@ -1,7 +1,7 @@
 // The timeline: above, tokens a second and how many requests run and wait; below, a row for each request.
 
 import { DECODE, PREEMPTED, PREFILL, QUEUED } from "./engine.js";
-import { seconds } from "./message.js";
+import { count, seconds } from "./numbers.js";
 
 const LANE = 46; // height of the lane of rates
 const LOAD = 30; // and of the lane of running and waiting
@@ -67,7 +67,6 @@ export class Timeline {
     this.left = gutter;
     this.right = width - 8;
     this.x = (timeS) => gutter + (timeS - fromS) * scale;
-    this.timeAt = (x) => fromS + (x - gutter) / scale;
     context.font = `11px ${getComputedStyle(this.canvas).fontFamily}`;
     context.textBaseline = "middle";
     this.#axis(nowS, height);
@@ -145,7 +144,7 @@ export class Timeline {
     context.fillRect(this.left, top + height, this.right - this.left, 1);
     context.fillStyle = palette.muted;
     context.textAlign = "right";
-    context.fillText(most.toLocaleString("en-US"), this.left - 6, top + 6);
+    context.fillText(count(most), this.left - 6, top + 6);
     context.fillText(unit, this.left - 6, top + height - 6);
   }
 
@@ -161,7 +160,7 @@ export class Timeline {
     this.rows = shown.map((request, at) => ({ request, top: top + at * height, height }));
     const bySerial = new Map(this.rows.map((row) => [row.request.serial, row]));
     this.#labels(height);
-    this.#bars(bySerial, fromS);
+    this.#bars(bySerial, fromS, nowS);
     this.#preemptions(nowS, height);
     this.numHidden = numHidden;
     return shown.length > 0;
@@ -178,7 +177,7 @@ export class Timeline {
     });
   }
 
-  #bars(bySerial, fromS) {
+  #bars(bySerial, fromS, nowS) {
     const { context, palette, model } = this;
     const { columns } = model.spans;
     const queued = hatch(context, palette.queued, true);
@@ -187,16 +186,16 @@ export class Timeline {
       if (columns.end[at] < fromS - 2 && columns.kind[at] === DECODE) break; // long spans may lie behind short ones
       const row = bySerial.get(columns.serial[at]);
       if (!row || columns.end[at] < fromS) continue;
-      const left = Math.max(this.left, this.x(columns.start[at]));
-      const right = Math.min(this.right, this.x(columns.end[at]));
-      if (right <= left) continue;
+      const left = Math.max(this.left, Math.round(this.x(columns.start[at]))); // whole pixels: sharp edges
+      const right = Math.min(this.right, Math.round(this.x(columns.end[at])));
+      if (right < left || columns.start[at] > nowS) continue;
       const width = Math.max(1, right - left);
       const { top, height } = row;
       const inset = height >= 8 ? 2 : height >= 5 ? 1 : 0;
       switch (columns.kind[at]) {
         case PREFILL:
           context.fillStyle = palette.prefill;
-          context.fillRect(left, top + inset, Math.max(1.5, width - (width > 4 ? 1 : 0)), height - inset * 2);
+          context.fillRect(left, top + inset, Math.max(2, width - (width > 4 ? 1 : 0)), height - inset * 2);
           if (width > 34 && height >= 13) {
             context.fillStyle = palette.ground;
             context.textAlign = "left";

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ def shared(tokenizer: Tokenizer) -> Iterator[Served]:
 def fake(shared: Served) -> Iterator[Served]:
     shared.engine.reset(lambda request, index: say("Hello."))
     yield shared
-    wait_until(lambda: shared.engine.num_open == 0)
+    eventually(lambda: shared.engine.num_open == 0)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    wait_until(condition, timeout_s=20)
 
 
 def ask(page: Page, text: str) -> None:
@@ -136,16 +140,16 @@ def test_a_conversation_with_the_demo_model_and_its_engine(browser: Browser, dem
         expect(row).to_contain_text("done")
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("1 requests"))
         expect(page.locator("#blocks")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* cached"))
-        assert num_pixels(page, "#timeline", "prefill") > 10
-        assert num_pixels(page, "#timeline", "decode") > 10
-        assert num_pixels(page, "#blocks", "cached") > 10
+        page.click("text=60 s")
+        for canvas, kind in (("#timeline", "prefill"), ("#timeline", "decode"), ("#blocks", "cached")):
+            eventually(partial(has_pixels, page, canvas, kind))
         page.click("#toggle-live")
         expect(page.locator("#live")).to_be_hidden()
 
 
-def num_pixels(page: Page, canvas: str, kind: str) -> int:
-    """Pixels of a canvas that have the colour of this kind in the legend."""
-    found: int = page.evaluate(
+def has_pixels(page: Page, canvas: str, kind: str) -> bool:
+    """Whether some of a canvas has the colour of this kind in the legend."""
+    number: int = page.evaluate(
         """([canvas, kind]) => {
             const colour = getComputedStyle(document.querySelector(`${canvas}-legend [data-kind=${kind}]`)).color;
             const wanted = colour.match(/[\\d.]+/g).slice(0, 3).map(Number);
@@ -159,7 +163,7 @@ def num_pixels(page: Page, canvas: str, kind: str) -> int:
         }""",
         [canvas, kind],
     )
-    return found
+    return number > 3
 
 
 # The chat
@@ -175,7 +179,7 @@ def test_stop_retry_edit_and_delete(browser: Browser, fake: Served) -> None:
         expect(page.locator("#send")).to_be_hidden()
         page.keyboard.press("Escape")
         wait_idle(page)
-        wait_until(lambda: fake.engine.num_open == 0)
+        eventually(lambda: fake.engine.num_open == 0)
         expect(page.locator(".assistant .meta")).to_contain_text("Stopped.")
 
         fake.engine.step_s = 0.0
@@ -326,18 +330,18 @@ def test_the_reader_is_not_pulled_down(browser: Browser, fake: Served) -> None:
         is_at_end = partial(
             scroll.evaluate, "(e) => e.scrollTop > 300 && e.scrollHeight - e.scrollTop - e.clientHeight < 40"
         )
-        wait_until(is_at_end)
+        eventually(is_at_end)
         page.locator("#scroll").hover()
         page.mouse.wheel(0, -250)
         expect(page.locator("#to-latest")).to_be_visible()
         place, height = scroll.evaluate("(e) => [e.scrollTop, e.scrollHeight]")
-        wait_until(lambda: scroll.evaluate("(e) => e.scrollHeight") > height + 200)
+        eventually(lambda: scroll.evaluate("(e) => e.scrollHeight") > height + 200)
         assert scroll.evaluate("(e) => e.scrollTop") <= place
         page.click("#to-latest")
-        wait_until(is_at_end)
+        eventually(is_at_end)
         page.click("#stop")
         wait_idle(page)
-        wait_until(is_at_end)
+        eventually(is_at_end)
 
 
 @needs_browser
@@ -506,22 +510,29 @@ def test_markdown_becomes_elements(browser: Browser, fake: Served) -> None:
 @needs_browser
 def test_markdown_takes_time_in_proportion_and_every_cut_ends_the_same(browser: Browser, fake: Served) -> None:
     with opened(browser, fake.url) as page:
-        slowest = page.evaluate(
+        worst = page.evaluate(
             """async () => {
                 const { parse, render } = await import("/page/markdown.js");
                 const hostile = ["*a ", "**a", "_a_", "`", "[", "[a](", "](", "![", "http://", "<", "> ", "- ",
                     "1. a\\n ", "  - a\\n", "|a", "|-|\\n", "~~", "***", "\\\\", "#", "# # ", "```\\n",
                     "- - ", "(", "*_", "<http://a"];
-                const found = [];
-                for (const part of hostile) {
+                const take = (part, length) => {
                     const begin = performance.now();
-                    for (const block of parse(part.repeat(Math.ceil(15000 / part.length)))) render(block);
-                    found.push([performance.now() - begin, part]);
+                    for (const block of parse(part.repeat(Math.ceil(length / part.length)))) render(block);
+                    return performance.now() - begin;
+                };
+                let worst = [0, ""];
+                for (const part of hostile) {
+                    let long = take(part, 32000);
+                    if (long < 300) continue;
+                    const short = Math.min(take(part, 4000), take(part, 4000), take(part, 4000));
+                    long = Math.min(long, take(part, 32000));
+                    if (long / short > worst[0]) worst = [long / short, part];
                 }
-                return found.sort((a, b) => b[0] - a[0]);
+                return worst;
             }"""
         )
-        assert slowest[0][0] < 2000, slowest[:3]
+        assert worst[0] < 24, worst  # 8 is in proportion, 64 would be its square
         differing = page.evaluate(
             """async (text) => {
                 const { MarkdownView } = await import("/page/markdown.js");
@@ -655,11 +666,11 @@ def test_the_view_reads_only_while_it_is_seen(browser: Browser, fake: Served) ->
     with opened(browser, fake.url) as page:
         assert not fake.engine.watchers
         page.click("#toggle-live")
-        wait_until(lambda: bool(fake.engine.watchers))
+        eventually(lambda: bool(fake.engine.watchers))
         page.reload()
         expect(page.locator("#live")).to_be_visible()
         page.click("#toggle-live")
-        wait_until(lambda: not fake.engine.watchers)
+        eventually(lambda: not fake.engine.watchers)
 
 
 @needs_browser
