@@ -1,20 +1,21 @@
 """A small HTTP/1.1 client for measuring: one request a connection, the body handed out as it arrives.
 
-Made of asyncio's streams and httptools (the server's own parser), so that the benchmark needs no dependency
-that serving does not need. It knows no redirects, no proxies and no compression.
+Made of asyncio's protocols and httptools (the server's own parser), so that the benchmark needs no dependency that
+serving does not need, and that two hundred streams cost little beside the server's own work. It knows no redirects, no
+proxies and no compression.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from runtime.bench.metrics import BenchmarkError
 
@@ -45,34 +46,108 @@ class Origin:
         return f"{'https' if self.is_tls else 'http'}://{self.host}:{self.port}{self.prefix}"
 
 
-class _Response:
-    """What httptools' parser calls: collects the status and the body's pieces."""
+class Delta(msgspec.Struct):
+    """What a chunk of a chat adds to its choice."""
 
-    def __init__(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
-        self.pieces: list[bytes] = []
-        self.is_complete = False
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+
+class Choice(msgspec.Struct):
+    """A choice of a chunk: `text` in completions, `delta` in chats."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether it carries something that the model said; a chat's first chunk, which names the role, does not."""
+        delta = self.delta
+        if delta is None:
+            return bool(self.text)
+        return bool(delta.content or delta.reasoning_content or delta.tool_calls)
+
+
+class Usage(msgspec.Struct):
+    """Tokens as the server counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
+    """A chunk of a stream, as far as measuring needs it."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(Event).decode
+
+
+class _Exchange(asyncio.Protocol):
+    """One request and its answer: `take` gets the body's bytes of a 200 as they come; `ended` gets a result at the
+    answer's end, and an exception when that does not come."""
+
+    def __init__(self, request: bytes, take: Callable[[bytes], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._take = take
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[bytes] = []
+        self._is_complete = False
+        self._refusal = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def on_body(self, body: bytes) -> None:
-        self.pieces.append(body)
+        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self.is_complete = True
+        self._is_complete = True
 
-    def feed(self, data: bytes) -> bytes:
-        """Parses what came from the socket and returns the body's part of it."""
-        self.parser.feed_data(data)
-        body, self.pieces = b"".join(self.pieces), []
-        return body
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            self._parser.feed_data(data)
+            body, self._pieces = b"".join(self._pieces), []
+            if body and self._parser.get_status_code() == 200:
+                self._take(body)
+            else:
+                self._refusal += body
+        except (httptools.HttpParserError, BenchmarkError) as error:
+            self.ended.set_exception(BenchmarkError(str(error)))
+            return
+        if self._is_complete:
+            status = self._parser.get_status_code()
+            if status == 200:
+                self.ended.set_result(None)
+            else:
+                words = " ".join(self._refusal[:300].decode(errors="replace").split())
+                self.ended.set_exception(BenchmarkError(f"answered {status}: {words}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            reason = f": {error}" if error else ""
+            self.ended.set_exception(BenchmarkError(f"the connection ended before the answer did{reason}"))
 
 
 async def request(
-    origin: Origin, method: str, path: str, payload: dict[str, Any] | None, api_key: str | None
-) -> AsyncGenerator[bytes, None]:
-    """Sends one request and yields the body's bytes as they come.
+    origin: Origin,
+    method: str,
+    path: str,
+    payload: dict[str, Any] | None,
+    api_key: str | None,
+    take: Callable[[bytes], None],
+) -> None:
+    """Sends one request and gives `take` the body's bytes as they come; `take` may raise `BenchmarkError`.
 
-    Raises `BenchmarkError` when the connection fails, ends early, or the status is not 200 (with the body's
-    start).
+    Raises `BenchmarkError` when the connection fails, ends early, or the status is not 200 (with the body's start).
     """
     body = b"" if payload is None else json.dumps(payload).encode()
     headers = [
@@ -85,66 +160,60 @@ async def request(
     ]
     if api_key:
         headers.append(f"authorization: Bearer {api_key}")
+    head = "\r\n".join([*headers, "", ""]).encode("latin-1")
     try:
-        reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=origin.is_tls or None)
+        transport, exchange = await asyncio.get_running_loop().create_connection(
+            lambda: _Exchange(head + body, take), origin.host, origin.port, ssl=origin.is_tls or None
+        )
     except OSError as error:
         raise BenchmarkError(f"cannot connect to {origin}: {error.strerror or error}") from error
-    response = _Response()
     try:
-        writer.write("\r\n".join([*headers, "", ""]).encode("latin-1") + body)
-        await writer.drain()
-        failed = b""
-        while not response.is_complete:
-            data = await reader.read(65536)
-            if not data:
-                raise BenchmarkError(f"{origin}{path}: the connection ended before the answer did")
-            piece = response.feed(data)
-            if piece and response.parser.get_status_code() != 200:
-                failed += piece
-            elif piece:
-                yield piece
-        status = response.parser.get_status_code()
-        if status != 200:
-            words = " ".join(failed[:300].decode(errors="replace").split())
-            raise BenchmarkError(f"{origin}{path} answered {status}: {words}")
-    except (OSError, httptools.HttpParserError) as error:
-        raise BenchmarkError(f"{origin}{path}: {error}") from error
+        await exchange.ended
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{origin}{path} {error}") from None
     finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        transport.close()
 
 
 async def get_json(origin: Origin, path: str, api_key: str | None) -> dict[str, Any]:
     """The whole answer of a GET, as JSON."""
-    body = b"".join([piece async for piece in request(origin, "GET", path, None, api_key)])
+    pieces: list[bytes] = []
+    await request(origin, "GET", path, None, api_key, pieces.append)
     try:
-        answer: dict[str, Any] = json.loads(body)
+        answer: dict[str, Any] = json.loads(b"".join(pieces))
     except ValueError as error:
         raise BenchmarkError(f"{origin}{path} answered no JSON") from error
     return answer
 
 
 async def stream_events(
-    origin: Origin, path: str, payload: dict[str, Any], api_key: str | None
-) -> AsyncGenerator[dict[str, Any], None]:
-    """The `data:` events of a server-sent stream, as JSON, until `[DONE]`.
+    origin: Origin, path: str, payload: dict[str, Any], api_key: str | None, take: Callable[[Event], None]
+) -> None:
+    """Gives `take` each `data:` event of a server-sent stream, at the moment that it arrives, until `[DONE]`.
 
     Raises `BenchmarkError` when the stream ends without `[DONE]` or carries an error.
     """
     rest = b""
-    pieces = request(origin, "POST", path, payload, api_key)
-    async with contextlib.aclosing(pieces):
-        async for piece in pieces:
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                event: dict[str, Any] = json.loads(data)
-                if "error" in event:
-                    raise BenchmarkError(f"{origin}{path} broke off: {event['error']}")
-                yield event
-    raise BenchmarkError(f"{origin}{path}: the stream ended without [DONE]")
+    is_done = False
+
+    def read(piece: bytes) -> None:
+        nonlocal rest, is_done
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if is_done or not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                is_done = True
+                continue
+            try:
+                event = _decode_event(data)
+            except msgspec.DecodeError as error:
+                raise BenchmarkError(f"sent an event that is none: {error}") from None
+            if event.error is not None:
+                raise BenchmarkError(f"broke off: {event.error}")
+            take(event)
+
+    await request(origin, "POST", path, payload, api_key, read)
+    if not is_done:
+        raise BenchmarkError(f"{origin}{path}: the stream ended without [DONE]")

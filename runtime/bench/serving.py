@@ -1,181 +1,158 @@
 """`bench serve`: an OpenAI-compatible server under load, seen from a client, with vLLM's fields.
 
-Requests are streaming completions of random token ids. They arrive at `request_rate` a second: gaps from a
-gamma distribution of shape `burstiness` (1: a Poisson process), all at once for an infinite rate; never
-more than `max_concurrency` are open. Times are the client's: TTFT until the first chunk with a choice, ITL
-between chunks, E2EL until `[DONE]`, TPOT = (E2EL − TTFT) / (output_len − 1).
+Requests are streaming completions or chats. They arrive at `request_rate` a second: gaps from a gamma distribution of
+shape `burstiness` (1: a Poisson process), all at once for an infinite rate; those of a trace at its own moments. Never
+more than `max_concurrency` are open. Times are the client's: TTFT until the first chunk in which the model says
+something, ITL between such chunks, E2EL until the last, TPOT = (E2EL − TTFT) / (output_len − 1).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.bench.environment import describe_machine
-from runtime.bench.http_client import Origin, get_json, stream_events
-from runtime.bench.metrics import BenchmarkError, check_finite, summarize, time_per_output_token_s
-from runtime.bench.prompts import random_prompts, varied_lengths
+from runtime.bench.http_client import Event, Origin, Usage, get_json, stream_events
+from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.samples import Sample
+from runtime.bench.serving_report import GOALS, METRICS, Answer, details, summary
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent. Lengths in tokens; `request_rate` in requests a second, infinite for all at once."""
+    """How and when requests are sent. `request_rate` in requests a second, infinite for all at once, or for a trace's
+    own moments; `timeout_s` is how long one answer may take."""
 
-    num_prompts: int
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float = 0.0
+    endpoint: str = "completions"
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
-    num_warmups: int = 1
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "random_input_len", "random_output_len", "num_warmups"):
-            if getattr(self, name) < 1:
-                raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        for name in ("request_rate", "burstiness"):
+        if self.endpoint not in PATHS:
+            raise BenchmarkError(f"--endpoint {self.endpoint!r} is none of {', '.join(PATHS)}")
+        for name in ("request_rate", "burstiness", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(self, name)} must be above 0")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise BenchmarkError(f"--max-concurrency {self.max_concurrency} must be at least 1")
 
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises `BenchmarkError` when they cannot be sent so."""
+        if self.endpoint == "chat" and any(isinstance(sample.prompt, list) for sample in samples):
+            raise BenchmarkError("--endpoint chat takes prompts of text, not of token ids")
+        if not math.isinf(self.request_rate) and any(sample.arrival_s is not None for sample in samples):
+            raise BenchmarkError("--request-rate: a trace has its own arrivals; --trace-rate makes them denser")
 
-@dataclass(slots=True)
-class Answer:
-    """One request as the client saw it; seconds."""
-
-    ttft_s: float = 0.0
-    latency_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    input_len: int = 0
-    output_len: int = 0
+    def arrivals(self, samples: Sequence[Sample]) -> list[float]:
+        """Seconds after the start at which each is sent; the gaps' mean is exactly 1 / request_rate."""
+        if math.isinf(self.request_rate):
+            return [sample.arrival_s or 0.0 for sample in samples]
+        generator = random.Random(self.seed)
+        gaps = [
+            generator.gammavariate(self.burstiness, 1.0 / (self.request_rate * self.burstiness)) for _ in samples
+        ]
+        scale = len(gaps) / self.request_rate / sum(gaps)
+        times, now = [], 0.0
+        for gap in gaps:
+            times.append(now)
+            now += gap * scale
+        return times
 
 
 async def bench_serve(
     base_url: str,
     load: Load,
+    samples: Sequence[Sample],
+    warmups: Sequence[Sample] = (),
     *,
-    vocab_size: int,
     model: str | None = None,
     api_key: str | None = None,
-    percentile_metrics: tuple[str, ...] = METRICS,
-    metric_percentiles: tuple[float, ...] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+    percentile_metrics: Sequence[str] = METRICS,
+    metric_percentiles: Sequence[float] = (99.0,),
+    save_detailed: bool = False,
+    between: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
     """Warms up and verifies, then applies the load; the report has vLLM's keys.
 
-    `vocab_size` bounds the random ids. `model` None: the first that `/v1/models` lists. Raises
-    `BenchmarkError` when a request fails, ends early, or (with `ignore_eos`) gives another number of tokens
-    than was asked for.
+    warmups        sent before, one by one; they must succeed
+    model          None: the first that `/v1/models` lists
+    goodput        most milliseconds of `ttft`, `tpot`, `e2el`: `request_goodput` counts the requests that keep to all
+    save_detailed  every request's own numbers, too
+    between        called after the warm-up, before the load
+
+    A request fails when it is refused, ends early, or (with `ignore_eos`) gives another number of tokens than was asked
+    for; it counts in `failed` and `error_counts`. Raises `BenchmarkError` when a warm-up fails, or every request.
     """
+    goodput = dict(goodput or {})
+    load.check([*samples, *warmups])
     for name in percentile_metrics:
         if name not in METRICS:
             raise BenchmarkError(f"--percentile-metrics: {name!r} is none of {', '.join(METRICS)}")
+    for name, most_ms in goodput.items():
+        if name not in GOALS or not 0 < most_ms < math.inf:
+            raise BenchmarkError(f"--goodput {name}:{most_ms:g} is not ttft, tpot or e2el and milliseconds above 0")
     origin = Origin.parse(base_url)
     model = model or await _first_model(origin, api_key)
-    input_lens = varied_lengths(load.num_prompts, load.random_input_len, load.random_range_ratio, load.seed)
-    output_lens = varied_lengths(load.num_prompts, load.random_output_len, load.random_range_ratio, load.seed + 1)
-    longest = max(input_lens + [load.random_input_len])
-    prompts = random_prompts(load.num_prompts + load.num_warmups, longest, vocab_size, load.seed)
-
-    async def ask(prompt: list[int], output_len: int) -> Answer:
-        return await _complete(origin, model, prompt, output_len, load, api_key)
-
-    for prompt in prompts[load.num_prompts :]:
-        await ask(prompt[: load.random_input_len], load.random_output_len)
-
-    gate = asyncio.Semaphore(load.max_concurrency or load.num_prompts)
-
-    async def send(prompt: list[int], output_len: int) -> Answer:
-        async with gate:
-            return await ask(prompt, output_len)
-
     start = time.perf_counter()
-    async with _all_or_nothing() as tasks:
-        arrivals = _arrivals(load)
-        for prompt, input_len, output_len in zip(prompts, input_lens, output_lens):
-            delay = start + next(arrivals) - time.perf_counter()
-            if delay > 0:
-                await asyncio.sleep(delay)
-            tasks.append(asyncio.create_task(send(prompt[:input_len], output_len)))
-        answers = await asyncio.gather(*tasks)
-    duration = time.perf_counter() - start
+    for sample in warmups:
+        warmup = await _ask(origin, model, sample, load, api_key, start)
+        if warmup.error is not None:
+            raise BenchmarkError(warmup.error)
+    if between is not None:
+        await between()
+    gate = asyncio.Semaphore(load.max_concurrency or len(samples))
+    start = time.perf_counter()
 
-    total_input = sum(answer.input_len for answer in answers)
-    total_output = sum(answer.output_len for answer in answers)
-    values: dict[str, list[float]] = {
-        "ttft": [answer.ttft_s for answer in answers],
-        "tpot": [
-            tpot for a in answers if (tpot := time_per_output_token_s(a.latency_s, a.ttft_s, a.output_len)) is not None
-        ],
-        "itl": [gap for answer in answers for gap in answer.itl_s],
-        "e2el": [answer.latency_s for answer in answers],
-    }
+    async def send(sample: Sample, arrival_s: float) -> Answer:
+        delay = start + arrival_s - time.perf_counter()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        async with gate:
+            return await _ask(origin, model, sample, load, api_key, start)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(*pair)) for pair in zip(samples, load.arrivals(samples))]
+    answers = [task.result() for task in tasks]
+    duration_s = time.perf_counter() - start
     report: dict[str, Any] = {
-        "backend": "openai",
+        "backend": "openai" if load.endpoint == "completions" else "openai-chat",
         "base_url": str(origin),
+        "endpoint": PATHS[load.endpoint],
         "model_id": model,
-        "num_prompts": load.num_prompts,
+        "num_prompts": len(samples),
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
-        "random_input_len": load.random_input_len,
-        "random_output_len": load.random_output_len,
-        "random_range_ratio": load.random_range_ratio,
-        "duration": duration,
-        "completed": len(answers),
-        "failed": 0,
-        "total_input_tokens": total_input,
-        "total_output_tokens": total_output,
-        "request_throughput": len(answers) / duration,
-        "output_throughput": total_output / duration,
-        "total_token_throughput": (total_input + total_output) / duration,
+        "ignore_eos": load.ignore_eos,
+        "temperature": load.temperature,
+        "seed": load.seed,
+        "goodput": goodput or None,
+        **summary(
+            answers,
+            duration_s,
+            goodput=goodput,
+            percentile_metrics=percentile_metrics,
+            metric_percentiles=metric_percentiles,
+        ),
     }
-    for name in percentile_metrics:
-        report.update(summarize(name, values[name], metric_percentiles))
+    if save_detailed:
+        report |= details(answers)
     report["environment"] = describe_machine()
     check_finite(report)
     return report
-
-
-@contextlib.asynccontextmanager
-async def _all_or_nothing() -> AsyncIterator[list[asyncio.Task[Answer]]]:
-    """A list of tasks; whichever are still open when the block is left, by an error, are cancelled."""
-    tasks: list[asyncio.Task[Answer]] = []
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _arrivals(load: Load) -> Iterator[float]:
-    """Seconds after the start at which each request is sent; the gaps' mean is exactly 1 / request_rate."""
-    if math.isinf(load.request_rate):
-        return iter([0.0] * load.num_prompts)
-    generator = random.Random(load.seed)
-    gaps = [
-        generator.gammavariate(load.burstiness, 1.0 / (load.request_rate * load.burstiness))
-        for _ in range(load.num_prompts)
-    ]
-    scale = load.num_prompts / load.request_rate / sum(gaps)
-    times, now = [], 0.0
-    for gap in gaps:
-        times.append(now)
-        now += gap * scale
-    return iter(times)
 
 
 async def _first_model(origin: Origin, api_key: str | None) -> str:
@@ -185,42 +162,80 @@ async def _first_model(origin: Origin, api_key: str | None) -> str:
     return str(models[0]["id"])
 
 
-async def _complete(
-    origin: Origin, model: str, prompt: list[int], output_len: int, load: Load, api_key: str | None
+async def _ask(
+    origin: Origin, model: str, sample: Sample, load: Load, api_key: str | None, begun: float
 ) -> Answer:
+    """One request, measured. What goes wrong stands in the answer's `error`."""
+    start = last = time.perf_counter()
+    answer = Answer(start - begun)
+    usage: Usage | None = None
+    has_first = False
+
+    def take(event: Event) -> None:
+        nonlocal last, usage, has_first
+        answer.num_events += 1
+        usage = event.usage or usage
+        if not event.choices:
+            return
+        now = time.perf_counter()
+        if any(choice.has_output for choice in event.choices):
+            if has_first:
+                answer.itl_s.append(now - last)
+            else:
+                answer.ttft_s, has_first = now - start, True
+            last = now
+        answer.latency_s = now - start
+
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            await stream_events(origin, PATHS[load.endpoint], _payload(model, sample, load), api_key, take)
+        if usage is None or not answer.latency_s:
+            raise BenchmarkError(f"{origin}: an answer without {'chunks' if usage else 'usage'} cannot be counted")
+        _count(origin, answer, usage, sample, load.ignore_eos)
+    except TimeoutError:
+        answer.error = f"{origin}: no whole answer within {load.timeout_s:g} s"
+    except BenchmarkError as error:
+        answer.error = str(error)
+    if answer.error is not None:
+        answer.latency_s = time.perf_counter() - start
+    elif not has_first:  # an answer of no text: its end is all that came
+        answer.ttft_s = answer.latency_s
+    return answer
+
+
+def _payload(model: str, sample: Sample, load: Load) -> dict[str, Any]:
     payload: dict[str, Any] = {
         "model": model,
-        "prompt": prompt,
-        "max_tokens": output_len,
+        "max_tokens": sample.output_len,
         "temperature": load.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if load.endpoint == "chat":
+        payload["messages"] = [{"role": "user", "content": sample.prompt}]
+    else:
+        payload["prompt"] = sample.prompt
     if load.ignore_eos:
         payload["ignore_eos"] = True
-    answer = Answer()
-    start = last = time.perf_counter()
-    usage: dict[str, Any] | None = None
-    has_first = False
-    events = stream_events(origin, "/v1/completions", payload, api_key)
-    async with contextlib.aclosing(events):
-        async for event in events:
-            now = time.perf_counter()
-            usage = event.get("usage") or usage
-            if not event.get("choices"):
-                continue
-            if not has_first:
-                answer.ttft_s, has_first = now - start, True
-            else:
-                answer.itl_s.append(now - last)
-            last = now
-    answer.latency_s = last - start
-    if usage is None or not has_first:
-        missing = "chunks" if usage else "usage"
-        raise BenchmarkError(f"{origin}: an answer without {missing} cannot be counted")
-    answer.input_len, answer.output_len = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-    if answer.input_len < len(prompt):
-        raise BenchmarkError(f"{origin} counted {answer.input_len} prompt tokens of {len(prompt)} sent")
-    if answer.output_len > output_len or answer.output_len < (output_len if load.ignore_eos else 1):
-        raise BenchmarkError(f"{origin} gave {answer.output_len} tokens where {output_len} were asked for")
-    return answer
+    return payload
+
+
+def _count(origin: Origin, answer: Answer, usage: Usage, sample: Sample, is_exact: bool) -> None:
+    """The server's counts, which must be possible. Raises `BenchmarkError`."""
+    answer.input_len, answer.output_len = usage.prompt_tokens, usage.completion_tokens
+    if isinstance(sample.prompt, list) and answer.input_len < len(sample.prompt):
+        raise BenchmarkError(f"{origin} counted {answer.input_len} prompt tokens of {len(sample.prompt)} sent")
+    if answer.output_len > sample.output_len or answer.output_len < (sample.output_len if is_exact else 1):
+        raise BenchmarkError(f"{origin} gave {answer.output_len} tokens where {sample.output_len} were asked for")
+
+
+def run_bench(measure: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Runs it on the event loop that costs least: uvloop's, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    else:
+        make_loop = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(measure)

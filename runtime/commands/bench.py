@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,84 +110,6 @@ def streaming(
         lines["p50 TTFT / one request of as many tokens"] = report["ttft_ratio"]
     lines["completion throughput (tokens/s)"] = report["completion_throughput"]
     deliver(report, lines, as_json, output_json)
-
-
-def serve(
-    engine: EngineOptions,
-    base_url: Annotated[
-        str | None, typer.Option(help="A running server, http://host:port; without it, our own is started.")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many requests.")] = 64,
-    random_input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
-    random_output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
-    random_vocab_size: Annotated[int, typer.Option(help="With --base-url: ids are drawn from [0, this).")] = 256,
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None,
-    percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles, comma-separated.")] = "99",
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output length.")] = True,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.")] = 1,
-    save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
-    result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
-    result_filename: Annotated[str | None, typer.Option(help="Its name; default: made of rate and time.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Load on a server: TTFT, TPOT, ITL, end-to-end latency.
-
-    With --base-url, --model is the name to ask for (default: the first that the server lists), and the key
-    is read from OPENAI_API_KEY. Without it our own server is started with the engine's flags, in a process
-    of its own.
-    """
-    import asyncio
-    from contextlib import ExitStack
-
-    from runtime.bench.child_process import ChildProcess
-    from runtime.bench.serving import Load, bench_serve
-
-    percentiles = _percentiles(metric_percentiles)
-    load = Load(
-        num_prompts=num_prompts,
-        random_input_len=random_input_len,
-        random_output_len=random_output_len,
-        random_range_ratio=random_range_ratio,
-        request_rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        seed=engine.seed or 0,
-        num_warmups=num_warmups,
-    )
-    with ExitStack() as stack:
-        vocab_size, model, own = random_vocab_size, engine.model, None
-        if base_url is None:
-            command = [sys.executable, "-m", "runtime.bench.own_server"]
-            own = stack.enter_context(ChildProcess(command, "our server")).ask("start", **engine.arguments())
-            base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]
-            print(f"our own server, in its own process, at {base_url}", file=sys.stderr)
-        report = asyncio.run(
-            bench_serve(
-                base_url,
-                load,
-                vocab_size=vocab_size,
-                model=model,
-                api_key=os.environ.get("OPENAI_API_KEY"),
-                percentile_metrics=tuple(part.strip() for part in percentile_metrics.split(",")),
-                metric_percentiles=percentiles,
-            )
-        )
-    if own is not None:
-        report["environment"] = own["environment"]
-    path = None
-    if save_result:
-        stamp = report["environment"]["date"].replace(":", "")
-        path = result_dir / (
-            result_filename or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
-        )
-    deliver(report, _serve_lines(report), as_json, path)
 
 
 def peers(
@@ -331,16 +252,6 @@ def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: 
     print("  ".join(["", *words, f"{environment.get('num_threads', environment['num_cores'])} threads"]))
 
 
-def _percentiles(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = (-1.0,)
-    if not all(0.0 <= value <= 100.0 for value in values):
-        raise typer.BadParameter(f"--metric-percentiles {text!r}: not numbers from 0 to 100, comma-separated")
-    return values
-
-
 def _integers(name: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -348,26 +259,5 @@ def _integers(name: str, text: str) -> list[int]:
         raise typer.BadParameter(f"--{name} must be whole numbers, comma-separated, got {text!r}") from None
 
 
-def _serve_lines(report: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's lines."""
-    titles = {
-        "completed": "Successful requests",
-        "failed": "Failed requests",
-        "max_concurrency": "Maximum request concurrency",
-        "duration": "Benchmark duration (s)",
-        "total_input_tokens": "Total input tokens",
-        "total_output_tokens": "Total generated tokens",
-        "request_throughput": "Request throughput (req/s)",
-        "output_throughput": "Output token throughput (tok/s)",
-        "total_token_throughput": "Total token throughput (tok/s)",
-    }
-    lines = {title: report[key] for key, title in titles.items() if report[key] is not None}
-    for key, value in report.items():
-        if key.endswith("_ms"):
-            kind, name, _ = key.split("_")
-            lines[f"{kind.capitalize()} {name.upper()} (ms)"] = value
-    return lines
-
-
-for _command in (latency, throughput, serve, streaming, peers, allocator, exact, overhead):
+for _command in (latency, throughput, streaming, peers, allocator, exact, overhead):
     bench.command()(with_options(_command))

@@ -6,23 +6,28 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.bench.http_client import Origin, get_json
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.serving import Load, _arrivals, bench_serve
+from runtime.bench.samples import Sample, as_text, file_samples, random_samples, trace_samples
+from runtime.bench.serving import Load, bench_serve
 
 
 class FakeServer:
-    """Answers /v1/models, and /v1/completions with one chunk a token; `fault` says what goes wrong."""
+    """Answers /v1/models, and completions and chats with one chunk a token; `fault` says what goes wrong with the
+    requests after the first `num_good`."""
 
-    def __init__(self, fault: str | None = None) -> None:
-        self.fault = fault
+    def __init__(self, fault: str | None = None, num_good: int = 0) -> None:
+        self.will_fail = fault
+        self.num_good = num_good
         self.payloads: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.num_open = 0
@@ -53,7 +58,7 @@ class FakeServer:
         else:
             self.num_open += 1
             self.most_open = max(self.most_open, self.num_open)
-            await self.complete(writer, json.loads(body))
+            await self.complete(writer, json.loads(body), is_chat="/chat/" in head)
             self.num_open -= 1
 
     def send(
@@ -62,29 +67,39 @@ class FakeServer:
         size = f"content-length: {len(body)}\r\n" if length else "transfer-encoding: chunked\r\n"
         writer.write(f"HTTP/1.1 {status}\r\n{size}\r\n".encode() + (body if length else b""))
 
-    async def complete(self, writer: asyncio.StreamWriter, payload: dict[str, Any]) -> None:
+    async def complete(self, writer: asyncio.StreamWriter, payload: dict[str, Any], is_chat: bool) -> None:
         self.payloads.append(payload)
-        if self.fault == "refuse":
+        fault = self.will_fail if len(self.payloads) > self.num_good else None
+        if fault == "refuse":
             self.send(writer, b'{"error": {"message": "too\\nlong"}}', status="400 Bad Request", length=True)
             return
         self.send(writer, b"", length=False)
-        num_tokens = payload["max_tokens"] - (self.fault == "short")
+        if is_chat:
+            role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+            self.chunk(writer, f"data: {json.dumps(role)}\n\n".encode())
+        num_tokens = payload["max_tokens"] - (fault == "short")
         for index in range(num_tokens):
             await asyncio.sleep(0.01)
-            event = {"choices": [{"index": 0, "text": "é"}], "usage": None}
-            if self.fault == "error" and index == 1:
+            said = {"delta": {"content": "é"}} if is_chat else {"text": "é"}
+            event: dict[str, Any] = {"choices": [{"index": 0, **said}], "usage": None}
+            if fault == "error" and index == 1:
                 event = {"error": {"message": "lost"}}
             # The event is cut in two chunks in the middle of a character.
             data = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode()
             cut = data.find(b"\xa9")
             for piece in (data[:cut], data[cut:]):
-                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-        usage = {"prompt_tokens": len(payload["prompt"]), "completion_tokens": num_tokens}
+                self.chunk(writer, piece)
+        prompt = payload["messages"][0]["content"].split() if is_chat else payload["prompt"]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": num_tokens}
         tail = f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
-        if self.fault != "cut":
+        if fault != "cut":
             tail += b"data: [DONE]\n\n"
-        if self.fault != "broken":
-            writer.write(f"{len(tail):x}\r\n".encode() + tail + b"\r\n0\r\n\r\n")
+        if fault != "broken":
+            self.chunk(writer, tail)
+            writer.write(b"0\r\n\r\n")
+
+    def chunk(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -95,14 +110,13 @@ class FakeServer:
                 await self.all_closed.wait()
 
 
-def load(**fields: Any) -> Load:
-    return Load(**{"num_prompts": 3, "random_input_len": 5, "random_output_len": 4, **fields})
+SAMPLES = random_samples(4, input_len=5, output_len=4, vocab_size=100)
 
 
 async def test_report_has_the_known_keys_and_plausible_times() -> None:
     fake = FakeServer()
     async with fake.running() as url:
-        report = await bench_serve(url, load(max_concurrency=2), vocab_size=100, api_key="k")
+        report = await bench_serve(url, Load(max_concurrency=2), SAMPLES[:3], SAMPLES[3:], api_key="k")
     assert len(fake.payloads) == 4  # a warm-up, three timed ones
     assert fake.most_open == 2
     assert fake.payloads[0]["model"] == report["model_id"] == "fake"
@@ -136,13 +150,66 @@ async def test_report_has_the_known_keys_and_plausible_times() -> None:
 async def test_what_is_not_whole_is_not_timed(fault: str, words: str) -> None:
     async with FakeServer(fault).running() as url:
         with pytest.raises(BenchmarkError, match=words):
-            await bench_serve(url, load(), vocab_size=100)
+            await bench_serve(url, Load(), SAMPLES[:3], SAMPLES[3:])
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("refuse", "answered 400: .*too.*long"),
+        ("short", "gave 3 tokens where 4 were asked for"),
+        ("error", "broke off: .*lost"),
+        ("cut", r"ended without \[DONE\]"),
+        ("broken", "ended before the answer did"),
+    ],
+)
+async def test_requests_that_fail_are_counted_and_not_timed(fault: str, words: str) -> None:
+    async with FakeServer(fault, num_good=2).running() as url:
+        report = await bench_serve(
+            url, Load(max_concurrency=1), SAMPLES[:3], SAMPLES[3:], save_detailed=True, goodput={"ttft": 1e6}
+        )
+    assert (report["completed"], report["failed"]) == (1, 2)
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (5, 4)
+    assert report["request_goodput"] == pytest.approx(1 / report["duration"])
+    ((message, times),) = report["error_counts"].items()
+    assert times == 2
+    assert re.search(words, message)
+    assert report["errors"] == ["", message, message]
+    assert report["p99_ttft_ms"] == pytest.approx(report["ttfts"][0] * 1e3)
+    assert len(report["itls"][0]) == 3
+    json.dumps(report, allow_nan=False)
+
+
+async def test_an_answer_that_takes_too_long() -> None:
+    async with FakeServer().running() as url:
+        slow = [*SAMPLES[:1], Sample([1], 10_000)]
+        report = await bench_serve(url, Load(timeout_s=2.0), slow)
+    assert report["completed"] == 1
+    assert list(report["error_counts"].values()) == [1]
+    assert "within 2 s" in next(iter(report["error_counts"]))
+
+
+async def test_a_chats_first_token_comes_after_its_role() -> None:
+    fake = FakeServer()
+    async with fake.running() as url:
+        report = await bench_serve(
+            url, Load(endpoint="chat"), as_text(SAMPLES[:3]), goodput={"ttft": 1.0, "e2el": 1e6}
+        )
+        for samples, words in ((SAMPLES, "text, not of token ids"), ([Sample("x", 1, 0.5)], "--trace-rate")):
+            with pytest.raises(BenchmarkError, match=words):
+                await bench_serve(url, Load(endpoint="chat", request_rate=5.0), samples)
+    assert report["backend"] == "openai-chat"
+    assert report["total_input_tokens"] == 15
+    assert report["mean_ttft_ms"] >= 9  # the first chunk comes at once
+    assert report["request_goodput"] == 0.0
+    assert report["max_concurrent_requests"] == 3
+    assert report["total_events"] == 3 * 6
 
 
 async def test_without_ignore_eos_a_short_answer_is_fine() -> None:
     fake = FakeServer("short")
     async with fake.running() as url:
-        report = await bench_serve(url, load(ignore_eos=False), vocab_size=100, percentile_metrics=("ttft",))
+        report = await bench_serve(url, Load(ignore_eos=False), SAMPLES[:3], percentile_metrics=("ttft",))
     assert report["total_output_tokens"] == 9
     assert "ignore_eos" not in fake.payloads[0]
     assert "mean_tpot_ms" not in report
@@ -164,27 +231,84 @@ def test_origins() -> None:
 
 
 def test_arrivals_keep_the_rate() -> None:
-    assert list(_arrivals(load())) == [0.0, 0.0, 0.0]
-    times = list(_arrivals(load(num_prompts=1000, request_rate=50.0)))
+    assert Load().arrivals(SAMPLES) == [0.0] * 4
+    many = SAMPLES * 250
+    times = Load(request_rate=50.0).arrivals(many)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.01)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert deviation == pytest.approx(mean, rel=0.15)  # a Poisson process: as large as the mean
-    steady = list(_arrivals(load(num_prompts=1000, request_rate=50.0, burstiness=100.0)))
+    steady = Load(request_rate=50.0, burstiness=100.0).arrivals(many)
     spread = [later - earlier for earlier, later in pairwise(steady)]
     assert max(spread) < 2 * mean
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_prompts", 0), ("request_rate", 0.0), ("request_rate", math.nan), ("max_concurrency", 0)],
+    [("endpoint", "chats"), ("request_rate", 0.0), ("request_rate", math.nan), ("max_concurrency", 0)],
 )
-def test_loads_that_make_no_sense(field: str, value: float) -> None:
+def test_loads_that_make_no_sense(field: str, value: Any) -> None:
     with pytest.raises(BenchmarkError, match=field.replace("_", "-")):
-        load(**{field: value})
+        Load(**{field: value})
 
 
-async def test_unknown_metric() -> None:
-    with pytest.raises(BenchmarkError, match="'tbt' is none of ttft"):
-        await bench_serve("http://x", load(), vocab_size=9, percentile_metrics=("tbt",))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"percentile_metrics": ("tbt",)}, "'tbt' is none of ttft"), ({"goodput": {"itl": 5.0}}, "itl:5 is not ttft")],
+)
+async def test_unknown_metrics(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BenchmarkError, match=words):
+        await bench_serve("http://x", Load(), SAMPLES, **options)
+
+
+def test_random_samples_with_prefixes() -> None:
+    samples = random_samples(
+        9, input_len=10, output_len=6, range_ratio=0.5, prefix_len=4, num_prefixes=3, vocab_size=50
+    )
+    prompts = [tuple(sample.prompt) for sample in samples]
+    assert len(set(prompts)) == 9
+    assert len({prompt[:4] for prompt in prompts}) == 3
+    assert prompts[0][:4] == prompts[3][:4] != prompts[1][:4]
+    assert all(9 <= len(prompt) <= 19 and all(0 <= i < 50 for i in prompt) for prompt in prompts)
+    assert all(3 <= sample.output_len <= 9 and sample.arrival_s is None for sample in samples)
+    texts = [sample.prompt for sample in as_text(samples)]
+    assert [len(text.split()) for text in texts] == [len(prompt) for prompt in prompts]
+    assert texts[0].split()[:4] == texts[3].split()[:4]
+    with pytest.raises(BenchmarkError, match="--num-prefixes 0"):
+        random_samples(9, input_len=1, output_len=1, num_prefixes=0, vocab_size=50)
+
+
+def test_samples_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [(0, 600, 9, [1, 2]), (2000, 1000, 5, [1, 3])]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": i, "output_length": o, "hash_ids": ids}) + "\n"
+            for at, i, o, ids in rows
+        )
+    )
+    samples = trace_samples(path, 5, rate=2.0, vocab_size=1000, seed=3)
+    assert [(len(each.prompt), each.output_len, each.arrival_s) for each in samples] == [(600, 9, 0.0), (1000, 5, 1.0)]
+    assert samples[0].prompt[:512] == samples[1].prompt[:512]
+    assert samples[0].prompt[512:600] != samples[1].prompt[512:600]
+
+
+def test_samples_of_a_file(tmp_path: Path) -> None:
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("one\n\ntwo\n")
+    assert file_samples(text, 3, 7) == [Sample("one", 7), Sample("two", 7), Sample("one", 7)]
+    lines.write_text('{"prompt": [1, 2], "output_tokens": 3}\n{"prompt": "x"}\n')
+    assert file_samples(lines, 2, 7) == [Sample([1, 2], 3), Sample("x", 7)]
+    for content, words in (
+        ("[]", r"jsonl:1: prompt is neither"),
+        ("{", "1: not JSON"),
+        ('{"prompt": "x", "output_tokens": 0}', "output_tokens 0 is"),
+        ("", "no prompt in it"),
+    ):
+        lines.write_text(content)
+        with pytest.raises(BenchmarkError, match=words):
+            file_samples(lines, 2, 7)
+    for path in (tmp_path / "none.txt", tmp_path / "prompts.csv"):
+        with pytest.raises(BenchmarkError, match=path.name):
+            file_samples(path, 2, 7)

@@ -1,0 +1,211 @@
+"""`xserv bench serve`: load on a server, as its clients see it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from runtime.commands.bench import JsonFlag, OutputJson, deliver
+from runtime.commands.options import EngineOptions
+
+
+def serve(
+    engine: EngineOptions,
+    base_url: Annotated[
+        str | None, typer.Option(help="A running server, http://host:port; without it, our own is started.")
+    ] = None,
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="With --base-url: sent as a token.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many requests.", min=1)] = 64,
+    input_len: Annotated[
+        int, typer.Option("--random-input-len", "--input-len", help="Tokens of each prompt.", min=1)
+    ] = 32,
+    output_len: Annotated[
+        int, typer.Option("--random-output-len", "--output-len", help="New tokens of each answer.", min=1)
+    ] = 32,
+    range_ratio: Annotated[
+        float, typer.Option("--random-range-ratio", "--range-ratio", help="Lengths vary by this share, in [0, 1).")
+    ] = 0.0,
+    prefix_len: Annotated[
+        int, typer.Option("--random-prefix-len", "--prefix-len", help="Tokens before each prompt that others share.")
+    ] = 0,
+    num_prefixes: Annotated[int, typer.Option(help="How many prefixes take turns.")] = 1,
+    random_vocab_size: Annotated[int, typer.Option(help="With --base-url: ids are drawn from [0, this).")] = 256,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Instead: a file of prompts, .txt by the line or .jsonl with prompt and output_tokens."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead: a recorded trace, .csv (Azure) or .jsonl (Mooncake), at its moments.")
+    ] = None,
+    trace_rate: Annotated[float, typer.Option(help="The trace's arrivals this many times as dense.")] = 1.0,
+    trace_length: Annotated[float, typer.Option(help="Its prompts and answers this many times as long.")] = 1.0,
+    trace_max_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer; default: our own server's max_model_len.")
+    ] = None,
+    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME:MS", help="Most ttft, tpot, e2el of a good request; may be repeated."),
+    ] = None,
+    percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles, comma-separated.")] = "99",
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output length.")] = True,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.", min=0)] = 1,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600.0,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="The report has every request's numbers, too.")
+    ] = False,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
+    result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
+    result_filename: Annotated[str | None, typer.Option(help="Its name; default: made of rate and time.")] = None,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Load on a server: TTFT, TPOT, ITL, end-to-end latency. Exit status 1: a request failed.
+
+    With --base-url, --model is the name to ask for (default: the first that the server lists). Without it our own
+    server is started with the engine's flags, in a process of its own; the report then has what it costs that process.
+    """
+    from runtime.bench.child_process import ChildProcess
+    from runtime.bench.samples import WORDS, as_text, file_samples, random_samples, trace_samples
+    from runtime.bench.serving import Load, bench_serve, run_bench
+
+    percentiles = _percentiles(metric_percentiles)
+    targets = _targets(goodput or [])
+    if prompts is not None and trace is not None:
+        raise typer.BadParameter("--prompts and --trace: one of them")
+    load = Load(
+        endpoint=endpoint,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        seed=engine.seed or 0,
+        timeout_s=timeout_s,
+    )
+    count = num_prompts + num_warmups
+    with ExitStack() as stack:
+        vocab_size, model, own, used_s = random_vocab_size, engine.model, None, [0.0]
+        if base_url is None:
+            command = [sys.executable, "-m", "runtime.bench.own_server"]
+            server = stack.enter_context(ChildProcess(command, "our server"))
+            own = server.ask("start", **engine.arguments())
+            base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]
+            trace_max_len = trace_max_len or own["max_model_len"]
+            print(f"our own server, in its own process, at {base_url}", file=sys.stderr)
+        if endpoint == "chat":
+            vocab_size = len(WORDS)
+        if trace is not None:
+            dataset: dict[str, Any] = {"rate": trace_rate, "length": trace_length, "max_len": trace_max_len}
+            samples = trace_samples(trace, count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            dataset = {"name": trace.stem, **dataset}
+        elif prompts is not None:
+            samples = file_samples(prompts, count, output_len)
+            dataset = {"name": prompts.stem}
+        else:
+            dataset = {
+                "input_len": input_len,
+                "output_len": output_len,
+                "range_ratio": range_ratio,
+                "prefix_len": prefix_len,
+                "num_prefixes": num_prefixes,
+            }
+            samples = random_samples(count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            dataset = {"name": "random", **dataset}
+        if endpoint == "chat" and prompts is None:
+            samples = as_text(samples)
+        async def between() -> None:
+            if own is not None:
+                used_s[0] = server.ask("cpu")["cpu_s"]
+
+        measure = bench_serve(
+            base_url,
+            load,
+            samples[:num_prompts],
+            samples[num_prompts:],
+            model=model,
+            api_key=api_key,
+            goodput=targets,
+            percentile_metrics=tuple(part.strip() for part in percentile_metrics.split(",")),
+            metric_percentiles=percentiles,
+            save_detailed=save_detailed,
+            between=between,
+        )
+        report = {"dataset": dataset, **run_bench(measure)}
+        if own is not None:
+            cpu_s = server.ask("cpu")["cpu_s"] - used_s[0]
+            report["server_cpu_us_per_event"] = cpu_s / report["total_events"] * 1e6
+            report["environment"] = own["environment"]
+    path = output_json
+    if save_result:
+        stamp = report["environment"]["date"].replace(":", "")
+        path = result_dir / (
+            result_filename or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
+        )
+    deliver(report, _lines(report), as_json, path)
+    if report["failed"]:
+        for message, times in report["error_counts"].items():
+            print(f"failed, {times} times: {message}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0.0 <= value <= 100.0 for value in values):
+        raise typer.BadParameter(f"--metric-percentiles {text!r}: not numbers from 0 to 100, comma-separated")
+    return values
+
+
+def _targets(texts: list[str]) -> dict[str, float]:
+    """From "ttft:500 tpot:50", in one value or several."""
+    targets = {}
+    for pair in re.split(r"[\s,]+", " ".join(texts).strip()) if texts else []:
+        name, _, most_ms = pair.partition(":")
+        try:
+            targets[name] = float(most_ms)
+        except ValueError:
+            raise typer.BadParameter(f"--goodput {pair!r} is not a name and milliseconds, such as ttft:500") from None
+    return targets
+
+
+def _lines(report: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's lines."""
+    titles = {
+        "completed": "Successful requests",
+        "failed": "Failed requests",
+        "max_concurrency": "Maximum request concurrency",
+        "duration": "Benchmark duration (s)",
+        "total_input_tokens": "Total input tokens",
+        "total_output_tokens": "Total generated tokens",
+        "request_throughput": "Request throughput (req/s)",
+        "request_goodput": "Request goodput (req/s)",
+        "output_throughput": "Output token throughput (tok/s)",
+        "max_output_tokens_per_s": "Peak output token throughput (tok/s)",
+        "max_concurrent_requests": "Peak concurrent requests",
+        "total_token_throughput": "Total token throughput (tok/s)",
+        "server_cpu_us_per_event": "Server CPU per event (us)",
+    }
+    lines = {title: report[key] for key, title in titles.items() if report.get(key) is not None}
+    for key, value in report.items():
+        if key.endswith("_ms"):
+            kind, name, _ = key.split("_")
+            lines[f"{kind.capitalize()} {name.upper()} (ms)"] = value
+    return lines
+
+
+COMMANDS = (serve,)
