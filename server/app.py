@@ -84,7 +84,7 @@ class Application(Starlette):
         config = self.config
         app = super().build_middleware_stack()
         if self.keys.is_required:
-            app = Authentication(app, self.keys, shares_prefix_cache=config.share_prefix_cache)
+            app = Authentication(app, self.keys)
         if config.allowed_origins:
             app = CORSMiddleware(
                 app,

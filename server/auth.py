@@ -94,12 +94,11 @@ class Authentication:
     """An ASGI layer that lets nobody pass without a key, whatever the path, the method, or whether there is such a
     route. The path is the one that is routed, after its escapes were resolved, and only the exact `OPEN_PATH` is open.
 
-    Notes in the exchange whose key it was, unless the prefix cache is shared."""
+    Notes in the exchange whose key it was."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, *, shares_prefix_cache: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app = app
         self.keys = keys
-        self.shares_prefix_cache = shares_prefix_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == OPEN_PATH:  # the gate lets no websocket this far
@@ -113,9 +112,8 @@ class Authentication:
                 response.headers.append("WWW-Authenticate", challenge)
             await response(scope, receive, send)
             return
-        if not self.shares_prefix_cache:
-            exchange: Exchange = scope[KEY]
-            exchange.tenant = tenant
+        exchange: Exchange = scope[KEY]
+        exchange.tenant = tenant
         await self.app(scope, receive, send)
 
 

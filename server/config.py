@@ -71,7 +71,7 @@ class ServerConfig:
     otlp_endpoint            where OpenTelemetry traces go (needs the extra `otel`); None: nowhere
     """
 
-    max_connections: int = 2000
+    max_connections: int = 3000
     max_header_bytes: int = 16 * 1024
     max_headers: int = 100
     header_timeout_s: float = 10.0

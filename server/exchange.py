@@ -29,7 +29,7 @@ class Exchange:
 
     given_id      the client's own X-Request-Id, where it sent a sound one: the answer has it too
     answered_id   the X-Request-Id of the answer
-    tenant        whose key was shown; None where no keys are set, or all share the prefix cache
+    tenant        whose key was shown; None where no keys are set
     status        of the answer; 0: none was begun
     send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
                   its body past it

@@ -152,7 +152,7 @@ class Service:
         exchange.meter = generation.meter = RequestMeter(
             self.metrics.generation, generation.params, generation.arrival_time_s
         )
-        if exchange.tenant is not None:
+        if exchange.tenant is not None and not self.config.share_prefix_cache:
             salt = f"{exchange.tenant}:{generation.scheduling.cache_salt or ''}"
             generation.scheduling = replace(generation.scheduling, cache_salt=salt)
         if self.config.log_prompts:
