@@ -37,6 +37,7 @@ from runtime.engine.messages import (
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.vocabulary import LazyVocabulary
 from runtime.text.chat import chat_prompt
+from runtime.text.formats import AnswerFormat
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextDelta, TextPipeline
 
@@ -241,12 +242,16 @@ class LLM:
         )
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        answer_format: AnswerFormat | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Complete one prompt, with ``n=1``, and yield what comes as it comes; the last delta has a
-        ``finish_reason``. The request starts with the first ``next``; closing the iterator cancels it. Raises
-        as ``generate`` does."""
-        job = self._job(prompt, params or self.default_sampling_params())
+        ``finish_reason``. With an ``answer_format``, reasoning and tool calls are told from the text. The request
+        starts with the first ``next``; closing the iterator cancels it. Raises as ``generate`` does."""
+        job = self._job(prompt, params or self.default_sampling_params(), answer_format)
         if job.params.n != 1:
             raise RequestError(f"stream has one choice, got n={job.params.n}", param="n")
         return self._stream(job)
@@ -258,7 +263,7 @@ class LLM:
         """
         return self.client.logits(token_ids)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, answer_format: AnswerFormat | None = None) -> _Job:
         text, token_ids = self._encode(prompt)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
@@ -270,7 +275,7 @@ class LLM:
             eos_token_ids=self.client.info.eos_token_ids,
             **_scheduling_of(prompt),
         )
-        return _Job(request, text, self.tokenizer)
+        return _Job(request, text, self.tokenizer, answer_format or AnswerFormat())
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -344,7 +349,7 @@ class LLM:
         try:
             while not job.pipelines[0].is_finished:
                 delta = job.receive(outputs.get())
-                if delta.token_ids or delta.text or delta.finish_reason is not None:
+                if delta.token_ids or delta.text or delta.reasoning or delta.finish_reason is not None:
                     yield delta
         finally:
             if job.num_running:
@@ -354,14 +359,25 @@ class LLM:
 class _Job:
     """One request on its way: its choices as they grow."""
 
-    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None, answer_format: AnswerFormat
+    ) -> None:
         params = request.params
         self.request = request
         self.request_id = request.request_id
         self.params = params
         self.prompt = prompt
         self.num_running = params.n
-        self.pipelines = [TextPipeline(tokenizer, params, request.prompt_token_ids) for _ in range(params.n)]
+        self.pipelines = [
+            TextPipeline(
+                tokenizer,
+                params,
+                request.prompt_token_ids,
+                reasoning=answer_format.reasoning,
+                tools=answer_format.tools,
+            )
+            for _ in range(params.n)
+        ]
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens: int | None = None

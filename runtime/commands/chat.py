@@ -35,7 +35,7 @@ def chat(
 
     is_terminal = sys.stdin.isatty()
     with LLM(**llm_options.arguments()) as llm:
-        session = ChatSession(llm, system=system, given=sampling.given())
+        session = ChatSession(llm, system=system, given=sampling.given(), on_reasoning=show_reasoning)
         if is_terminal:
             facts = llm.client.info
             context = f"{facts.max_model_len} tokens of context"
@@ -50,6 +50,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def show_reasoning(text: str) -> None:
+    """Thoughts, dimmed, where a person looks on."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[2m{text}\x1b[0m")
+        sys.stderr.flush()
+
+
 def show_answer(session: ChatSession, message: str) -> bool:
     """Streams one answer to stdout, and a newline; False when it failed, for a reason said on stderr."""
     from runtime.commands.group import one_line
@@ -57,7 +64,9 @@ def show_answer(session: ChatSession, message: str) -> bool:
 
     try:
         with closing(session.answer(message)) as pieces:
-            for text in pieces:
+            for number, text in enumerate(pieces):
+                if number == 0 and session.stats.num_reasoning_tokens:
+                    show_reasoning("\n\n")
                 sys.stdout.write(text)
                 sys.stdout.flush()
     except XservError as error:

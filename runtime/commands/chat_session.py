@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.text.chat import chat_prompt
+from runtime.text.formats import AnswerFormat
 
 if TYPE_CHECKING:
     from runtime.llm import LLM
@@ -26,6 +27,7 @@ class AnswerStats:
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
     ttft_s: float = 0.0
     latency_s: float = 0.0
     num_dropped_turns: int = 0
@@ -43,10 +45,23 @@ class AnswerStats:
 
 
 class ChatSession:
-    """A conversation with `llm`. `given`: fields of `SamplingParams` that override the model's defaults."""
+    """A conversation with `llm`.
 
-    def __init__(self, llm: LLM, *, system: str | None = None, given: dict[str, Any] | None = None) -> None:
+    given         fields of `SamplingParams` that override the model's defaults
+    on_reasoning  is shown what the model thinks before it answers, as it comes; the conversation forgets it
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        system: str | None = None,
+        given: dict[str, Any] | None = None,
+        on_reasoning: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.llm = llm
+        self.on_reasoning = on_reasoning
+        self.answer_format = AnswerFormat(reasoning=AnswerFormat.of(llm.tokenizer).reasoning)
         self.conversation = Conversation(system)
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()
@@ -82,7 +97,7 @@ class ChatSession:
         pieces: list[str] = []
         start = time.perf_counter()
         try:
-            with closing(self.llm.stream(ids, params)) as deltas:
+            with closing(self.llm.stream(ids, params, answer_format=self.answer_format)) as deltas:
                 for delta in deltas:
                     now = time.perf_counter() - start
                     if delta.token_ids and not self.stats.num_output_tokens:
@@ -92,6 +107,9 @@ class ChatSession:
                     self.stats.finish_reason = delta.finish_reason
                     if delta.finish_reason == "error":
                         raise XservError("the engine could not finish the answer; its log says why")
+                    self.stats.num_reasoning_tokens += delta.num_reasoning_tokens
+                    if delta.reasoning:
+                        self.on_reasoning(delta.reasoning)
                     if delta.text:
                         pieces.append(delta.text)
                         yield delta.text

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
 
 
@@ -16,6 +17,10 @@ class FakeTokenizer:
     """One id a character; the template writes `role:content;` for each message, then `assistant:`."""
 
     has_chat_template = True
+    chat_templates = {"default": "<think>"}  # noqa: RUF012
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
@@ -33,6 +38,7 @@ class FakeLLM:
     prompts: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     finish_reason: Any = "stop"
+    thought: str = ""
     num_stopped: int = 0
 
     @property
@@ -46,13 +52,20 @@ class FakeLLM:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+    def stream(
+        self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat
+    ) -> Iterator[TextDelta]:
         text = "".join(map(chr, prompt))
         self.prompts.append(text)
         self.params.append(params)
         answer = self.reply(text)
         has_ended = False
         try:
+            if answer_format.reasoning:
+                yield from (
+                    TextDelta(reasoning=character, token_ids=[ord(character)], num_reasoning_tokens=1)
+                    for character in self.thought
+                )
             for character in answer:
                 yield TextDelta(text=character, token_ids=[ord(character)])
             has_ended = True

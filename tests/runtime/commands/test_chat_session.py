@@ -34,6 +34,16 @@ def test_history_is_part_of_the_next_prompt(llm: FakeLLM) -> None:
     assert 0 <= session.stats.ttft_s <= session.stats.latency_s
 
 
+def test_thoughts_are_shown_and_forgotten(llm: FakeLLM) -> None:
+    thoughts: list[str] = []
+    llm.thought = "hm"
+    session = ChatSession(llm, on_reasoning=thoughts.append)  # type: ignore[arg-type]
+    assert "".join(session.answer("a")) == "yes"
+    assert thoughts == ["h", "m"]
+    assert (session.stats.num_reasoning_tokens, session.stats.num_output_tokens) == (2, 5)
+    assert session.conversation.messages()[-1] == {"role": "assistant", "content": "yes"}
+
+
 def test_stopped_answer_stays_as_far_as_it_got(llm: FakeLLM) -> None:
     session = ChatSession(llm)  # type: ignore[arg-type]
     pieces = session.answer("a")
