@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from runtime.commands.server_options import ServerOptions
@@ -333,6 +336,36 @@ def test_a_slow_client_that_reads_is_kept(tokenizer: Tokenizer) -> None:
         num_tokens = engine.requests[0].params.max_tokens
         assert num_tokens is not None
         assert len(text) == min(num_tokens, 1500 - len(engine.requests[0].prompt_token_ids))
+    engine.close()
+
+
+def test_clients_that_vanish_leave_nothing(tokenizer: Tokenizer) -> None:
+    """In the midst of their headers, of their bodies, of a stream, and at once, some with a reset: every request is
+    cancelled, every descriptor closed."""
+    engine = FakeEngineClient(endless, max_model_len=200_000)
+    engine.step_s = 0.01
+    body = json.dumps({**HELLO, "stream": True, "max_tokens": 190_000}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serving(engine, tokenizer) as served:
+        served.http.get("/health")
+        process = psutil.Process()
+        num_fds, num_threads = process.num_fds(), process.num_threads()
+        for number in range(200):
+            connection = connect(served.url)
+            if number % 2:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            size = (0, 30, len(request) - 10, len(request))[number // 2 % 4]
+            connection.sendall(request[:size])
+            if size == len(request):
+                assert connection.recv(1).startswith(b"H")
+            connection.close()
+        wait_until(lambda: engine.num_open == 0, 30)
+        wait_until(lambda: "xserv:open_requests{" in (text := served.http.get("/metrics").text)
+                   and re.search(r"xserv:open_requests\{.*\} 0.0", text) is not None, 30)  # fmt: skip
+        wait_until(lambda: process.num_fds() <= num_fds, 30)
+        assert process.num_threads() <= num_threads + ServerConfig.num_tokenizer_threads
+        assert len(engine.requests) == 50
     engine.close()
 
 
