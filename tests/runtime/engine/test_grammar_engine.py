@@ -114,7 +114,7 @@ def ids_of(results: dict[str, Collected]) -> dict[tuple[str, int], tuple[list[in
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_the_same_alone_and_preempted_in_each_loop(each_loop: bool, preemption: Any, engines: Any) -> None:
-    requests = mixed(24)
+    requests = mixed(14)
     alone: dict[str, Collected] = {}
     lone = engines(enable_prefix_caching=False)
     for each in requests:
