@@ -1,6 +1,6 @@
 """Sends a server thousands of requests that are right, wrong, and spoilt, and counts what it answers.
 
-    python tools/fuzz_api.py [--cases 20000] [--seed N] [--json FILE]
+    python tools/fuzz_api.py [--cases 20000] [--seed N] [--clients 4] [--json FILE]
 
 Starts `xserv serve` with the bundled model on a free port of 127.0.0.1. Requests come from schemathesis, by the
 server's own /openapi.json: such as the description allows, and such as it forbids. After each of those with a body the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import random
 import re
@@ -75,6 +76,8 @@ class Record:
         self, route: str, kind: str, status: int | str, seconds: float, num_bytes: int, problem: str | None
     ) -> None:
         self.num_cases += 1
+        if self.num_cases % 500 == 0:
+            print(f"seed {self.seed}: {self.num_cases} cases, {self.num_failures} wrong", file=sys.stderr, flush=True)
         self.statuses.setdefault(f"{route} ({kind})", Counter())[str(status)] += 1
         self.slowest = sorted([*self.slowest, (round(seconds, 3), f"{route} ({kind})", num_bytes)], reverse=True)
         del self.slowest[MAX_SLOWEST:]
@@ -84,6 +87,15 @@ class Record:
     def fail(self, route: str, problem: str, sent: object) -> None:
         if len(self.failures) < MAX_FAILURES:
             self.failures.append({"route": route, "problem": problem[:500], "sent": repr(sent)[:2000]})
+
+    def merge(self, other: Record) -> None:
+        """Take in what another client has seen of the same server."""
+        for route, counts in other.statuses.items():
+            self.statuses.setdefault(route, Counter()).update(counts)
+        self.failures = [*self.failures, *other.failures][:MAX_FAILURES]
+        self.slowest = sorted([*self.slowest, *other.slowest], reverse=True)[:MAX_SLOWEST]
+        self.num_cases += other.num_cases
+        self.num_failures += other.num_failures
 
     def summary(self) -> dict[str, Any]:
         by_status: Counter[str] = Counter()
@@ -325,21 +337,32 @@ def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.wait(60)
 
 
+def ask(url: str, seed: int, num_cases: int) -> Record:
+    """One client's share."""
+    fuzzer = Fuzzer(url, seed)
+    fuzzer.run(num_cases)
+    return fuzzer.record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--clients", type=int, default=4, help="ask at the same time, each with a seed of its own")
     parser.add_argument("--json", type=Path, help="where the record goes")
     options = parser.parse_args()
     started = time.monotonic()
     with served() as (url, process):
         fuzzer = Fuzzer(url, options.seed)
-        fuzzer.run(options.cases)
+        shares = [(url, options.seed + i, -(-options.cases // options.clients)) for i in range(options.clients)]
+        with multiprocessing.get_context("spawn").Pool(options.clients) as pool:
+            for record in pool.starmap(ask, shares):
+                fuzzer.record.merge(record)
         fuzzer.check_rest()
         if process.poll() is not None:
             raise AssertionError("the server has ended")
-    record = {**fuzzer.record.summary(), "seconds": round(time.monotonic() - started, 1)}
-    text = json.dumps(record, indent=2, ensure_ascii=True)
+    seconds = round(time.monotonic() - started, 1)
+    text = json.dumps({**fuzzer.record.summary(), "clients": options.clients, "seconds": seconds}, indent=2)
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")
