@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from runtime.errors import InvalidArgumentError
-from runtime.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")

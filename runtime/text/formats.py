@@ -11,9 +11,6 @@ from runtime.text.tool_calls import HERMES, ToolFormat
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "none")
-REASONING_PARSERS = ("auto", "think", "none")
-
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """What templates write between the same tags where their models' calls are no JSON (Qwen3-Coder, GLM-4.5)."""
 

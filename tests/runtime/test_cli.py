@@ -59,7 +59,8 @@ HEAVY = {
         "prompt_toolkit",
         "asyncio",
     ),
-    *("numba_kernels", "models", "server", "tokenizer", "runtime.text", "runtime.bench"),
+    *("numba_kernels", "models", "tokenizer", "runtime.text.pipeline", "runtime.text.formats", "runtime.bench"),
+    *("server.app", "server.run", "server.schema", "server.service"),
     *("runtime.engine.build", "runtime.engine.client", "runtime.engine.engine", "runtime.engine.sequence"),
     *("runtime.tensor", "runtime.ops", "runtime.llm", "httpx"),
 }
@@ -142,7 +143,7 @@ def test_defaults_are_those_of_the_library() -> None:
     reachable = EngineOptions(
         max_model_len=1, kv_cache_bytes=1, seed=1, prefill_chunk=1, prefill_chunk_stages="64,32,2,99", overlap=True
     )
-    assert settings - reachable.arguments().keys() == {"num_blocks", "max_waiting"}
+    assert settings - reachable.arguments().keys() == {"num_blocks", "max_waiting", "max_waiting_tokens"}
     assert LlmOptions().arguments().keys().isdisjoint({"model", "seed", "tokenizer"})
     assert {field.name for field in fields(SamplingOptions)} <= set(SamplingParams.__struct_fields__)
 
