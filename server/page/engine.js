@@ -201,22 +201,15 @@ export class EngineModel {
     return true;
   }
 
-  /** Requests that were not in the latest steps have ended. */
+  /** Requests that several steps went on without have ended; so have all, once nothing runs any more. */
   #settle() {
-    const isIdle = this.stats !== null && this.stats.num_running === 0;
+    const { stats } = this;
+    const isIdle = stats === null || (stats.num_running === 0 && stats.num_waiting === 0);
     for (const request of this.requests.values()) {
-      if (request.state !== "running") {
-        if (isIdle && request.state === "preempted" && this.stats.num_waiting === 0) request.state = "done";
-      } else if (this.stats === null || isIdle || this.nowS - request.lastS > 1.5) {
-        if (request.lastS < this.nowS - 0.02) request.state = "done";
-      } else if (request.lastStep < this.lastStep && this.#stepsSince(request) > 3) {
-        request.state = "done";
-      }
+      if (request.state === "done") continue;
+      const isLeftOut = request.state === "running" && this.lastStep - request.lastStep > 3;
+      if (isLeftOut || (isIdle && this.nowS - request.lastS > 0.3)) request.state = "done";
     }
-  }
-
-  #stepsSince(request) {
-    return this.lastStep - request.lastStep;
   }
 
   #forget() {

@@ -255,6 +255,7 @@ class Inline {
     this.at = 0;
     this.missing = new Set(); // closing marks that do not come any more
     this.nextBracket = -1; // where the next "](" is, as far as looked
+    this.noLinkBefore = 0; // the end of what looked like an address and was none
   }
 
   nodes() {
@@ -383,14 +384,19 @@ class Inline {
   }
 
   autolink(begin) {
+    if (begin < this.noLinkBefore || this.isInLabel) return false;
     AUTOLINK.lastIndex = begin;
     let address = AUTOLINK.exec(this.text)?.[0];
-    if (!address || address.length > MAX_URL_LENGTH || this.isInLabel) return false;
+    if (!address) return false;
+    const end = begin + address.length;
     const isBracketed = begin > this.at;
-    if (isBracketed && this.text[begin + address.length] !== ">") return false;
     if (!isBracketed) address = trimAddress(address);
-    const url = safeUrl(address);
-    if (url === null) return false;
+    const isClosed = !isBracketed || this.text[end] === ">";
+    const url = isClosed && address.length <= MAX_URL_LENGTH ? safeUrl(address) : null;
+    if (url === null) {
+      if (!isBracketed) this.noLinkBefore = end;
+      return false;
+    }
     return this.add(linkElement(url, [address]), begin + address.length + (isBracketed ? 1 : 0));
   }
 
