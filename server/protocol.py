@@ -6,7 +6,8 @@ connection has limits:
 - its request line and headers together are at most so many bytes and fields, and complete within so many seconds;
 - of an answer that is not read only so much is held: then the answer pauses (whoever sends it waits), and when it has
   paused for so long, the connection is cut, which cancels the request;
-- there are at most so many connections; further ones are told so, but for the probes, and beyond a few not even heard.
+- there are at most so many connections; a further one takes the place of an idle one, else it is told so, but for the
+  probes, and beyond a few not even heard.
 
 The other way, uvicorn on h11 with its limit of incomplete events, was measured too: docs/server.md has the numbers."""
 
@@ -63,6 +64,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections + RESERVED_CONNECTIONS:
             transport.abort()
             return
+        if len(self.connections) > self.limits.max_connections:
+            self._close_idle_one()
         transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes)
         self._start_head_timer()
 
@@ -161,6 +164,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % header for header in framing))
         self._chunk = rest
         super().data_received(rest)
+
+    def _close_idle_one(self) -> None:
+        """Make room: a connection that waits for its next request gives way to one that brings a request."""
+        for other in self.connections:
+            if isinstance(other, LimitedHttpProtocol) and other.timeout_keep_alive_task is not None:
+                other.timeout_keep_alive_handler()
+                self.connections.discard(other)  # it will be told of its end later
+                return
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes

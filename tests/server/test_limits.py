@@ -282,6 +282,19 @@ def test_more_connections_than_allowed(tokenizer: Tokenizer, fake_engine: FakeEn
         wait_until(lambda: served.http.get("/v1/models").status_code == 200)
 
 
+def test_idle_connections_make_room(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
+    with serving(fake_engine, tokenizer, config=ServerConfig(max_connections=4)) as served:
+        idle = [connect(served.url) for _ in range(4)]
+        for connection in idle:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(3):
+            received = exchange(served.url, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert received.startswith(b"HTTP/1.1 200 ")
+        for connection in idle:
+            connection.close()
+
+
 def endless(request: EngineRequest, index: int) -> list[int]:
     return [120] * 200_000
 
