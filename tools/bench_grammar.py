@@ -4,7 +4,7 @@
 
 No model runs: each sequence draws at random among the ids that its mask allows, and begins anew at its end. A step
 computes the masks of all sequences as the engine does, applies them and follows the drawn tokens. Times are of the
-wall, in microseconds; a busy machine shows in the difference between the median and the 99th percentile.
+wall, in microseconds, and of all cores together (cpu); on a busy machine the latter tells more.
 """
 
 from __future__ import annotations
@@ -42,36 +42,39 @@ def main() -> None:
 
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer)
     eos = tokenizer.eos_token_id
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size, () if eos is None else (eos,))
     results: dict[str, Any] = {
         "vocab_size": vocabulary.vocab_size,
         "vocabulary_s": round(time.perf_counter() - begun, 3),
+        "vocabulary_cpu_s": round(time.process_time() - cpu, 3),
     }
-    compiling, matchers = [], []
+    compiling, working, matchers = [], [], []
     for seed in range(arguments.num_schemas):
         grammar = Grammar(kind="json_schema", text=json.dumps(schema_case(seed)))
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         try:
             matchers += compile_grammar(grammar, vocabulary, 1)
         except RequestError as error:
             print(f"schema {seed}: {error}", file=sys.stderr)
             continue
         compiling.append(time.perf_counter() - begun)
-    results["compile_us"] = spread(compiling)
+        working.append(time.process_time() - cpu)
+    results["compile_us"], results["compile_cpu_us"] = spread(compiling), spread(working)
     results["num_refused"] = arguments.num_schemas - len(matchers)
 
     rng = np.random.default_rng(0)
-    masks = []
+    masks, working = [], []
     for matcher in matchers:
         for _ in range(40):
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.thread_time()
             bits = np.frombuffer(matcher.ll_matcher.compute_bitmask(), np.uint8)
             masks.append(time.perf_counter() - begun)
+            working.append(time.thread_time() - cpu)
             if matcher.is_complete or not matcher.consume(drawn(bits, rng)):
                 break
         matcher.ll_matcher.reset()
-    results["mask_us"] = spread(masks)
+    results["mask_us"], results["mask_cpu_us"] = spread(masks), spread(working)
     results |= steps(matchers, vocabulary, arguments.num_seqs, arguments.num_steps, rng)
     print(json.dumps(results, indent=2))
     if arguments.output_json is not None:
@@ -87,7 +90,7 @@ def steps(
     sequences: list[Any] = []
     computer = MaskComputer()
     num_words = -(-vocabulary.vocab_size // 32)
-    computing, following = [], []
+    computing, working, following = [], [], []
     for _ in range(num_steps):
         while len(sequences) < num_seqs:
             matcher = waiting.pop(0)
@@ -95,12 +98,13 @@ def steps(
             sequences.append(SimpleNamespace(request=request, matcher=matcher))
             waiting.append(matcher)
         arrays = SamplingArrays.neutral(num_seqs)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         arrays.allowed_mask = np.full((num_seqs, num_words), 0xFFFFFFFF, np.uint32)
         pending = computer.start(sequences)
         assert pending is not None
         failed = pending.apply(arrays)
         computing.append(time.perf_counter() - begun)
+        working.append(time.process_time() - cpu)
         tokens = [drawn(row.view(np.uint8), rng) for row in arrays.allowed_mask]
         begun = time.perf_counter()
         alive = [
@@ -110,7 +114,12 @@ def steps(
         following.append(time.perf_counter() - begun)
         sequences = [s for place, s in enumerate(sequences) if alive[place] and place not in failed]
     computer.close()
-    return {"num_seqs": num_seqs, "step_masks_us": spread(computing), "step_consume_us": spread(following)}
+    return {
+        "num_seqs": num_seqs,
+        "step_masks_us": spread(computing),
+        "step_masks_cpu_us": spread(working),
+        "step_consume_us": spread(following),
+    }
 
 
 def drawn(bits: Any, rng: np.random.Generator) -> int:
