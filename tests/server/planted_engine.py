@@ -1,0 +1,56 @@
+"""The engine's process with faults planted in its sampler, and a server that uses it and starts it again soon.
+
+    python -m tests.server.planted_engine serve --port 0 ...    # the server
+    python -m tests.server.planted_engine --fd N                # its engine
+
+A request whose seed is LOADING cannot be set up; one whose seed is SAMPLING breaks the step that draws its third
+token."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+from runtime.engine.process_client import Supervision
+from runtime.engine.process_server import ProcessServer, main
+from runtime.engine.sampler import Sampler
+
+LOADING, SAMPLING = 666, 667
+
+
+class PlantedSampler(Sampler):
+    def load(self, row: int, sequence: Any) -> None:
+        if sequence.request.params.seed == LOADING:
+            raise RuntimeError("planted: no parameters of this request")
+        super().load(row, sequence)
+
+    def gather(self, sequences: Any, rows: Any) -> Any:
+        if any(each.request.params.seed == SAMPLING and each.num_output_tokens == 2 for each in sequences):
+            raise RuntimeError("planted: no token for this request")
+        return super().gather(sequences, rows)
+
+
+class PlantedProcess(ProcessServer):
+    def make_engine(self, start: Any) -> Any:
+        import runtime.engine.runner as runner
+
+        runner.Sampler = PlantedSampler  # type: ignore[misc]
+        return super().make_engine(start)
+
+
+def serve() -> None:
+    import runtime.engine.start as start
+    from runtime.cli import main as run
+
+    command = ("-m", "tests.server.planted_engine")
+    start.Supervision = partial(Supervision, command=command, first_delay_s=0.2, healthy_s=0.0)  # type: ignore
+    sys.argv += ["--hang-timeout", "600"]
+    run()
+
+
+if __name__ == "__main__":
+    if "--fd" in sys.argv:
+        main(PlantedProcess)
+    else:
+        serve()
