@@ -40,6 +40,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextDelta, TextPipeline
+from runtime.text.reasoning import reasoning_start
 
 if TYPE_CHECKING:
     import numpy as np
@@ -368,14 +369,12 @@ class _Job:
         self.params = params
         self.prompt = prompt
         self.num_running = params.n
+        prompt_token_ids = request.prompt_token_ids
+        reasoning = None
+        if answer_format.reasoning and tokenizer is not None:
+            reasoning = reasoning_start(tokenizer, prompt_token_ids)
         self.pipelines = [
-            TextPipeline(
-                tokenizer,
-                params,
-                request.prompt_token_ids,
-                reasoning=answer_format.reasoning,
-                tools=answer_format.tools,
-            )
+            TextPipeline(tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=answer_format.tools)
             for _ in range(params.n)
         ]
         self._tokenizer = tokenizer

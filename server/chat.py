@@ -250,7 +250,8 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
 
 async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
     generation, chunks = chat.generation, ChatChunks(chat)
-    yield chunks.opening()
+    if opening := chunks.opening():
+        yield opening
     try:
         async for pieces in generation:
             if data := b"".join(map(chunks.of, pieces)):

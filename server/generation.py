@@ -18,6 +18,7 @@ from runtime.engine.client import EngineClient
 from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
+from runtime.text.reasoning import reasoning_start
 from runtime.text.tool_calls import ToolFormat
 from server.bridge import LoopBridge, Signal
 from server.meter import RequestMeter
@@ -93,7 +94,8 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
-    reasoning, tools, parallel_tool_calls  what to look for in the answers: `TextPipeline`'s
+    reasoning, tools, parallel_tool_calls  what to look for in the answers: whether the model may think, and
+                    `TextPipeline`'s
     meter           is shown every output; `Service.admit` sets it
 
     on_close        called once, by the first `close`
@@ -132,21 +134,27 @@ class Generation:
                 number=number,
                 request_id=f"{self.request_id}-{number}",
                 token_ids=token_ids,
-                pipelines=[self._pipeline(token_ids) for _ in choices],
+                pipelines=self._pipelines(token_ids),
                 open_choices=set(choices),
             )
             for number, token_ids in enumerate(self.prompts)
         ]
 
-    def _pipeline(self, prompt_token_ids: list[int]) -> TextPipeline:
-        return TextPipeline(
-            self.tokenizer,
-            self.params,
-            prompt_token_ids,
-            reasoning=self.reasoning,
-            tools=self.tools,
-            parallel_tool_calls=self.parallel_tool_calls,
-        )
+    def _pipelines(self, prompt_token_ids: list[int]) -> list[TextPipeline]:
+        reasoning = None
+        if self.reasoning and self.tokenizer is not None:
+            reasoning = reasoning_start(self.tokenizer, prompt_token_ids)
+        return [
+            TextPipeline(
+                self.tokenizer,
+                self.params,
+                prompt_token_ids,
+                reasoning=reasoning,
+                tools=self.tools,
+                parallel_tool_calls=self.parallel_tool_calls,
+            )
+            for _ in range(self.params.n)
+        ]
 
     def start(self) -> None:
         """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`

@@ -18,7 +18,7 @@ from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.parts import Part, PartKind, PartParser, ToolCallDelta
 from runtime.text.reasoning import TAGS as REASONING_TAGS
-from runtime.text.reasoning import ReasoningParser, reasoning_start
+from runtime.text.reasoning import ReasoningParser, ReasoningStart
 from runtime.text.stop import StopMatch, StopMatcher
 from runtime.text.tool_calls import ToolCallParser, ToolFormat
 
@@ -65,7 +65,7 @@ class _Token(NamedTuple):
 class TextPipeline:
     """One choice's way from ids to text; ``push`` takes its outputs in order.
 
-    reasoning       the model may think between tags; whether the prompt has begun it is read off the prompt
+    reasoning       the model may think between tags: how the prompt leaves that; None: it is all content
     tools           how the model writes tool calls; None: it makes none
     parallel_tool_calls  False: only the first call is kept
 
@@ -79,7 +79,7 @@ class TextPipeline:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         *,
-        reasoning: bool = False,
+        reasoning: ReasoningStart | None = None,
         tools: ToolFormat | None = None,
         parallel_tool_calls: bool = True,
     ) -> None:
@@ -97,8 +97,8 @@ class TextPipeline:
             if tools is not None:
                 parser = ToolCallParser(tools, parallel=parallel_tool_calls)
                 tags += (tools.open_tag, tools.close_tag)
-            if reasoning:
-                parser = ReasoningParser(reasoning_start(tokenizer, prompt_token_ids), parser)
+            if reasoning is not None:
+                parser = ReasoningParser(reasoning, parser)
                 tags += REASONING_TAGS
             tag_ids = [tag_id for tag in tags if (tag_id := tokenizer.token_to_id(tag)) is not None]
             self._decoder = IncrementalDecoder(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 
+_TAIL = 32
+"""Tokens that hold a tag and the white space behind it."""
+
 ReasoningStart = Literal["may_open", "open", "closed"]
 """How the prompt leaves the answer: the model may open its reasoning, is within it, or has had it."""
 
@@ -31,7 +34,7 @@ def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Re
     begin = len(prompt_token_ids)
     while begin and prompt_token_ids[begin - 1] not in special:
         begin -= 1
-    turn = tokenizer.decode(prompt_token_ids[begin:]).rstrip()
+    turn = tokenizer.decode(prompt_token_ids[begin or -_TAIL :]).rstrip()
     if not begin:
         turn = turn[-len(CLOSE_TAG) :]
         if not turn.endswith((OPEN_TAG, CLOSE_TAG)):

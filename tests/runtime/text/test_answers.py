@@ -45,7 +45,8 @@ needs_qwen3 = pytest.mark.skipif(not QWEN3.is_dir(), reason="needs ../shared/dat
 
 def pipeline(tokenizer: Tokenizer, prompt: list[int], parallel: bool = True, **fields: Any) -> TextPipeline:
     params = SamplingParams(max_tokens=None, logprobs=0, **fields)
-    return TextPipeline(tokenizer, params, prompt, reasoning=True, tools=HERMES, parallel_tool_calls=parallel)
+    start = reasoning_start(tokenizer, prompt)
+    return TextPipeline(tokenizer, params, prompt, reasoning=start, tools=HERMES, parallel_tool_calls=parallel)
 
 
 def told(pipe: TextPipeline, ids: list[int], edges: list[int], reason: FinishReason) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ def test_any_cut_gives_the_same(text: str, places: list[int], parallel: bool) ->
 written = st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=4), values))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     calls=st.lists(written, max_size=3),
     content=st.sampled_from(["", "Let me see. <b>", "{}"]),
