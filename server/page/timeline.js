@@ -182,8 +182,12 @@ export class Timeline {
     const { columns } = model.spans;
     const queued = hatch(context, palette.queued, true);
     const preempted = hatch(context, palette.preempted);
+    const places = [];
     for (const at of model.spans.latest()) {
       if (columns.end[at] < fromS - 2 && columns.kind[at] === DECODE) break; // long spans may lie behind short ones
+      places.push(at);
+    }
+    for (const at of places.reverse()) {
       const row = bySerial.get(columns.serial[at]);
       if (!row || columns.end[at] < fromS) continue;
       const left = Math.max(this.left, Math.round(this.x(columns.start[at]))); // whole pixels: sharp edges

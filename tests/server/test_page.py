@@ -134,15 +134,16 @@ def test_a_conversation_with_the_demo_model_and_its_engine(browser: Browser, dem
         expect(page.locator("#title")).to_have_text("What is 17 plus 25?")
         page.click("#toggle-live")
         expect(page.locator("#live-state")).to_have_text("running")
-        ask(page, "What is the capital of France?")
-        expect(answers(page).last).to_have_text("Paris")
+        page.keyboard.press("Control+k")
+        ask(page, "Count from 1 to 9")
+        expect(answers(page)).to_have_text("1 2 3 4 5 6 7 8 9")
+        page.click("#freeze")
+        for canvas, kind in (("#timeline", "prefill"), ("#timeline", "decode"), ("#blocks", "cached")):
+            eventually(partial(has_pixels, page, canvas, kind))
         row = page.locator("#requests tr", has_text="this page").first
         expect(row).to_contain_text("done")
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("1 requests"))
         expect(page.locator("#blocks")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* cached"))
-        page.click("[data-seconds='60']")
-        for canvas, kind in (("#timeline", "prefill"), ("#timeline", "decode"), ("#blocks", "cached")):
-            eventually(partial(has_pixels, page, canvas, kind))
         page.click("#toggle-live")
         expect(page.locator("#live")).to_be_hidden()
 
