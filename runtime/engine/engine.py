@@ -287,7 +287,10 @@ class Engine:
                 continue
             if not isinstance(error, RequestError):
                 logger.error("request %s: its grammar could not be compiled", request.request_id, exc_info=error)
-            outputs += self.opened.end(request, "error", "the grammar could not be compiled")
+            is_bad = isinstance(error, RequestError)
+            outputs += self.opened.end(
+                request, "error", "the grammar could not be compiled", is_unsatisfiable=is_bad
+            )
         return self._running is not None or self.scheduler.has_work
 
     def _plan(self, outputs: list[EngineOutput]) -> _OpenStep:

@@ -89,13 +89,13 @@ def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def _limits() -> LLParserLimits:
-    """The symbols of a grammar; the states of its lexer, of one or two kilobytes each; the work for the lexer, for its
-    part in one mask, and for the parser's part in it: a mask stays beneath some ten milliseconds."""
+    """The symbols of a grammar; the states of its lexer, of half a kilobyte and more each; the work for the lexer, for
+    its part in one mask, and for the parser's part in it: a mask stays beneath some ten milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         max_grammar_size=20_000,
-        max_lexer_states=50_000,
+        max_lexer_states=20_000,
         initial_lexer_fuel=300_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
