@@ -13,6 +13,7 @@ from collections import deque
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, StepView
@@ -163,7 +164,16 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
 FromEngine = Started | StartFailed | Outputs | Refused | Pulse | StepView | Answer | CallFailed | LogLine
 
 _LENGTH = struct.Struct("<I")
-_ENCODER = msgspec.msgpack.Encoder()
+
+
+def _plain(value: object) -> object:
+    """numpy's numbers as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value)} cannot be sent")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def frame(message: ToEngine | FromEngine) -> bytearray:

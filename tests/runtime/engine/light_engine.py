@@ -22,6 +22,7 @@ import numpy as np
 from models.errors import ModelLoadError
 from runtime.engine.admission import prepare
 from runtime.engine.block_pool import BlockPool
+from runtime.engine.errors import RequestError
 from runtime.engine.messages import (
     EngineInfo,
     EngineOutput,
@@ -36,8 +37,9 @@ from runtime.engine.sequence import Request
 from runtime.engine.wire import Start
 
 VOCAB_SIZE = 1_000_000
-EXITS, RAISES, HANGS = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3
-"""Prompts that begin with one of these end the process, end the engine's loop, or never end their step."""
+EXITS, RAISES, HANGS, REFUSED = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3, VOCAB_SIZE - 4
+"""Prompts that begin with one of these end the process, end the engine's loop, never end their step, or are refused by
+the engine, after they were sent."""
 STEP_S = 0.002
 
 
@@ -80,6 +82,8 @@ class LightEngine:
         return bool(self._open)
 
     def prepare(self, request: EngineRequest) -> Request:
+        if request.prompt_token_ids[0] == REFUSED:
+            raise RequestError("refused")
         return prepare(request, self.info)
 
     def admit(self, request: Request) -> None:

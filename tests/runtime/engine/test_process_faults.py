@@ -29,7 +29,7 @@ from runtime.engine.process_server import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.wire import Outputs, Start, Started, frame
 from runtime.errors import OutOfMemoryError, XservError
-from tests.runtime.engine.light_engine import EXITS, HANGS, RAISES
+from tests.runtime.engine.light_engine import EXITS, HANGS, RAISES, REFUSED
 
 ROOT = Path(__file__).parents[3]
 LIGHT = ("-m", "tests.runtime.engine.light_engine")
@@ -383,6 +383,18 @@ def test_the_queue_is_bounded() -> None:
     wait_until(lambda: client.stats().num_running == client.stats().num_waiting == 0)
     assert client.stats().num_requests == 4
     client.close()
+
+
+def test_a_request_that_only_the_engine_refuses(client: ProcessEngineClient) -> None:
+    sink = Sink(2)
+    client.submit(request("x", [REFUSED], n=2), sink)
+    assert [(output.index, output.finish_reason, output.error) for output in sink.wait()] == [
+        (0, "error", "refused"),
+        (1, "error", "refused"),
+    ]
+    assert all(output.is_unsatisfiable and not output.engine_died for output in sink.outputs)
+    assert serves(client)
+    wait_until(lambda: client._queue.num_waiting == 0)
 
 
 def test_an_id_in_use_and_a_sink_that_fails(client: ProcessEngineClient, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,6 +175,16 @@ def test_what_is_sent_to_the_engine_arrives(message: Any) -> None:
 @given(message=FROM_ENGINE)
 def test_what_the_engine_sends_arrives(message: Any) -> None:
     assert msgspec.msgpack.decode(frame(message)[4:], type=FromEngine) == message
+
+
+def test_numbers_of_numpy_are_sent_as_pythons() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), logit_bias={np.int32(3): np.float64(1.5)})
+    numbers: Any = {"prompt_token_ids": [np.int64(1)], "priority": np.int64(-2), "ttft_target_s": np.float32(2.0)}
+    found = msgspec.msgpack.decode(frame(EngineRequest(request_id="x", params=params, **numbers))[4:], type=ToEngine)
+    plain: Any = {"prompt_token_ids": [1], "priority": -2, "ttft_target_s": 2.0}
+    assert found == EngineRequest(request_id="x", params=params, **plain)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        frame(Call(1, "logits", [object()]))  # type: ignore[list-item]
 
 
 def test_every_message_is_told_apart_by_its_tag() -> None:
