@@ -4,7 +4,9 @@
 
 The engine is a thread that answers every open request with one token a step, and begins a step when the server has
 handed out the one before; so this measures the server alone: bridge, text pipeline, JSON, framing, HTTP, the socket. A
-second process reads. Cost is the CPU time of the whole server process, engine thread included, over the events."""
+second process reads. Cost is the CPU time of the whole server process, engine thread included, over the events.
+`loop_ns` says how fast the machine was meanwhile: what a turn of an empty loop cost. Compare runs where it is the same,
+or the ratios."""
 
 from __future__ import annotations
 
@@ -29,6 +31,14 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog, and then it sat down by the river to think about what it had seen. "
     "Nobody had told it that dogs can be so lazy in the middle of a working day. "
 )
+
+
+def loop_ns() -> float:
+    """CPU nanoseconds of one turn of a plain loop: how fast this core is just now, with whom it shares its caches."""
+    begin, total = time.thread_time(), 0
+    for number in range(2_000_000):
+        total += number
+    return (time.thread_time() - begin) / 2_000_000 * 1e9
 
 
 def serve(connection: multiprocessing.connection.Connection, options: dict[str, Any]) -> None:
@@ -60,7 +70,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
         def __init__(self) -> None:
             self.open: list[Any] = []
             self.loop: asyncio.AbstractEventLoop | None = None
-            self.seconds = self.cpu_seconds = 0.0
+            self.seconds = self.cpu_seconds = self.loop_ns = 0.0
             self.has_ended = threading.Event()
 
         def submit(self, request: Any, sink: Any) -> None:
@@ -72,6 +82,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
         def run(self) -> None:
             assert self.loop is not None
             time.sleep(0.5)
+            before_ns = loop_ns()
             handed_out = threading.Event()
             begin, cpu = time.monotonic(), time.process_time()
             now = time.monotonic()
@@ -95,6 +106,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
             self.seconds = time.monotonic() - begin
             time.sleep(0.2)  # the last writes
             self.cpu_seconds = time.process_time() - cpu
+            self.loop_ns = (before_ns + loop_ns()) / 2
             self.has_ended.set()
 
         def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -134,7 +146,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
         thread.join()
         if options["profile"]:
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-    connection.send((engine.seconds, engine.cpu_seconds))
+    connection.send((engine.seconds, engine.cpu_seconds, engine.loop_ns))
 
 
 def read(port: int, streams: int, route: str) -> int:
@@ -182,7 +194,7 @@ def main() -> None:
         process.start()
         num_events = read(ours.recv(), options.streams, options.route)
         ours.send("end")
-        seconds, cpu_seconds = ours.recv()
+        seconds, cpu_seconds, turn_ns = ours.recv()
         process.join()
         num_tokens = options.streams * options.tokens
         assert num_events >= num_tokens * 0.9, f"{num_events} events came, of {num_tokens} tokens"
@@ -195,6 +207,7 @@ def main() -> None:
                 "events": num_events,
                 "cpu_us_per_event": round(cpu_seconds / num_events * 1e6, 2),
                 "events_per_s": round(num_events / seconds),
+                "loop_ns": round(turn_ns, 1),
             }
         )
         print(json.dumps(results[-1]), flush=True)
