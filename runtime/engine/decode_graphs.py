@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
 from runtime import ops
-from runtime.device.errors import DeviceError, DeviceOutOfMemoryError, LaunchError
+from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
@@ -30,6 +30,7 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.decode_arrays import TAIL_WORDS, Buffers, DecodeArrays, Placement
 from runtime.engine.sampler import Sampler
 from runtime.engine.sequence import Sequence
+from runtime.errors import DeviceError
 from runtime.kv_cache import KVCache
 from runtime.tensor import Tensor
 
