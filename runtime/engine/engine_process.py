@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import site
 import socket
 import struct
 import subprocess
@@ -101,9 +102,6 @@ class EngineProcess:
 
 def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
     """Python, without the current folder among the places of modules, and with this very package there."""
-    package_root = str(Path(errors.__file__).parents[1])
-    inherited = environ.get("PYTHONPATH")
-    path = pathsep.join([package_root, inherited] if inherited else [package_root])
     # Blocked until the process ignores them itself. This thread is not the one that Python hands signals to.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -112,10 +110,19 @@ def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what is printed there by mistake is no answer of the server's
             pass_fds=(descriptor,),
-            env={**environ, "PYTHONPATH": path},
+            env=_environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, in which Python finds the package where this process has found it."""
+    package_root = str(Path(errors.__file__).parents[1])
+    if package_root in (*site.getsitepackages(), site.getusersitepackages()):
+        return dict(environ)  # it is found there anyway, after the standard library
+    inherited = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": pathsep.join([package_root, inherited] if inherited else [package_root])}
 
 
 def _signal_name(number: int) -> str:
