@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import RequestError
@@ -39,8 +38,9 @@ from server.responses import (
 from server.sampling import chat_params, stream_flags
 from server.schema import ChatCompletionRequest
 from server.service import Service, new_id
-from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
+from server.sse import DONE, EventStreamResponse, frame
 from server.structured import grammar_field, grammar_of, refused
+from server.whole import take_whole
 from tokenizer import Tokenizer
 
 
@@ -212,16 +212,10 @@ def _with_reasoning(
 async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
     generation = chat.generation
     answers = [_Answer([chat.echo]) for _ in range(chat.params.n)]
-    with closing(generation):
-        async with watch_disconnect(request.receive, generation.leave):
-            try:
-                async for pieces in generation:
-                    for piece in pieces:
-                        answers[piece.choice].add(chat, piece.delta)
-            except GenerationError as error:
-                raise chat.service.failure(chat.request_id, error) from None
-    if generation.has_left:
-        raise ClientDisconnect
+    try:
+        await take_whole(request, generation, lambda piece: answers[piece.choice].add(chat, piece.delta))
+    except GenerationError as error:
+        raise chat.service.failure(chat.request_id, error) from None
     return ChatCompletion(
         id=chat.request_id,
         created=chat.created,

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.text.pipeline import TextDelta
@@ -24,8 +23,9 @@ from server.responses import Completion, CompletionChoice, Usage
 from server.sampling import completion_params, stream_flags
 from server.schema import CompletionRequest, Prompt
 from server.service import Service, new_id
-from server.sse import DONE, EventStreamResponse, frame, watch_disconnect
+from server.sse import DONE, EventStreamResponse, frame
 from server.structured import grammar_field, grammar_of
+from server.whole import take_whole
 from tokenizer import Tokenizer
 
 
@@ -186,16 +186,12 @@ async def _whole_answer(request: Request, completion: _Completion) -> Completion
     generation = completion.generation
     streams = completion.streams()
     chunks: list[list[CompletionChoice]] = [[] for _ in streams]
-    with closing(generation):
-        async with watch_disconnect(request.receive, generation.leave):
-            try:
-                async for pieces in generation:
-                    for piece in pieces:
-                        chunks[piece.choice].append(streams[piece.choice].chunk(piece.delta))
-            except GenerationError as error:
-                raise completion.service.failure(completion.request_id, error) from None
-    if generation.has_left:
-        raise ClientDisconnect
+    try:
+        await take_whole(
+            request, generation, lambda piece: chunks[piece.choice].append(streams[piece.choice].chunk(piece.delta))
+        )
+    except GenerationError as error:
+        raise completion.service.failure(completion.request_id, error) from None
     choices = [_sum(parts) for parts in chunks]
     if completion.has_prompt_logprobs:
         for choice in choices:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from server.body import decode_body, read_body
@@ -46,7 +45,8 @@ from server.response_request import LOGPROBS, RENAMED, begun_response, chat_requ
 from server.responses_schema import ResponsesRequest
 from server.schema import Message
 from server.service import Service
-from server.sse import EventStreamResponse, named_frame, watch_disconnect
+from server.sse import EventStreamResponse, named_frame
+from server.whole import take_whole
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,18 +175,10 @@ def _kind(item: dict[str, Any]) -> str:
 
 
 async def _run(request: Request, running: RunningResponse) -> None:
-    generation = running.chat.generation
-    with closing(generation):
-        async with watch_disconnect(request.receive, generation.leave):
-            try:
-                async for pieces in generation:
-                    for piece in pieces:
-                        for _ in running.push(piece):
-                            pass
-            except GenerationError as error:
-                raise running.fail(error) from None
-    if generation.has_left:
-        raise ClientDisconnect
+    try:
+        await take_whole(request, running.chat.generation, lambda piece: list(running.push(piece)))
+    except GenerationError as error:
+        raise running.fail(error) from None
     for _ in running.complete():
         pass
 
