@@ -146,8 +146,9 @@ class ProcessEngineClient:
         self._is_watched = False  # as the process knows it
         self._ready_s = 0.0  # since when it is ready, or when it is likely to be again
         self._start_duration_s = 0.0
+        # The supervisor's:
+        self._delay_s = self._supervision.first_delay_s  # before the next start
 
-        self._delay_s = self._supervision.first_delay_s  # the supervisor's: before the next start
         started: Future[None] = Future()
         self._supervisor = threading.Thread(
             target=self._supervise, args=(started,), name="xserv-engine-supervisor", daemon=True
@@ -204,10 +205,9 @@ class ProcessEngineClient:
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``: the latest that came, at most a second old unless the engine is stuck."""
         with self._lock:
-            if self._state in ("starting", "down"):
-                raise self._dead()
             pulse = self._pulse
-            assert pulse is not None
+            if pulse is None or self._state == "starting":
+                raise self._dead()
             num_sent = self._queue.num_sent - pulse.num_received
         return msgspec.structs.replace(pulse.stats, num_waiting=pulse.stats.num_waiting + num_sent)
 

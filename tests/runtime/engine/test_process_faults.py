@@ -285,6 +285,9 @@ def test_close(drain: bool) -> None:
     with pytest.raises(EngineDeadError) as caught:
         client.submit(request("late", [1]), Sink())
     assert caught.value.retry_after_s is None
+    for call in (client.stats, lambda: client.embed([1]), lambda: client.logits([1])):
+        with pytest.raises(EngineDeadError, match="closed"):
+            call()
     client.cancel("x")
     client.close()
 
