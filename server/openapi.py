@@ -262,8 +262,8 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, voca
     accepted, refused = tables_of(request)
     for name, entry in accepted.items():
         fields[name] = {"anyOf": [msgspec.json.schema(entry.type), _NULL], "description": f"No effect: {entry.reason}."}
-    for name, entry in refused.items():
-        fields.setdefault(name, {"enum": [*entry.harmless, None], "description": f"Not built: {entry.reason}."})
+    for name, missing in refused.items():
+        fields.setdefault(name, {"enum": [*missing.harmless, None], "description": f"Not built: {missing.reason}."})
 
 
 def _operation(operation: Operation, named: dict[str, Json]) -> Json:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PACKAGES = ("schemathesis", "hypothesis", "uvicorn", "starlette", "msgspec")
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 """An answer that takes longer counts as a hang."""
 
 MAX_FAILURES = 50
@@ -321,7 +321,7 @@ def _with_integers(value: Any) -> Any:
 @contextmanager
 def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`xserv serve` with the bundled model and a short context, so that no answer is long."""
-    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--max-model-len", "256"]
+    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--max-model-len", "128"]
     command += ["--log-level", "error"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

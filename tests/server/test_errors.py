@@ -107,7 +107,7 @@ def test_an_unknown_model_is_not_found(served: Served) -> None:
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"functions": [{"name": "f"}]}, "functions"),

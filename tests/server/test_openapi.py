@@ -1,0 +1,65 @@
+"""/openapi.json: every route is in it, its schemas are sound, and it allows what it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from starlette.routing import Route
+
+from server.app import create_app
+from tests.server.conftest import Served
+from tests.server.fake_engine import FakeEngineClient
+from tokenizer import Tokenizer
+
+
+def document(served: Served) -> Any:
+    return served.http.get("/openapi.json").json()
+
+
+def test_every_route_is_described(served: Served, fake_engine: FakeEngineClient, tokenizer: Tokenizer) -> None:
+    routes = {
+        (route.path.replace(":path}", "}"), method.lower())
+        for route in create_app(fake_engine, tokenizer).routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    described = {(path, method) for path, item in document(served)["paths"].items() for method in item}
+    assert described == routes
+
+
+def test_every_schema_is_one(served: Served) -> None:
+    found = document(served)
+    assert found["openapi"] == "3.1.0"
+    for name, schema in found["components"]["schemas"].items():
+        jsonschema_rs.meta.validate({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}), name
+        jsonschema_rs.validator_for({**schema, "components": found["components"]})
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_allowed"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "user": "me", "best_of": 1}, True),
+        ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 0}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "functions": []}, False),
+        ("/v1/completions", {"prompt": ["a", "b"], "suffix": None, "max_tokens": 0}, True),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, False),
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, False),
+        ("/v1/completions", {"prompt": [10**6]}, False),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}]}, True),
+        ("/v1/responses", {"input": "x", "background": True}, False),
+        ("/v1/embeddings", {"input": ["a"], "dimensions": 3}, True),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, False),
+    ],
+)
+def test_it_allows_what_is_taken(served: Served, path: str, fields: dict[str, Any], is_allowed: bool) -> None:
+    """And what it forbids is refused."""
+    found = document(served)
+    schema = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = {"model": "fake-model", **fields}
+    assert jsonschema_rs.is_valid({**schema, "components": found["components"]}, body) == is_allowed
+    if path != "/v1/embeddings" or not is_allowed:
+        assert (served.http.post(path, json=body).status_code == 200) == is_allowed
