@@ -172,8 +172,11 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def handle_unexpected(request: Request, error: Exception) -> Response:
-    """Anything else: logged by the layer above with its traceback, answered without it."""
-    return internal_error().response()
+    """Anything else: logged by the layer above with its traceback, answered without it. uvicorn then closes the
+    connection, and a client that is not told would send its next request into the closing one."""
+    response = internal_error().response()
+    response.headers["Connection"] = "close"
+    return response
 
 
 async def handle_client_disconnect(request: Request, error: Exception) -> Response:

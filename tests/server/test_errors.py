@@ -317,7 +317,7 @@ def test_routes_and_methods(served: Served) -> None:
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/", 404),
-        ("GET", "/", 404),
+        ("POST", "/", 405),
     ]:
         response = served.http.request(method, path)
         assert response.status_code == status, (method, path)

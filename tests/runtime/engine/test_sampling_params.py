@@ -35,6 +35,8 @@ def test_defaults_are_vllms() -> None:
         "include_stop_str_in_output": False,
         "logit_bias": None,
         "allowed_token_ids": None,
+        "bad_words_token_ids": None,
+        "grammar": None,
     }
 
 
@@ -58,6 +60,8 @@ FIELDS_AND_BAD_VALUES = {
     "detokenize": [0, None],
     "skip_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
+    "bad_words_token_ids": ["a", [1], [[]], [["a"]], [[True]], [[1] * 65], [[1]] * 257],
+    "grammar": ["a", {"kind": "regex", "text": "a"}, 1],
     "logit_bias": [
         [1],
         {"a": 1},
