@@ -244,7 +244,7 @@ def test_a_model_without_tokenizer_serves_ids() -> None:
 )
 def test_who_asks_for_draws_of_a_greedy_model_gets_them(fields: dict[str, Any], temperature: float) -> None:
     request = CompletionRequest(model="m", prompt="x", **fields)
-    assert completion_params(request, {"temperature": 0.0}).temperature == temperature
+    assert completion_params(request, {"temperature": 0.0}, None).temperature == temperature
 
 
 def test_the_models_own_defaults_hold_where_the_request_is_silent(tokenizer: Any) -> None:
