@@ -13,7 +13,7 @@ import pytest
 from openai.lib.streaming._deltas import accumulate_delta
 
 from server.config import ServerConfig
-from tests.runtime.text.answers import FRAGMENTS
+from tests.runtime.text.answers import FRAGMENTS, WHOLES
 from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokenizer
 from tests.server.conftest import Served, answer_of, say, serving
 from tests.server.fake_engine import FakeEngineClient
@@ -151,7 +151,7 @@ def test_the_first_piece_of_a_call_names_it(served: Served) -> None:
 
 def stumbling(seed: int) -> str:
     rng = random.Random(seed)
-    return "".join(rng.choice(FRAGMENTS) for _ in range(rng.randrange(1, 12)))
+    return "".join(rng.choice(FRAGMENTS + WHOLES * 3) for _ in range(rng.randrange(1, 8)))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,35 @@ FRAGMENTS = (
 )
 """What makes parsers stumble, and what does not."""
 
-texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+WHOLES = (
+    '<tool_call>\n{"name": "f", "arguments": {"a": 1, "ü": ["😀", null]}}\n</tool_call>',
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "</tool_call>", "x": {}}}</tool_call>',
+    '\n<tool_call>\n{"arguments": {"b": "\\u00e9"}, "name": "g"}\n</tool_call>\n',
+    '<tool_call>{"name": "h", "arguments": "{\\"a\\": 1}", "id": 7}</tool_call>',
+    "<tool_call>\n{\"name\": \"f\", \"arguments\": {'a': \"b\"}}\n</tool_call>",
+    "<think>\nWell, <b>.\n\nSo.\n</think>\n\n",
+    "<think></think>",
+)
+"""What parsers read."""
+
+
+def damaged(whole: str, place: int, length: int, inserted: str) -> str:
+    place %= len(whole)
+    return whole[:place] + inserted + whole[place + length :]
+
+
+pieces = st.one_of(
+    st.sampled_from(FRAGMENTS),
+    st.sampled_from(WHOLES),
+    st.builds(
+        damaged,
+        st.sampled_from(WHOLES),
+        st.integers(0, 99),
+        st.sampled_from([0, 1, 2, 99]),
+        st.sampled_from(["", *FRAGMENTS]),
+    ),
+)
+texts = st.lists(pieces, max_size=7).map("".join)
 
 
 @dataclass
@@ -84,13 +112,14 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-def parse(parser: PartParser, pieces: Iterable[str]) -> Message:
+def parse(parser: PartParser, cut_text: Iterable[str]) -> Message:
     """The message; the parts' texts, put together, must be all of the answer's."""
-    message, pieces, parts = Message(), list(pieces), list[Part]()
-    for piece in pieces:
+    message, parts, text = Message(), list[Part](), ""
+    for piece in cut_text:
+        text += piece
         parts += parser.push(piece)
     parts += parser.finish()
-    assert "".join(part.text for part in parts) == "".join(pieces)
+    assert "".join(part.text for part in parts) == text
     for part in parts:
         assert part.text
         if part.kind == "content":

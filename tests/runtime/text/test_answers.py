@@ -19,7 +19,7 @@ from runtime.text.parts import Part, PartParser
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import ReasoningParser, reasoning_start
 from runtime.text.tool_calls import HERMES, ToolCallParser
-from tests.runtime.text.answers import FRAGMENTS, Message, message_of, parse
+from tests.runtime.text.answers import Message, message_of, parse, pieces
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, fallback_tokenizer, with_special
 from tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class Chain:
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(TOKENIZERS)),
-    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=10),
+    fragments=st.lists(pieces, max_size=6),
     opening=st.sampled_from(PROMPTS),
     stops=st.lists(st.sampled_from(["</think>", "tool_call", '"}', "\n\n", "world", "e", '{"'])),
     include=st.booleans(),
@@ -206,6 +206,17 @@ def test_which_tokens_are_content_and_which_are_reasoning() -> None:
     assert token_ids == [entry.token_id for entry in logprobs] == ids
     assert bytes(entry.token_id for entry in content) == "cé".encode()
     assert (num_reasoning, reason) == (2, "stop")
+
+
+def test_tokens_without_text_go_with_what_follows_them() -> None:
+    tokenizer = byte_level_tokenizer()
+    (silent,) = tokenizer.encode(SPECIAL, add_special_tokens=False)
+    text = '<think>\na\n</think>\nb <tool_call>{"name": "f", "arguments": {}}</tool_call>\nc'
+    ids = [token_id for byte in text.encode() for token_id in (silent, byte)]
+    whole = told(pipeline(tokenizer, [1]), ids, [], "length")
+    assert whole == told(pipeline(tokenizer, [1]), ids, list(range(len(ids))), "length")
+    assert [entry.token_id for entry in whole[3]] == [silent, *b"b", silent, *b"\n", silent, *b"c"]
+    assert whole[4] == 2
 
 
 def test_a_delta_waits_for_nothing_it_need_not() -> None:
