@@ -69,9 +69,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in getattr(record, FIELDS, {}).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}{fields}"
-        if record.exc_info:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
+        traceback = _traceback(self, record)
+        return f"{line}\n{traceback}" if traceback else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -85,9 +84,14 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, FIELDS, {}),
         }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if traceback := _traceback(self, record):
+            line["exception"] = traceback
         return msgspec.json.encode(line).decode()
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str | None:
+    """Of the exception that came with a record; one from the engine's process comes as text."""
+    return formatter.formatException(record.exc_info) if record.exc_info else record.exc_text
 
 
 def _time(record: logging.LogRecord) -> str:

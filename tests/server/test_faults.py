@@ -81,8 +81,8 @@ def warm_up(server: ServerProcess) -> None:
 
     async def main() -> None:
         async with client(server) as http:
-            for _ in range(3):
-                await asyncio.gather(*(ask(http, n=2, prompt=f"warm {i}") for i in range(60)))
+            for _ in range(2):
+                await asyncio.gather(*(ask(http, n=2, prompt=f"warm {i}") for i in range(40)))
                 await asyncio.gather(*(stream(http, prompt=f"warm {i}") for i in range(20)))
 
     asyncio.run(main())

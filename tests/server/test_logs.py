@@ -174,3 +174,14 @@ def test_both_formats() -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ServerConfigError, match="cannot be written"):
         open_log(ServerConfig(log_file=str(tmp_path / "no" / "log")))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_a_traceback_from_the_engines_process(formatter: logging.Formatter) -> None:
+    """It comes as text: the exception itself stayed there."""
+    record = logging.LogRecord("xserv.engine", logging.ERROR, __file__, 1, "a step failed", None, None)
+    record.exc_text = "Traceback (most recent call last):\nRuntimeError: planted"
+    assert "RuntimeError: planted" in formatter.format(record)
+    record.exc_text = None
+    assert "exception" not in formatter.format(record)
+    assert "\n" not in formatter.format(record)
