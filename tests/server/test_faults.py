@@ -77,10 +77,12 @@ def shared_server() -> Iterator[ServerProcess]:
 
 
 def warm_up(server: ServerProcess) -> None:
-    """What is made once: threads, buffers for as many connections as a test has."""
+    """What is made once: threads, buffers for as many connections as a test has, and the pages of the KV cache, each when
+    it is first written."""
 
     async def main() -> None:
         async with client(server) as http:
+            await ask(http, n=8, max_tokens=1000)
             for _ in range(2):
                 await asyncio.gather(*(ask(http, n=2, prompt=f"warm {i}") for i in range(40)))
                 await asyncio.gather(*(stream(http, prompt=f"warm {i}") for i in range(20)))
@@ -102,35 +104,6 @@ def check_same(before: Holdings, after: Holdings) -> None:
     assert growth(before, after, COUNTED) == {}
     grown = growth(before, after, ("server_rss", "engine_rss"))
     assert all(size <= MOST_GROWTH for size in grown.values()), grown
-
-
-@few_and(10, 2)
-async def test_the_engine_is_killed_in_mid_stream(server: ServerProcess, count: int) -> None:
-    """Streams end with an error, whoever waits gets a 503; the server says when to come again, and serves on."""
-    async with client(server) as http:
-        for _ in range(count):
-            begun = [asyncio.Event() for _ in range(6)]
-            streams = [
-                asyncio.create_task(stream(http, event, max_tokens=1500, n=1 + i % 2, prompt=f"stream {i}"))
-                for i, event in enumerate(begun)
-            ]
-            waiting = [asyncio.create_task(ask(http, max_tokens=1500, prompt=f"whole {i}")) for i in range(3)]
-            await asyncio.gather(*(event.wait() for event in begun))
-            engine = server.engine
-            engine.kill()
-            for events in await asyncio.gather(*streams):
-                assert error_of(events)["code"] == "engine_unavailable"
-            for answer in await asyncio.gather(*waiting):
-                assert answer.status_code == 503
-                assert answer.json()["error"]["code"] == "engine_unavailable"
-            refused = await ask(http)
-            if refused.status_code != 200:  # 200: it is back already
-                assert refused.status_code == 503
-                assert int(refused.headers["Retry-After"]) >= 1
-            assert (await http.get("/health")).status_code == 200
-            await asyncio.to_thread(server.wait, server.is_ready, "a new engine", TIMEOUT_S)
-            assert server.engine.pid != engine.pid
-            assert (await ask(http)).status_code == 200
 
 
 async def test_an_exception_in_one_requests_sampling(server: ServerProcess) -> None:
@@ -209,6 +182,35 @@ async def test_more_requests_than_the_queue_takes(server: ServerProcess, count: 
             assert int(answer.headers["Retry-After"]) >= 1
         else:
             assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+@few_and(10, 2)
+async def test_the_engine_is_killed_in_mid_stream(server: ServerProcess, count: int) -> None:
+    """Streams end with an error, whoever waits gets a 503; the server says when to come again, and serves on."""
+    async with client(server) as http:
+        for _ in range(count):
+            begun = [asyncio.Event() for _ in range(6)]
+            streams = [
+                asyncio.create_task(stream(http, event, max_tokens=1500, n=1 + i % 2, prompt=f"stream {i}"))
+                for i, event in enumerate(begun)
+            ]
+            waiting = [asyncio.create_task(ask(http, max_tokens=1500, prompt=f"whole {i}")) for i in range(3)]
+            await asyncio.gather(*(event.wait() for event in begun))
+            engine = server.engine
+            engine.kill()
+            for events in await asyncio.gather(*streams):
+                assert error_of(events)["code"] == "engine_unavailable"
+            for answer in await asyncio.gather(*waiting):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "engine_unavailable"
+            refused = await ask(http)
+            if refused.status_code != 200:  # 200: it is back already
+                assert refused.status_code == 503
+                assert int(refused.headers["Retry-After"]) >= 1
+            assert (await http.get("/health")).status_code == 200
+            await asyncio.to_thread(server.wait, server.is_ready, "a new engine", TIMEOUT_S)
+            assert server.engine.pid != engine.pid
+            assert (await ask(http)).status_code == 200
 
 
 async def test_sigterm_under_load() -> None:
