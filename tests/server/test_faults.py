@@ -77,8 +77,8 @@ def shared_server() -> Iterator[ServerProcess]:
 
 
 def warm_up(server: ServerProcess) -> None:
-    """What is made once: threads, buffers for as many connections as a test has, and the pages of the KV cache, each when
-    it is first written."""
+    """What is made once: threads, buffers for as many connections as a test has, and the pages of the KV cache, each
+    when it is first written."""
 
     async def main() -> None:
         async with client(server) as http:
