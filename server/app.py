@@ -42,7 +42,13 @@ from server.openapi import get_description
 from server.origins import OriginRules
 from server.page import get_page
 from server.probes import metrics, ready
-from server.response_api import cancel_response, create_response, delete_response, get_response, list_input_items
+from server.responses_api.endpoints import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from server.running import cancel_request
 from server.service import Service
 from server.tokenization import detokenize, tokenize

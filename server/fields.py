@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from server.errors import invalid
-from server.responses_schema import ResponsesRequest
+from server.responses_api.schema import ResponsesRequest
 from server.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 

@@ -16,7 +16,6 @@ from starlette.responses import Response as HttpResponse
 from runtime.engine.sampling_params import MAX_FACTOR, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
 from server.fields import tables_of
 from server.live import LiveMessage
-from server.response_objects import Event, Response, ResponseDeleted, ResponseInputItems
 from server.responses import (
     Cancelled,
     ChatChunk,
@@ -29,7 +28,8 @@ from server.responses import (
     Tokenized,
     Version,
 )
-from server.responses_schema import (
+from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
+from server.responses_api.schema import (
     InputFunctionCall,
     InputFunctionCallOutput,
     InputMessage,

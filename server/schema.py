@@ -3,7 +3,7 @@
 A field that is absent or null is None: then the model's generation config decides, then OpenAI's default.
 Types are strict (a bool is no number, "1" no integer); ranges are checked by `SamplingParams`. Fields that
 have no effect or are not built are in `server.fields`; the requests of `/v1/responses` in
-`server.responses_schema`."""
+`server.responses_api.schema`."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ from server.lifecycle import Lifecycle
 from server.logs import FIELDS
 from server.meter import RequestMeter
 from server.metrics import Metrics
-from server.response_store import Key as ResponseKey
-from server.response_store import ResponseStore
+from server.responses_api.store import Key as ResponseKey
+from server.responses_api.store import ResponseStore
 from server.running import RunningGenerations
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from server.response_api import RunningResponse
+    from server.responses_api.endpoints import RunningResponse
 
 T = TypeVar("T")
 

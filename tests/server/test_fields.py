@@ -12,7 +12,7 @@ import pytest
 
 from runtime.engine.messages import EngineRequest
 from server.fields import tables_of
-from server.responses_schema import ResponsesRequest
+from server.responses_api.schema import ResponsesRequest
 from server.schema import (
     ChatCompletionRequest,
     CompletionRequest,

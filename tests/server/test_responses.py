@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from server.config import ServerConfig
-from server.response_objects import ReasoningSettings, Response
-from server.response_store import ResponseStore
-from server.responses_schema import TextOptions
+from server.responses_api.objects import ReasoningSettings, Response
+from server.responses_api.schema import TextOptions
+from server.responses_api.store import ResponseStore
 from server.schema import Message
 from tests.server.byte_tokenizer import TEMPLATE
 from tests.server.conftest import ANSWER, Served, answer_of, say, serving

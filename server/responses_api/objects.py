@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.responses import ChatTokenLogprob
-from server.responses_schema import FunctionChoice, FunctionTool, Status, TextOptions
+from server.responses_api.schema import FunctionChoice, FunctionTool, Status, TextOptions
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):

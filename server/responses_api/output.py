@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
 from runtime.text.pipeline import TextDelta
-from server.response_objects import (
+from server.responses import ChatTokenLogprob
+from server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPartAdded,
@@ -32,7 +33,6 @@ from server.response_objects import (
     ReasoningTextDelta,
     ReasoningTextDone,
 )
-from server.responses import ChatTokenLogprob
 
 
 class ResponseOutput:

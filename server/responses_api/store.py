@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.response_objects import Response
+from server.responses_api.objects import Response
 from server.schema import Message
 
 Key = tuple[str | None, str]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.errors import ApiError, invalid
-from server.response_objects import (
+from server.responses_api.objects import (
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
     ReasoningSettings,
     Response,
 )
-from server.responses_schema import (
+from server.responses_api.schema import (
     SAME_AS_IN_A_CHAT,
     FunctionChoice,
     FunctionTool,

@@ -22,8 +22,8 @@ from server.chat import Chat, prepare_chat
 from server.errors import ApiError, invalid
 from server.exchange import Exchange
 from server.generation import GenerationError, Piece
-from server.response_input import input_messages
-from server.response_objects import (
+from server.responses_api.input import input_messages
+from server.responses_api.objects import (
     ErrorEvent,
     Event,
     IncompleteDetails,
@@ -40,9 +40,9 @@ from server.response_objects import (
     ResponseInputItems,
     ResponseUsage,
 )
-from server.response_output import ResponseOutput
-from server.response_request import LOGPROBS, RENAMED, begun_response, chat_request, output_messages, renamed
-from server.responses_schema import ResponsesRequest
+from server.responses_api.output import ResponseOutput
+from server.responses_api.request import LOGPROBS, RENAMED, begun_response, chat_request, output_messages, renamed
+from server.responses_api.schema import ResponsesRequest
 from server.schema import Message
 from server.service import Service
 from server.sse import EventStreamResponse, named_frame

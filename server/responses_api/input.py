@@ -9,7 +9,7 @@ import msgspec
 
 from server.body import schema_error
 from server.errors import ApiError, invalid
-from server.responses_schema import (
+from server.responses_api.schema import (
     InputFunctionCall,
     InputFunctionCallOutput,
     InputMessage,
