@@ -46,9 +46,11 @@ class Holdings:
 
 class ServerProcess:
     """Starts `python -m MODULE serve --port 0 ARGUMENTS`; a context manager that ends it. `log` has what it wrote to
-    stderr. Raises `RuntimeError` with the log's end when it does not start."""
+    stderr; `baseline` is for whoever watches what grows. Raises `RuntimeError` with the log's end when it does not
+    start."""
 
     def __init__(self, *arguments: str, module: str = "runtime.cli") -> None:
+        self.baseline: Holdings | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
         self.child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True)

@@ -93,10 +93,10 @@ def warm_up(server: ServerProcess) -> None:
 @pytest.fixture
 def server(shared_server: ServerProcess) -> Iterator[ServerProcess]:
     """After each test both processes hold what they held before it, to 16 MiB."""
-    before = shared_server.settle()
+    shared_server.baseline = shared_server.settle()
     yield shared_server
-    after = shared_server.settle(before.server_fds)
-    check_same(before, after)
+    before = shared_server.baseline
+    check_same(before, shared_server.settle(before.server_fds))
 
 
 def check_same(before: Holdings, after: Holdings) -> None:
@@ -171,17 +171,19 @@ async def test_clients_that_vanish(server: ServerProcess, count: int) -> None:
 @few_and(2000, 300)
 async def test_more_requests_than_the_queue_takes(server: ServerProcess, count: int) -> None:
     """Each is answered: served, or told to come again."""
-    async with client(server) as http:
-        answers = await asyncio.gather(*(ask(http, max_tokens=2, prompt=f"queued {i}") for i in range(count)))
-    statuses = Counter(answer.status_code for answer in answers)
-    assert set(statuses) <= {200, 429}, statuses
-    assert statuses[200] >= 100
-    assert statuses[429] > 0
-    for answer in answers:
-        if answer.status_code == 429:
-            assert int(answer.headers["Retry-After"]) >= 1
-        else:
-            assert answer.json()["usage"]["completion_tokens"] == 2
+    for _ in range(2):  # the second time no more is held than after the first
+        server.baseline = await asyncio.to_thread(server.settle)
+        async with client(server) as http:
+            answers = await asyncio.gather(*(ask(http, max_tokens=2, prompt=f"queued {i}") for i in range(count)))
+        statuses = Counter(answer.status_code for answer in answers)
+        assert set(statuses) <= {200, 429}, statuses
+        assert statuses[200] >= 100
+        assert statuses[429] > 0
+        for answer in answers:
+            if answer.status_code == 429:
+                assert int(answer.headers["Retry-After"]) >= 1
+            else:
+                assert answer.json()["usage"]["completion_tokens"] == 2
 
 
 @few_and(10, 2)
