@@ -102,10 +102,14 @@ class OpenRequests:
         logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
         finished = State.FINISHED
         num_appended = 0
+        broken = [drawn.sequences[place] for place in drawn.broken]
         for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
             if sequence.state is finished:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
+                if sequence in broken:
+                    outputs += self.end(sequence.request, "error", "its sampling parameters failed")
+                    continue
                 if not is_valid:
                     reason, is_unsatisfiable = _reason(sequence), _is_unsatisfiable(sequence)
                     outputs += self.end(sequence.request, "error", reason, is_unsatisfiable=is_unsatisfiable)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Never, Protocol
@@ -73,6 +73,7 @@ class Prepared:
     drawing_rows  their rows
     decode     set where a graph runs it: then there is no layout
     masks      of its sequences' grammars, computed while the model runs; None: there are none
+    broken     places in ``drawing`` whose own parameters failed
     unknown    where in ``layout.token_ids`` the last tokens of ``unknown_sequences`` belong
     started_s  when it was complete and its computation began, of ``time.monotonic()``
     """
@@ -89,6 +90,7 @@ class Prepared:
     unknown_sequences: list[Sequence]
     decode: DecodeStep | None = None
     masks: PendingMasks | None = None
+    broken: list[int] = field(default_factory=list)
     started_s: float = 0.0
 
 
@@ -96,7 +98,8 @@ class Prepared:
 class Drawn:
     """What a step drew, by columns.
 
-    is_valid         False where a sequence's logits held NaN or allowed no token
+    is_valid         False where a sequence's logits held NaN or allowed no token, or its parameters failed
+    broken           places of the latter
     logprobs         None where none were asked for; None: nobody asked
     prompt_logprobs  what the step says of the prompts of requests that asked, to be appended to theirs
     """
@@ -106,6 +109,7 @@ class Drawn:
     is_valid: list[bool]
     logprobs: list[TokenLogprobs | None] | None
     prompt_logprobs: list[tuple[Request, list[TokenLogprobs]]]
+    broken: list[int] = field(default_factory=list)
 
 
 class Computation(Protocol):
@@ -228,7 +232,7 @@ class Runner:
             assert step.layout is not None
             if step.unknown is not None:
                 step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]
-            arrays = self.sampler.gather(step.drawing, step.drawing_rows)
+            arrays, step.broken = self.sampler.gather_sound(step.drawing, step.drawing_rows)
             if arrays.allowed_mask is not None:
                 step.masks = self._masks.start(step.drawing)
             spans = self._prompt_spans(step) if self._wants_prompt_logprobs[step.rows].any() else []
@@ -307,10 +311,10 @@ class Runner:
         failed = [] if step.masks is None else step.masks.apply(arrays)
         token_ids, ok = sample(logits, arrays)
         is_valid = ok.tolist()
-        for place in failed:
+        for place in (*failed, *step.broken):
             is_valid[place] = False
         logprobs = self._logprobs(step.drawing, token_ids, is_valid, logits)
-        return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs)
+        return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs, step.broken)
 
     def _drawn_by_graph(self, step: Prepared, run: DecodeRun) -> Drawn:
         token_ids, ok = run.wait()

@@ -7,6 +7,7 @@ itself is ``ops.sample``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from typing import Any
@@ -20,6 +21,8 @@ from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
 from runtime.engine.sequence import Sequence
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor import Tensor
+
+logger = logging.getLogger("xserv.engine")
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The parameters that are kept as rows of one array, so that one call gathers them."""
@@ -104,6 +107,31 @@ class Sampler:
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
         return arrays
+
+    def gather_sound(
+        self, sequences: Sequences[Sequence], rows: NDArray[np.intp]
+    ) -> tuple[SamplingArrays, list[int]]:
+        """The same, and the places of those whose own parameters raise an error: what stands there is another's, for
+        a draw that is for nobody. Raises an error that no single one of them raises."""
+        try:
+            return self.gather(sequences, rows), []
+        except Exception:
+            broken = [place for place in range(len(rows)) if self._is_broken(sequences[place], rows[place : place + 1])]
+            if not broken:
+                raise
+        sound = sorted(set(range(len(rows))).difference(broken))
+        if not sound:
+            return SamplingArrays.neutral(len(rows)), broken
+        places = [sound[0] if place in broken else place for place in range(len(rows))]
+        return self.gather([sequences[place] for place in places], rows[places]), broken
+
+    def _is_broken(self, sequence: Sequence, row: NDArray[np.intp]) -> bool:
+        try:
+            self.gather([sequence], row)
+        except Exception:
+            logger.exception("request %s: its sampling parameters failed", sequence.request.request_id)
+            return True
+        return False
 
     def penalty_lists(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> list[PenaltyLists]:
         """What penalties count, of each of these sequences, whose tokens are all known; empty without penalties."""

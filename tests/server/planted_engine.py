@@ -3,8 +3,8 @@
     python -m tests.server.planted_engine serve --port 0 ...    # the server
     python -m tests.server.planted_engine --fd N                # its engine
 
-A request whose seed is LOADING cannot be set up; one whose seed is SAMPLING breaks the step that draws its third
-token."""
+A request whose seed is LOADING cannot be set up; one whose seed is SAMPLING fails when its third token is to be
+drawn."""
 
 from __future__ import annotations
 
