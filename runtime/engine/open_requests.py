@@ -107,7 +107,7 @@ class OpenRequests:
             if sequence.state is finished:
                 continue  # cancelled, or ended by a failure of a sibling in this very step
             try:
-                if sequence in broken:
+                if not is_valid and sequence in broken:
                     outputs += self.end(sequence.request, "error", "its sampling parameters failed")
                     continue
                 if not is_valid:

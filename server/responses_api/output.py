@@ -52,7 +52,7 @@ class ResponseOutput:
             yield from self._add_text(delta.text, logprobs)
         for call in delta.tool_calls:
             if call.index != self._open_call or not isinstance(self._open, OutputFunctionCall):
-                yield from self._close("completed")
+                yield from self._close()
                 yield from self._begin(
                     OutputFunctionCall(id=_new_id("fc"), call_id=call.id or _new_id("call"), name=call.name or "")
                 )
@@ -66,7 +66,7 @@ class ResponseOutput:
         """The end: an answer has at least one item. Only the last can be incomplete."""
         if not self.items:
             yield from self._begin(OutputMessage(_new_id("msg")))
-        yield from self._close("completed" if is_complete else "incomplete")
+        yield from self._close(is_complete=is_complete)
 
     @property
     def _index(self) -> int:
@@ -74,7 +74,7 @@ class ResponseOutput:
 
     def _add_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, OutputReasoning):
-            yield from self._close("completed")
+            yield from self._close()
             yield from self._begin(OutputReasoning(_new_id("rs")))
         assert isinstance(self._open, OutputReasoning)
         self._open.content[0].text += text
@@ -82,7 +82,7 @@ class ResponseOutput:
 
     def _add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob]) -> Iterator[Event]:
         if not isinstance(self._open, OutputMessage):
-            yield from self._close("completed")
+            yield from self._close()
             yield from self._begin(OutputMessage(_new_id("msg")))
         assert isinstance(self._open, OutputMessage)
         part = self._open.content[0]
@@ -101,7 +101,7 @@ class ResponseOutput:
             item.content.append(ReasoningText())
             yield ContentPartAdded(item.id, self._index, 0, item.content[0])
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, *, is_complete: bool = True) -> Iterator[Event]:
         item, self._open = self._open, None
         if item is None:
             return
@@ -115,7 +115,7 @@ class ResponseOutput:
             yield ContentPartDone(item.id, self._index, 0, thought)
         else:
             yield ArgumentsDone(item.id, self._index, item.name, item.arguments)
-        item.status = "completed" if status == "completed" else "incomplete"
+        item.status = "completed" if is_complete else "incomplete"
         yield OutputItemDone(self._index, item)
 
 
