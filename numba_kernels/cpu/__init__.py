@@ -1,9 +1,9 @@
 """The cpu backend's kernels: numba ``@njit`` functions around a few register tiles written as LLVM IR.
 
 Importing this package settles, before any kernel is decorated, where numba keeps compiled code:
-``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, one folder for each content of these sources and version of
-numba, because numba's own cache does not notice a change in a callee's file. Threads are our own (`pool`): numba's
-layers sleep between kernels, or spin without end, or must not be entered by two Python threads.
+``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, one folder for each content of these sources, version of numba
+and kind of tile (`target`), because numba's own cache does not notice a change in a callee's file. Threads are our own
+(`pool`): numba's layers sleep between kernels, or spin without end, or must not be entered by two Python threads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 import llvmlite
 import numba
 
+from numba_kernels.cpu.target import TILES
+
 
 def _digest() -> str:
-    """Of the sources here and of the compiler that reads them."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    """Of the sources here, of the compiler that reads them and of what it may compile for."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {TILES}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -1,18 +1,45 @@
-"""Which register tile fits the machine that numba compiles for.
+"""What numba may compile for, and which register tiles fit it.
+
+``TILES`` names the best kind of tile that the processor runs, or the one that ``XSERV_CPU_TILES`` forces; a forced kind
+also limits LLVM, so that a machine with AVX-512 makes and runs true AVX2 code. Each kind includes those before it.
 
 Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
 registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
 tile of 9 rows x 3 vectors keeps 27 of them busy and three hold weights; attention's has a power of two of rows. With 16
-registers of 8 lanes, 4 rows x 1 vector (8 registers) leaves room for operands; NEON's 32 registers of 4 lanes hold 4
-rows x 1 vector (16 registers) and operands.
+registers of 8 lanes, 6 rows x 1 vector (12 registers) leave room for two halves of a weight and a broadcast; NEON's 32
+registers of 4 lanes hold 4 rows x 1 vector (16 registers) and operands.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+
 import llvmlite.binding as llvm
 import numba
 
+from runtime.errors import InvalidArgumentError
+
+VARIABLE = "XSERV_CPU_TILES"
 LANES = 16  # float32 elements of one IR vector
+
+_NEEDS = {
+    "portable": (),
+    "avx2": ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "popcnt"),
+    "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "avx512_vnni": ("avx512vnni",),
+    "avx512_bf16": ("avx512bf16",),
+}
+"""The features, by LLVM's names, that each kind of tile needs beyond the kind before it; better kinds stand later."""
+
+_MODELS = {
+    "portable": "x86-64",
+    "avx2": "haswell",
+    "avx512": "skylake-avx512",
+    "avx512_vnni": "cascadelake",
+    "avx512_bf16": "cooperlake",
+}
+"""The processor that a forced kind of tile compiles for."""
 
 
 def compiled_for(feature: str) -> bool:
@@ -24,6 +51,43 @@ def compiled_for(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
-TILE_ROWS, TILE_VECTORS = (8, 3) if compiled_for("avx512f") else (4, 1)
-GEMM_ROWS = 9 if compiled_for("avx512f") else 4
+def _needs(tiles: str) -> list[str]:
+    """All features of ``tiles`` and of the kinds before it."""
+    kinds = list(_NEEDS)
+    return [feature for kind in kinds[: kinds.index(tiles) + 1] for feature in _NEEDS[kind]]
+
+
+_AVAILABLE = tuple(tiles for tiles in _NEEDS if all(compiled_for(feature) for feature in _needs(tiles)))
+
+
+def available_tiles() -> tuple[str, ...]:
+    """The kinds of tile that this process may run, as it was started; the best comes last."""
+    return _AVAILABLE
+
+
+def _choose() -> str:
+    """The kind in force, of which LLVM has been told where it is forced.
+
+    Raises:
+        InvalidArgumentError: if the variable names none of the kinds, or one that the processor cannot run.
+    """
+    forced = os.environ.get(VARIABLE)
+    if not forced:
+        return _AVAILABLE[-1]
+    if forced not in _AVAILABLE:
+        limit = f"this processor runs {', '.join(_AVAILABLE)}"
+        if forced not in _NEEDS:
+            limit = f"must be one of {', '.join(_NEEDS)}; {limit}"
+        raise InvalidArgumentError(f"{VARIABLE} is {forced!r}: {limit}", param=VARIABLE)
+    if platform.machine() in ("x86_64", "AMD64"):
+        numba.config.CPU_NAME = _MODELS[forced]
+        numba.config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
+    return forced
+
+
+TILES = _choose()
+
+_HAS_AVX512 = compiled_for("avx512f")
+TILE_ROWS, TILE_VECTORS = (8, 3) if _HAS_AVX512 else (4, 1)
+GEMM_ROWS = 9 if _HAS_AVX512 else 6 if compiled_for("avx2") else 4
 PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds
