@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from runtime.engine.messages import EngineRequest
 from server.app import create_app
 from tests.server.byte_tokenizer import END_OF_TURN, make_byte_tokenizer
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.real_server import write_tiny_model
 from tests.server.running import running, wait_until
 from tokenizer import Tokenizer
 
@@ -39,6 +41,14 @@ class Served:
 def answer_of(request: EngineRequest, index: int) -> list[int]:
     """Choice 0 says ANSWER, choice i the same with its number."""
     return say(ANSWER if index == 0 else f"{ANSWER} {index}")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for `load_format="dummy"`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

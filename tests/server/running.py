@@ -1,17 +1,50 @@
-"""A server that really runs: uvicorn in a thread on an ephemeral port of 127.0.0.1, with the settings of `serve`."""
+"""A server that really runs, on an ephemeral port of 127.0.0.1 and with the settings of `serve`: in a thread, or as a
+process of its own."""
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
 from server.app import Application
 from server.protocol import uvicorn_config
+
+_SERVE = """
+import json, sys
+from server.config import ServerConfig
+from server.run import serve
+options, settings = json.loads(sys.argv[2])
+serve(sys.argv[1], port=0, load_format="dummy", served_model_name="tiny", config=ServerConfig(**settings), **options)
+print("ended")
+"""
+
+
+@contextmanager
+def serving_process(
+    folder: Path, options: dict[str, object], **settings: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves the tiny model of `folder` with `serve`'s `options` and a `ServerConfig` of `settings`, and
+    its URL; killed if it has not ended by itself."""
+    arguments = [sys.executable, "-c", _SERVE, str(folder), json.dumps([options, settings])]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
+            yield child, line.split(" at ")[1].strip().removesuffix("/v1")
+        finally:
+            if child.poll() is None:
+                child.kill()
 
 
 @contextmanager

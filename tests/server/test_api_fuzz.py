@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.test_real_engine import serving_real, write_tiny_model
+from tests.server.real_server import serving_real
 from tools.fuzz_api import Fuzzer
 
 NUM_CASES = 1000
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")
-def test_a_thousand_cases(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    with serving_real(tmp_path, load_format="dummy", max_model_len=64, num_blocks=512) as real:
+def test_a_thousand_cases(tiny_folder: Path) -> None:
+    with serving_real(tiny_folder, load_format="dummy", max_model_len=64, num_blocks=512) as real:
         fuzzer = Fuzzer(real.url, seed=20_261_121)
         fuzzer.run(NUM_CASES)
         fuzzer.check_rest()

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tests.server.openapi import check_answer
-from tests.server.test_real_engine import Real, serving_real, write_tiny_model
+from tests.server.real_server import Real, serving_real, write_tiny_model
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -4,64 +4,27 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
-from tests.server.running import wait_until
-from tests.server.test_real_engine import write_tiny_model
+from tests.server.running import serving_process, wait_until
 
-PROGRAM = """
-import json, sys
-from server.config import ServerConfig
-from server.run import serve
-serve(sys.argv[1], port=0, load_format="dummy", num_blocks=1000, served_model_name="tiny", in_process=True,
-      config=ServerConfig(drain_timeout_s=float(sys.argv[2]), log_format="json", **json.loads(sys.argv[3])))
-print("ended")
-"""
-
-
-@contextmanager
-def process(
-    folder: Path, *, drain_timeout_s: float = 60, **settings: object
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A serving process and its URL; killed if it has not ended by itself."""
-    arguments = [sys.executable, "-c", PROGRAM, str(folder), str(drain_timeout_s), json.dumps(settings)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            line = child.stdout.readline()
-            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
-            yield child, line.split(" at ")[1].strip().removesuffix("/v1")
-        finally:
-            if child.poll() is None:
-                child.kill()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder)
-    return folder
+ENGINE: dict[str, object] = {"num_blocks": 1000, "in_process": True}
 
 
 def body(max_tokens: int, **fields: object) -> dict[str, object]:
     return {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
-def test_a_drain_under_load(folder: Path) -> None:
+def test_a_drain_under_load(tiny_folder: Path) -> None:
     """While a long stream runs: `/ready` says no, new requests are told to come again, on the old connection and on new
     ones; the stream ends as it should; a stream that only watches does not hold the process up; one line a request is
     in the log, and no traceback."""
-    with process(folder) as (child, url), httpx.Client(base_url=url, timeout=60) as http:
+    serving = serving_process(tiny_folder, ENGINE, drain_timeout_s=60, log_format="json")
+    with serving as (child, url), httpx.Client(base_url=url, timeout=60) as http:
         with http.stream("POST", "/v1/completions", json=body(2000, stream=True)) as response:
             lines = response.iter_lines()
             for _ in range(10):
@@ -95,10 +58,11 @@ def test_a_drain_under_load(folder: Path) -> None:
     assert sorted(statuses) == [200, 200, 503]
 
 
-def test_keys_are_read_again_and_an_idle_server_ends_at_once(folder: Path, tmp_path: Path) -> None:
+def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-old\n")
-    with process(folder, api_key_files=[str(file)]) as (child, url), httpx.Client(base_url=url, timeout=20) as http:
+    serving = serving_process(tiny_folder, ENGINE, log_format="json", api_key_files=[str(file)])
+    with serving as (child, url), httpx.Client(base_url=url, timeout=20) as http:
 
         def status(key: str) -> int:
             return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code

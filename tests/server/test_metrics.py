@@ -16,8 +16,8 @@ from server import metrics
 from server.metrics import Histogram, one_two_five
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.real_server import Real, serving_real
 from tests.server.running import wait_until
-from tests.server.test_real_engine import Real, serving_real, write_tiny_model
 from tokenizer import Tokenizer
 
 DASHBOARD = Path(metrics.__file__).parent / "deploy" / "grafana-dashboard.json"
@@ -39,10 +39,8 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder)
-    with serving_real(folder, load_format="dummy", seed=0, num_blocks=600, max_num_seqs=64) as server:
+def real(tiny_folder: Path) -> Iterator[Real]:
+    with serving_real(tiny_folder, load_format="dummy", seed=0, num_blocks=600, max_num_seqs=64) as server:
         yield server
 
 

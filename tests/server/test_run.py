@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,39 +14,7 @@ import pytest
 from models.errors import ModelLoadError
 from server.run import ServerStartError, listen, serve, warm_up
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.test_real_engine import write_tiny_model
-
-PROGRAM = """
-import sys
-from server.config import ServerConfig
-from server.run import serve
-serve(sys.argv[1], port=int(sys.argv[2]), load_format="dummy", num_blocks=64, served_model_name="tiny",
-      config=ServerConfig(drain_timeout_s=float(sys.argv[3])))
-print("ended")
-"""
-
-
-@contextmanager
-def process(folder: Path, *, drain_timeout_s: float = 20) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A serving process and its URL; killed if it has not ended by itself."""
-    arguments = [sys.executable, "-c", PROGRAM, str(folder), "0", str(drain_timeout_s)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            line = child.stdout.readline()
-            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
-            yield child, line.split(" at ")[1].strip().removesuffix("/v1")
-        finally:
-            if child.poll() is None:
-                child.kill()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder)
-    return folder
+from tests.server.running import serving_process
 
 
 def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
@@ -63,11 +27,12 @@ def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
     [(0.5, [signal.SIGTERM], True), (60.0, [signal.SIGINT, signal.SIGINT], False)],
 )
 def test_the_drain_has_an_end(
-    folder: Path, drain_timeout_s: float, signals: list[signal.Signals], stream: bool
+    tiny_folder: Path, drain_timeout_s: float, signals: list[signal.Signals], stream: bool
 ) -> None:
     """When the time is up, or at a second signal: a stream is told, a whole answer is a 503."""
     body = {"model": "tiny", "prompt": "x", "n": 100, "max_tokens": 500, "ignore_eos": True, "stream": stream}
-    with process(folder, drain_timeout_s=drain_timeout_s) as (child, url), httpx.Client(timeout=60) as http:
+    serving = serving_process(tiny_folder, {"num_blocks": 64}, drain_timeout_s=drain_timeout_s)
+    with serving as (child, url), httpx.Client(timeout=60) as http:
 
         def interrupt() -> None:
             time.sleep(1.0)
