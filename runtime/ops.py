@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from runtime import tensor_ops
-from runtime.backends import cpu, cpu_sampling
+from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.cpu_checks import fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
@@ -207,15 +207,14 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
-    """As `sample`, on a GPU alone, of parameters that lie there: queued only, so that a graph can record it.
+    """As `sample`, of parameters that lie on the device: on a GPU queued only, so that a graph can record it.
 
     ``fields`` are the arrays of SamplingArrays but for the mask, in their order; seeds int64. Starts may begin above 0.
-    ``results [2 n + 1]`` int32 gets ids, statuses (0: drawn), and whether an id was outside its table since the last
-    `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch for.
+    ``results [2 n + 1]`` int32 gets ids, statuses (0: drawn), and on a GPU whether an id was outside its table since
+    the last `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch
+    for.
     """
-    from runtime.backends import cuda_sampling
-
-    cuda_sampling.draw(logits, fields, results, has_penalties=has_penalties)
+    _sampling_backend("draw", logits).draw(logits, fields, results, has_penalties=has_penalties)
 
 
 def check_ids(device: Device) -> None:
@@ -228,14 +227,16 @@ def check_ids(device: Device) -> None:
 def take_decode_inputs(
     changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
 ) -> None:
-    """Completes the inputs of a decode step on a GPU; all int32.
+    """Completes the inputs of a decode step; all int32.
 
     ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: a place in it, and its value.
     ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Places and sources must exist.
     """
-    from runtime.backends import cuda_decode
+    backend: ModuleType = cpu_decode
+    if _backend("take_decode_inputs", "changes", changes) is not cpu:
+        from runtime.backends import cuda_decode as backend
 
-    cuda_decode.take_decode_inputs(changes, num_changes, tables, sources, drawn, token_ids)
+    backend.take_decode_inputs(changes, num_changes, tables, sources, drawn, token_ids)
 
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:

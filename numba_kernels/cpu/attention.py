@@ -9,7 +9,7 @@ batch has too few groups for the threads (a lone long decode), each segment is a
 merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
 Sinks (a logit of each query head) join a row's sum once, at its end. A row that may attend to nothing gives zeros.
-Status 1: a block table entry outside the pages.
+Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of the block table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numba_kernels.cpu.target import LANES, TILE_ROWS
 
 GROUP_ROWS = 32  # a group has so many rows, or one token's where more query heads share a KV head
 SEGMENT_TOKENS = 1024
-BAD_BLOCK = 1
+BAD_BLOCK, BAD_LENGTH = 1, 2
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
@@ -171,6 +171,9 @@ def attention_kernel(stored: type) -> Kernel:
         last_key = first_position + tokens
         first_key = max(0, first_position - a.window + 1) if a.window > 0 else 0
         table = int32_at(a.block_table + seq * a.table_width * 4, a.table_width)
+        if last_key > a.table_width * a.block_size:
+            a.status = BAD_LENGTH
+            return
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width

@@ -6,12 +6,13 @@ simply draws fewer. Numba compiles a loop body into every library that links it;
 is compiled once, and the machinery that runs them once for all.
 
 Kernels do not raise: what they find wrong with their input they write into the field ``status``.
+
+A launch runs at once, or is noted down where the thread records (`recording`).
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable
 
 import llvmlite.ir as ir
@@ -21,11 +22,16 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import pool
+from numba_kernels.cpu.recording import Explain, current, hold, new_array
+
+__all__ = [
+    "Explain", "Fields", "Kernel", "address", "address_of", "float32_at", "hold", "int32_at", "int64_at", "new_array",
+    "uint32_at",
+]  # fmt: skip
 
 _MAX_BLOCK_BYTES = 1024
-_block = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the lock
+_block = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the pool's lock
 _block_address = _block.ctypes.data
-_lock = threading.Lock()  # the pool serves one launch at a time
 
 
 def address_of(array: np.ndarray) -> int:
@@ -57,14 +63,22 @@ class Kernel:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
         self._compiled = cfunc(signature, nopython=True, cache=True, error_model="numpy", fastmath=fastmath)(body)
         self._address = self._compiled.address
-        self._pack = fields.packer.pack_into
+        self._packer = fields.packer
 
-    def __call__(self, num_tickets: int, num_workers: int, *values: float) -> int:
-        """Returns ``status``, 0 unless the kernel set it. ``values`` are the fields in their order."""
-        with _lock:
-            self._pack(_block, 0, 0, *values)
+    def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
+        """``values`` are the fields in their order. Raises what ``explain`` makes of a status that the kernel set; in a
+        recording its replay does."""
+        recording = current()
+        if recording is not None:
+            recording.add(self._address, self._packer.pack(0, *values), num_tickets, num_workers, explain)
+            return
+        with pool.lock:
+            self._packer.pack_into(_block, 0, 0, *values)
             pool.run(self._address, _block_address, num_tickets, num_workers)
-            return int(_status[0])
+            status = int(_status[0])
+        if status:
+            assert explain is not None, f"the kernel has set status {status}"
+            raise explain(status)
 
 
 _status = _block[:8].view(np.int64)

@@ -12,7 +12,8 @@ The protocol, over the words of `_words` (each on a cache line of its own):
 - A helper counts itself in ACTIVE, then draws. What it drew from an open job is that job's, whose words cannot change
   while the helper is counted; what it drew from a closed one is at least CLOSED, and it leaves.
 
-One launch at a time: `launch.Kernel` holds the lock. Helpers are daemon threads, joined when the process ends.
+One launch at a time, or one program of launches: whoever calls `run` or `run_program` holds the lock. Helpers are
+daemon threads, joined when the process ends.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from numba.extending import intrinsic
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
 
+PROGRAM_COLUMNS = 4
+"""Of a program, int64 ``[launches, 4]``: function, arguments, tickets, helpers."""
+
+lock = threading.Lock()
 CLOSED = 1 << 40
 _LINE = 8  # words of 8 bytes a cache line
 NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_TICKETS, NUM_HELPERS, ASLEEP, STOP = (i * _LINE for i in range(8))
@@ -99,6 +104,25 @@ def _call(typingctx, function, arguments, ticket):
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+@intrinsic
+def _status_at(typingctx, address):
+    """The first word of an argument block."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()))
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def _clear_status(typingctx, address):
+    def codegen(context, builder, signature, args):
+        builder.store(ir.Constant(_I64, 0), builder.inttoptr(args[0], _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def run_alone(function, arguments, num_tickets):
     """Every ticket, on this thread."""
@@ -126,6 +150,23 @@ def _launch(words, function, arguments, num_tickets, num_helpers):
     _store(words, NEXT, CLOSED)
     while _load(words, ACTIVE) != 0:
         _pause()
+
+
+@njit("UniTuple(int64, 2)(int64[::1], int64[:, ::1])", nogil=True, cache=True)
+def _launch_all(words, program):
+    """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
+    for i in range(program.shape[0]):
+        function, arguments, num_tickets, num_helpers = program[i, 0], program[i, 1], program[i, 2], program[i, 3]
+        if num_helpers == 0:
+            for ticket in range(num_tickets):
+                _call(function, arguments, ticket)
+        else:
+            _launch(words, function, arguments, num_tickets, num_helpers)
+        status = _status_at(arguments)
+        if status != 0:
+            _clear_status(arguments)
+            return i, status
+    return -1, 0
 
 
 @njit("void(int64[::1], int64, int64)", nogil=True, cache=True)
@@ -182,16 +223,35 @@ class _Helpers:
 _helpers = _Helpers()
 
 
-def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
-    """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
-    if min(num_threads, num_tickets, NUM_THREADS) <= 1:
-        run_alone(function, arguments, num_tickets)
-        return
+def num_helpers(num_tickets: int, num_threads: int) -> int:
+    """Helpers that so many tickets on at most ``num_threads`` threads may have."""
+    return max(0, min(num_threads, num_tickets, NUM_THREADS) - 1)
+
+
+def _ready() -> None:
+    """Sees to it that helpers are there, or on their way."""
     if _words[ASLEEP]:
         _helpers.rouse()
     elif not _helpers.threads:
         _helpers.start()
+
+
+def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
+    """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
+    if num_helpers(num_tickets, num_threads) == 0:
+        run_alone(function, arguments, num_tickets)
+        return
+    _ready()
     _launch(_words, function, arguments, num_tickets, num_threads - 1)
+
+
+def run_program(program: np.ndarray) -> tuple[int, int]:
+    """Runs launch after launch, all threads from one to the next, until one has set the first word of its arguments:
+    (its number, what it set), which is 0 again; or (-1, 0)."""
+    if program[:, 3].any():
+        _ready()
+    failed, status = _launch_all(_words, program)
+    return int(failed), int(status)
 
 
 def _after_fork() -> None:

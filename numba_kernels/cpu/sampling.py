@@ -23,13 +23,14 @@ from numba_kernels.cpu.selection import last_kept
 
 FIELDS = Fields(
     "logits temperature top_k top_p min_p repetition presence frequency seed choice position "
-    "prompt_ids prompt_start output_ids output_start bias_ids bias_values bias_start allowed token_ids "
+    "prompt_ids prompt_start output_ids output_start bias_ids bias_values bias_start allowed token_ids statuses "
     "num_rows vocab mask_words"
 )
 BAD_ID = 1
 GREEDY_BELOW = np.float32(1e-5)  # vLLM's: a lower temperature is the argmax
 _BLOCK = 256  # tokens whose random words are made together
 _MINUS_INFINITY = np.float32(-np.inf)
+_NOTHING, _OUT_OF_RANGE = np.int64(-1), np.int64(-2)
 
 
 @njit(nogil=True)
@@ -95,84 +96,99 @@ def _race(logits, weights, threshold, last_id, seed, choice, position):
 
 @njit(nogil=True)
 def _first_equal(logits, value):
-    for token in range(logits.shape[0]):
-        if logits[token] == value:
-            return np.int64(token)
-    return np.int64(-1)
+    """The first place of the value, which is there: found block by block, since a loop that stops is not vectorised."""
+    size = logits.shape[0]
+    for start in range(0, size, _BLOCK):
+        stop = min(size, start + _BLOCK)
+        found = 0
+        for token in range(start, stop):
+            found |= 1 if logits[token] == value else 0
+        if found != 0:
+            for token in range(start, stop):
+                if logits[token] == value:
+                    return np.int64(token)
+    return _NOTHING
+
+
+@njit(nogil=True)
+def _draw(a, row):
+    """The token of a row, _NOTHING, or _OUT_OF_RANGE for an id outside the vocabulary."""
+    vocab, num_rows = a.vocab, a.num_rows
+    raw = a.logits + row * vocab * 4
+    largest = largest_of(raw, vocab)
+    if np.isnan(largest) or largest == _MINUS_INFINITY:
+        return _NOTHING
+
+    temperature = float32_at(a.temperature, num_rows)[row]
+    repetition = float32_at(a.repetition, num_rows)[row]
+    presence = float32_at(a.presence, num_rows)[row]
+    frequency = float32_at(a.frequency, num_rows)[row]
+    bias_start = int32_at(a.bias_start, num_rows + 1)
+    num_bias = bias_start[row + 1] - bias_start[row]
+    penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
+    logits = float32_at(raw, vocab)
+    if temperature < GREEDY_BELOW and num_bias == 0 and a.allowed == 0 and not penalised:
+        return _first_equal(logits, largest)
+
+    logits = logits.copy()
+    if a.allowed != 0:
+        mask = uint32_at(a.allowed + row * a.mask_words * 4, a.mask_words)
+        for token in range(vocab):
+            if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
+                logits[token] = _MINUS_INFINITY
+    bias_ids = int32_at(a.bias_ids + bias_start[row] * 4, num_bias)
+    bias_values = float32_at(a.bias_values + bias_start[row] * 4, num_bias)
+    for i in range(num_bias):
+        if bias_ids[i] < 0 or bias_ids[i] >= vocab:
+            return _OUT_OF_RANGE
+        logits[bias_ids[i]] += bias_values[i]
+    if penalised:
+        starts = int32_at(a.prompt_start, num_rows + 1)
+        prompt_ids = int32_at(a.prompt_ids + starts[row] * 4, starts[row + 1] - starts[row])
+        starts = int32_at(a.output_start, num_rows + 1)
+        output_ids = int32_at(a.output_ids + starts[row] * 4, starts[row + 1] - starts[row])
+        if not _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
+            return _OUT_OF_RANGE
+    if temperature >= GREEDY_BELOW:
+        for token in range(vocab):
+            logits[token] = logits[token] / temperature
+    largest = largest_of(address(logits), vocab)
+    if np.isnan(largest) or largest == _MINUS_INFINITY:
+        return _NOTHING
+    if temperature < GREEDY_BELOW:
+        return _first_equal(logits, largest)
+
+    weights = np.empty(vocab, np.float32)
+    exponentials(address(logits), largest, vocab, address(weights))
+    min_p = float32_at(a.min_p, num_rows)[row]
+    if min_p > 0.0:
+        for token in range(vocab):
+            if weights[token] < min_p:
+                logits[token] = _MINUS_INFINITY
+    top_k = np.int64(int32_at(a.top_k, num_rows)[row])
+    top_p = np.float64(float32_at(a.top_p, num_rows)[row])
+    threshold, last_id = _MINUS_INFINITY, np.int64(-1)  # a token of -inf is never kept
+    if 0 < top_k < vocab or top_p < 1.0:
+        threshold, last_id = last_kept(logits, weights, largest, top_k, top_p)
+    seed = np.uint64(int64_at(a.seed, num_rows)[row])
+    choice = np.uint32(int32_at(a.choice, num_rows)[row])
+    position = np.uint32(int32_at(a.position, num_rows)[row])
+    return _race(logits, weights, threshold, last_id, seed, choice, position)
 
 
 @functools.cache
 def sampling_kernel() -> Kernel:
-    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or nothing to draw gives -1."""
+    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or nothing to draw gives -1, and 1 in
+    ``statuses`` (0 = no such array), which else is 0."""
 
     def sampling(arguments, ticket):
         a = carray(arguments, 1)[0]
-        row, vocab, num_rows = ticket, a.vocab, a.num_rows
-        raw = a.logits + row * vocab * 4
-        token_ids = int32_at(a.token_ids, num_rows)
-        token_ids[row] = -1
-        largest = largest_of(raw, vocab)
-        if np.isnan(largest) or largest == _MINUS_INFINITY:
-            return
-
-        temperature = float32_at(a.temperature, num_rows)[row]
-        repetition = float32_at(a.repetition, num_rows)[row]
-        presence = float32_at(a.presence, num_rows)[row]
-        frequency = float32_at(a.frequency, num_rows)[row]
-        bias_start = int32_at(a.bias_start, num_rows + 1)
-        num_bias = bias_start[row + 1] - bias_start[row]
-        penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
-        logits = float32_at(raw, vocab)
-        if temperature < GREEDY_BELOW and num_bias == 0 and a.allowed == 0 and not penalised:
-            token_ids[row] = _first_equal(logits, largest)
-            return
-
-        logits = logits.copy()
-        if a.allowed != 0:
-            mask = uint32_at(a.allowed + row * a.mask_words * 4, a.mask_words)
-            for token in range(vocab):
-                if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
-                    logits[token] = _MINUS_INFINITY
-        bias_ids = int32_at(a.bias_ids + bias_start[row] * 4, num_bias)
-        bias_values = float32_at(a.bias_values + bias_start[row] * 4, num_bias)
-        for i in range(num_bias):
-            if bias_ids[i] < 0 or bias_ids[i] >= vocab:
-                a.status = BAD_ID
-                return
-            logits[bias_ids[i]] += bias_values[i]
-        if penalised:
-            starts = int32_at(a.prompt_start, num_rows + 1)
-            prompt_ids = int32_at(a.prompt_ids + starts[row] * 4, starts[row + 1] - starts[row])
-            starts = int32_at(a.output_start, num_rows + 1)
-            output_ids = int32_at(a.output_ids + starts[row] * 4, starts[row + 1] - starts[row])
-            if not _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
-                a.status = BAD_ID
-                return
-        if temperature >= GREEDY_BELOW:
-            for token in range(vocab):
-                logits[token] = logits[token] / temperature
-        largest = largest_of(address(logits), vocab)
-        if np.isnan(largest) or largest == _MINUS_INFINITY:
-            return
-        if temperature < GREEDY_BELOW:
-            token_ids[row] = _first_equal(logits, largest)
-            return
-
-        weights = np.empty(vocab, np.float32)
-        exponentials(address(logits), largest, vocab, address(weights))
-        min_p = float32_at(a.min_p, num_rows)[row]
-        if min_p > 0.0:
-            for token in range(vocab):
-                if weights[token] < min_p:
-                    logits[token] = _MINUS_INFINITY
-        top_k = np.int64(int32_at(a.top_k, num_rows)[row])
-        top_p = np.float64(float32_at(a.top_p, num_rows)[row])
-        threshold, last_id = _MINUS_INFINITY, np.int64(-1)  # a token of -inf is never kept
-        if 0 < top_k < vocab or top_p < 1.0:
-            threshold, last_id = last_kept(logits, weights, largest, top_k, top_p)
-        seed = np.uint64(int64_at(a.seed, num_rows)[row])
-        choice = np.uint32(int32_at(a.choice, num_rows)[row])
-        position = np.uint32(int32_at(a.position, num_rows)[row])
-        token_ids[row] = _race(logits, weights, threshold, last_id, seed, choice, position)
+        token = _draw(a, ticket)
+        if token == _OUT_OF_RANGE:
+            a.status = BAD_ID
+            token = _NOTHING
+        int32_at(a.token_ids, a.num_rows)[ticket] = token
+        if a.statuses != 0:
+            int32_at(a.statuses, a.num_rows)[ticket] = 1 if token < 0 else 0
 
     return Kernel(sampling, FIELDS)

@@ -14,14 +14,16 @@ import numpy as np
 
 from numba_kernels.cpu import activation as _activation
 from numba_kernels.cpu import attention as _attention
+from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import linear as _linear
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
-from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.target import GEMM_ROWS
-from runtime.backends.cpu_checks import check, checked_address, fail, indices_of
+from numba_kernels.cpu.launch import address_of, hold, new_array
+from numba_kernels.cpu.recording import current
+from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
+from runtime.backends.cpu_checks import check, checked_address, fail
 from runtime.batch import Batch
-from runtime.dtype import DType, float32, int32, int64
+from runtime.dtype import float32, int32, int64
 from runtime.errors import InvalidArgumentError
 from runtime.linear_weight import STORED, LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
@@ -52,7 +54,7 @@ def set_num_workers(count: int) -> None:
 def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     """``out``, if it may be written and has this shape, else a new float32 tensor."""
     if out is None:
-        return Tensor.over(np.empty(shape, np.float32), float32)
+        return Tensor.over(new_array(shape, np.float32), float32)
     if not check(op, "out", out, float32, shape).flags.writeable:
         raise fail(op, "out", "is read-only")
     return out
@@ -105,24 +107,35 @@ def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return linear(x, weight)
 
 
-def _widened(rows: NDArray, dtype: DType) -> NDArray:
-    """Stored bits or elements as float32."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    if rows.dtype == np.int16:
-        return rows.view(np.float16).astype(np.float32)
-    return rows.astype(np.float32, copy=False)
-
-
-def _table_rows(op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight) -> NDArray:
+def _add_rows(
+    op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight, out: Tensor | None
+) -> Tensor:
+    """Rows of the table, added to ``out`` or in a new tensor."""
+    rows = check(op, indices_name, indices, int32, (size,)).shape[0]
     if isinstance(table, PanelWeight):
-        array = indices_of(op, indices_name, indices, size, table.shape[0])
-        return _widened(np.ascontiguousarray(table.rows(array)), table.dtype)
-    if isinstance(table, LinearWeight):
+        address, stored = table.panels_address, table.stored
+        table_rows, width = table.shape
+        strides = 1, PANEL_COLUMNS, width * PANEL_COLUMNS, PANEL_COLUMNS  # of rows, panels and columns
+    elif isinstance(table, LinearWeight):
         raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
-    values = check(op, "table", table, _WEIGHT_DTYPES, (None, None))
-    array = indices_of(op, indices_name, indices, size, values.shape[0])
-    return _widened(values[array].view(STORED[table.dtype]), table.dtype)
+    else:
+        table_rows, width = check(op, "table", table, _WEIGHT_DTYPES, (None, None)).shape
+        address, stored = table.address, STORED[table.dtype]
+        strides = 0, 1, width, 1
+    if out is not None and out.shape[1] != width:
+        raise fail(op, "table", f"has rows of {width}, x has rows of {out.shape[1]}")
+    result = _output(op, out, (rows, width))
+
+    def explain(status: int) -> Exception:
+        low, high = indices.array.min(), indices.array.max()
+        return fail(op, indices_name, f"holds {low} to {high}, must lie in 0 to {table_rows - 1}")
+
+    tickets, workers, rows_a_ticket = _share(rows, width * 8)
+    _embedding.embedding_kernel(stored)(
+        tickets, workers, indices.address, address, result.address, rows, table_rows, width, *strides,
+        int(out is not None), rows_a_ticket, explain=explain,
+    )  # fmt: skip
+    return result
 
 
 def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
@@ -130,23 +143,19 @@ def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
 
     A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
     """
-    return Tensor.over(np.ascontiguousarray(_table_rows("embedding", "token_ids", token_ids, None, table)), float32)
+    return _add_rows("embedding", "token_ids", token_ids, None, table, None)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Adds rows of ``table [P, H]`` for ``positions [T]`` to ``x [T, H]`` in place; returns ``x``."""
-    array = check("add_embedding", "x", x, float32, (None, None))
-    rows = _table_rows("add_embedding", "positions", positions, array.shape[0], table)
-    if rows.shape[1] != array.shape[1]:
-        raise fail("add_embedding", "table", f"has rows of {rows.shape[1]}, x has rows of {array.shape[1]}")
-    array += rows
-    return x
+    rows = check("add_embedding", "x", x, float32, (None, None)).shape[0]
+    return _add_rows("add_embedding", "positions", positions, rows, table, x)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices [n]`` int32 of ``x [T, H]`` float32 -> ``[n, H]``."""
-    array = check("gather_rows", "x", x, float32, (None, None))
-    return Tensor.over(array[indices_of("gather_rows", "indices", indices, None, array.shape[0])], float32)
+    check("gather_rows", "x", x, float32, (None, None))
+    return _add_rows("gather_rows", "indices", indices, None, x, None)
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
@@ -225,6 +234,15 @@ def _pages(op: str, k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[ND
     return k_pages, v_pages
 
 
+def _as_float32(op: str, name: str, weight: Tensor | None, size: int) -> NDArray | None:
+    """A norm's weight, converted where it is stored otherwise."""
+    if weight is None:
+        return None
+    array = np.ascontiguousarray(check(op, name, weight, _WEIGHT_DTYPES, (size,)), np.float32)
+    hold(array)
+    return array
+
+
 def qkv_prepare(
     qkv: Tensor,
     positions: Tensor,
@@ -246,17 +264,13 @@ def qkv_prepare(
     """
     op = "qkv_prepare"
     heads = num_q_heads + 2 * num_kv_heads
-    array = check(op, "qkv", qkv, float32, (None, heads * head_dim))
-    tokens = array.shape[0]
-    position_array = check(op, "positions", positions, int32, (tokens,))
-    slots = check(op, "slot_mapping", slot_mapping, int64, (tokens,))
+    tokens = check(op, "qkv", qkv, float32, (None, heads * head_dim)).shape[0]
+    check(op, "positions", positions, int32, (tokens,))
+    check(op, "slot_mapping", slot_mapping, int64, (tokens,))
     k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
     if k_pages.shape[1] != num_kv_heads:
         raise fail(op, "k_cache", f"has {k_pages.shape[1]} heads, must have num_kv_heads = {num_kv_heads}")
-    norms = [
-        None if norm is None else np.ascontiguousarray(check(op, name, norm, _WEIGHT_DTYPES, (head_dim,)), np.float32)
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
-    ]
+    norms = [_as_float32(op, name, norm, head_dim) for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))]
     cos = sin = rotary = num_positions = interleaved = 0
     if rope is not None:
         cos_array = check(op, "rope.cos", rope.cos, float32, (None, None))
@@ -267,18 +281,21 @@ def qkv_prepare(
         cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
     result = _output(op, None, (tokens, num_q_heads, head_dim))
     tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
-    status = _qkv.qkv_kernel(STORED[k_cache.dtype])(
+
+    def explain(status: int) -> Exception:
+        if status == _qkv.BAD_POSITION:
+            low, high = positions.array.min(), positions.array.max()
+            return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
+        limit = k_pages.shape[0] * k_pages.shape[3] - 1
+        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {limit}")
+
+    _qkv.qkv_kernel(STORED[k_cache.dtype])(
         tickets, workers, qkv.address, positions.address, cos, sin,
         *(0 if norm is None else address_of(norm) for norm in norms),
         k_cache.address, v_cache.address, slot_mapping.address, result.address,
         tokens, num_q_heads, num_kv_heads, head_dim, rotary, interleaved, num_positions,
-        k_pages.shape[0], k_pages.shape[3], v_pages.shape[3], tokens_a_ticket, norm_eps,
+        k_pages.shape[0], k_pages.shape[3], v_pages.shape[3], tokens_a_ticket, norm_eps, explain=explain,
     )  # fmt: skip
-    if status == _qkv.BAD_POSITION:
-        low, high = position_array.min(), position_array.max()
-        raise fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
-    if status == _qkv.BAD_SLOT:
-        raise fail(op, "slot_mapping", f"holds {slots.max()}, limit {k_pages.shape[0] * k_pages.shape[3] - 1}")
     return result
 
 
@@ -305,6 +322,8 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
     starts = check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
     seq_lens = check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
     table = check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
+    if current() is not None:
+        return _recorded_plan(batch, group, tokens, share, table.shape[1])
     query_lens = np.diff(starts)
     if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
         raise fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
@@ -329,6 +348,24 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         )
     batch.plans[key] = plan
     return plan
+
+
+def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
+    """For decodes of any lengths up to the batch's longest: what the arrays hold is another matter in each replay."""
+    seqs = batch.num_seqs
+    if tokens != seqs or batch.max_query_len != 1:
+        raise fail("attention", "batch", f"records {seqs} sequences of one token each, not {tokens} tokens")
+    group_starts = np.arange(seqs + 1, dtype=np.int32)
+    hold(group_starts)
+    tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
+    return _AttentionPlan(
+        max(1, _attention.GROUP_ROWS // share),
+        group_starts,
+        num_keys=seqs * batch.max_seq_len,
+        longest=batch.max_seq_len,
+        table_width=table_width,
+        addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
+    )
 
 
 def attention(
@@ -369,16 +406,22 @@ def attention(
     if workers == 1 or groups >= 2 * workers:
         segments = 1
     width = v_pages.shape[3]
-    partial = np.empty(groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0, np.float32)
+    partial_size = groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0
+    partial = new_array((partial_size,), np.float32)
     query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
         q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
         result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
         window or 0, plan.group_tokens, segments, 0 if sinks is None else sinks.address, scale,
     )  # fmt: skip
-    status = _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments)
-    if status == _attention.BAD_BLOCK:
-        raise fail(op, "batch.block_tables", f"names a block outside the cache's {blocks}")
+
+    def explain(status: int) -> Exception:
+        if status == _attention.BAD_BLOCK:
+            return fail(op, "batch.block_tables", f"names a block outside the cache's {blocks}")
+        limit = plan.table_width * block_size
+        return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
+
+    _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments, explain=explain)
     if segments > 1:
         _attention.merge_kernel()(groups, workers, *arguments)
     return result

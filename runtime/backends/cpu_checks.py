@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numba_kernels.cpu.recording import current
 from runtime.device.device import CPU
 from runtime.dtype import DType, int32
 from runtime.errors import InvalidArgumentError
@@ -36,6 +37,9 @@ def check(
     array = tensor.array
     if not array.flags.c_contiguous:
         raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
+    recording = current()
+    if recording is not None:
+        recording.expect(tensor.storage, tensor.address)
     return array
 
 

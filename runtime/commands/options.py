@@ -103,7 +103,7 @@ class EngineOptions:
     ] = None
     decode_graphs: Annotated[
         DecodeGraphsMode,
-        typer.Option(help="Record decode steps as CUDA graphs and replay them; auto: on a GPU."),
+        typer.Option(help="Record decode steps as graphs and replay them; auto: on."),
     ] = _CONFIG.decode_graphs
 
     def arguments(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from runtime.engine.config import (
     EngineConfig,
     EngineSettings,
     available_memory_bytes,
-    check_decode_graphs,
     resolve,
 )
 from runtime.engine.engine import Engine
@@ -49,7 +48,6 @@ def build_engine(
     """
     config = EngineConfig(**settings)
     target = Device.parse(device)
-    check_decode_graphs(config.decode_graphs, target.kind)
     folder = resolve_model(None if model is None else str(model))
     logger.info("loading %s on %s", folder, target)
     loaded = load_model(

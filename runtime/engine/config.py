@@ -105,7 +105,7 @@ class EngineConfig:
     ttft_target_s, tpot_target_s  when tokens are due under "deadline", for requests that do not say
     exact                   the same tokens and log probabilities in any batch
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
-    decode_graphs           record decode steps as graphs and replay them: "on" (GPUs alone), "off", "auto" (on a GPU)
+    decode_graphs           record decode steps as graphs and replay them: "on", "off", "auto" (on)
     """
 
     max_model_len: int | None = None
@@ -273,12 +273,6 @@ def resolve(
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,
     )
-
-
-def check_decode_graphs(mode: DecodeGraphsMode, device_kind: str) -> None:
-    """Raises ``RequestError`` where graphs are asked for and the device has none."""
-    if mode == "on" and device_kind == "cpu":
-        raise RequestError("decode_graphs='on' needs a GPU, real or emulated: the cpu has none", param="decode_graphs")
 
 
 def available_memory_bytes() -> int:

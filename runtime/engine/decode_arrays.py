@@ -3,7 +3,7 @@ each step.
 
 A sequence has a place in them, which it keeps from step to step. On the device lie its block table, to which only what
 was added goes up, and the columns: one number a place of position, slot, sampling parameters and so on. All of a step
-goes up in one copy out of pinned memory: the columns, then the added blocks, then the token lists of penalties. Ids,
+goes up in one copy: the columns, then the added blocks, then the token lists of penalties. Ids,
 statuses and the flag for bad ids come down in one.
 
 A graph is for a number of places, which may be more than the step has sequences. An empty place is harmless: its token
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
-from runtime.device.gpu import Gpu
-from runtime.dtype import DType, float32, int32, int64
+from runtime.dtype import DType, float32, int32, int64, uint8
 from runtime.engine.config import EngineLimits
+from runtime.engine.decode_device import DecodeDevice, StepBuffers, StepGraph
 from runtime.engine.sampler import PenaltyLists, Sampler
 from runtime.engine.sequence import Sequence
 from runtime.storage import Storage
@@ -68,37 +68,17 @@ class Placement:
     additions: list[tuple[int, int, list[int]]]
 
 
-class Buffers:
-    """Pinned memory for one step's way up and down; the next step has another.
-
-    results  once `wait` has returned: ids, statuses, flag
-    """
-
-    def __init__(self, gpu: Gpu, upload_bytes: int, num_results: int) -> None:
-        self.upload = gpu.pinned.allocate(upload_bytes)
-        self.download = gpu.pinned.allocate(4 * num_results)
-        self.results: NDArray[np.int32] = self.download.array.view(np.int32)
-        self.event = gpu.new_event()
-        self.is_under_way = False
-
-    def wait(self) -> None:
-        """Until the device has come past the step's last copy. Raises LaunchError where work before it failed."""
-        if self.is_under_way:
-            self.is_under_way = False
-            self.event.synchronize()
-
-
 class DecodeArrays:
     """``max_num_seqs`` places. Belongs to the engine's loop.
 
-    The order is `place`, `send`, the graph's launch, `fetch`, `Buffers.wait`. A placement that is not sent is forgotten
-    with the next; two steps may be under way.
+    The order is `place`, `send`, `launch`, `StepBuffers.wait`. A placement that is not sent is forgotten with the next;
+    two steps may be under way.
 
     Raises OutOfMemoryError where the device or the system has no room.
     """
 
-    def __init__(self, device: Device, limits: EngineLimits, sampler: Sampler) -> None:
-        self.gpu = gpu = Gpu.of(device)
+    def __init__(self, device: Device, runs_on: DecodeDevice, limits: EngineLimits, sampler: Sampler) -> None:
+        self.runs_on = runs_on
         self.sampler = sampler
         self._block_size = limits.block_size
         self._exact = limits.exact
@@ -106,7 +86,8 @@ class DecodeArrays:
         self._table_width = width = -(-limits.max_model_len // limits.block_size)
         columns = _columns_of(places)
         self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count in columns) // 16) * 16
-        self._inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
+        inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
+        self._inputs = Tensor(inputs, uint8, (inputs.size_bytes,), (1,))
         self._host: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self._columns: dict[str, NDArray[Any]] = {}
         self._on_device: dict[str, Tensor] = {}
@@ -114,18 +95,19 @@ class DecodeArrays:
         for name, dtype, count in columns:
             end = offset + count * dtype.itemsize
             self._columns[name] = self._host[offset:end].view(dtype.numpy)
-            self._on_device[name] = Tensor(self._inputs, dtype, (count,), (1,), offset // dtype.itemsize)
+            self._on_device[name] = Tensor(inputs, dtype, (count,), (1,), offset // dtype.itemsize)
             offset = end
         self._empty_places()
         self._neutral = self._host.copy()
         self._tail = {
-            dtype: Tensor(self._inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)
+            dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)
         }
         self._tables = Tensor.zeros((places, width), int32, device)
+        self._flat_tables = self._tables.view(-1)
         self._results = Tensor.zeros(2 * places + 1, int32, device)
         self._zeros = Tensor.zeros(places + 1, int32, device)
         self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
-        self._buffers = [Buffers(gpu, size + 4 * TAIL_WORDS, 2 * places + 1) for _ in range(2)]
+        self._buffers = [runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1) for _ in range(2)]
         self._host_tables = np.zeros((places, width), np.int32)
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
@@ -137,8 +119,8 @@ class DecodeArrays:
     @property
     def size_bytes(self) -> int:
         """Of memory on the device."""
-        tensors = (self._tables, self._results, self._zeros, self._numbers)
-        return self._inputs.size_bytes + sum(tensor.size_bytes for tensor in tensors)
+        tensors = (self._inputs, self._tables, self._results, self._zeros, self._numbers)
+        return sum(tensor.size_bytes for tensor in tensors)
 
     # What a step sends and gets
 
@@ -179,7 +161,7 @@ class DecodeArrays:
         token_ids: list[int],
         sources: NDArray[np.intp] | None = None,
         lists: list[PenaltyLists] | None = None,
-    ) -> Buffers:
+    ) -> StepBuffers:
         """Queue the copy of all that the step is given.
 
         token_ids  of each sequence, its last, or anything where the device has it
@@ -192,24 +174,22 @@ class DecodeArrays:
         columns, size = self._columns, self._size
         columns["token_ids"][placement.places] = token_ids
         columns["sources"][placement.places] = -1 if sources is None else sources
-        tail: NDArray[np.int32] = buffers.upload.array[size:].view(np.int32)
+        tail: NDArray[np.int32] = buffers.upload[size:].view(np.int32)
         num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
         num_changes = self._write_additions(placement, tail[: TAIL_WORDS - num_listed])
         end = 2 * num_changes
         columns["num_changes"][0] = num_changes
         if lists is not None:
             end = self._write_lists(placement, lists, tail, end)
-        buffers.upload.array[:size] = self._host
-        self.gpu.upload(self._inputs.address, buffers.upload, size + 4 * end)
+        buffers.upload[:size] = self._host
+        self.runs_on.upload(self._inputs, buffers, size + 4 * end)
         for place, first, added in placement.additions:
             self._num_known[place] = first + len(added)
         return buffers
 
-    def fetch(self, placement: Placement, buffers: Buffers) -> None:
-        """Queue the copy of what the step has drawn."""
-        self.gpu.download(buffers.download, self._results.address, 4 * (2 * placement.num_places + 1))
-        buffers.event.record(self.gpu.stream)
-        buffers.is_under_way = True
+    def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
+        """Queue the step, and the copy of what it draws."""
+        self.runs_on.launch(graph, self._results, 2 * placement.num_places + 1, buffers)
 
     # What a graph reads and writes
 
@@ -259,7 +239,7 @@ class DecodeArrays:
 
     def clear(self) -> None:
         """Empty all places on the device, for a graph that runs on trial."""
-        self.gpu.write(self._inputs.address, self._neutral)
+        self.runs_on.write(self._inputs, self._neutral)
 
     # Within
 
@@ -295,7 +275,7 @@ class DecodeArrays:
         for place, first, added in placement.additions:
             entry, end = place * self._table_width + first, count + len(added)
             if 2 * end > len(tail):
-                self.gpu.write(self._tables.address + 4 * entry, np.array(added, np.int32))
+                self.runs_on.write(self._flat_tables[entry:], np.array(added, np.int32))
                 continue
             pairs = tail[2 * count : 2 * end].reshape(-1, 2)
             pairs[:, 0] = np.arange(entry, entry + len(added))

@@ -1,10 +1,10 @@
 """Decode steps as recorded graphs: all kernels of a step, the draw among them, in one launch.
 
-There is a graph for a number of places (1, 2, 4, 8, 16, 24 ...), for short sequences and for any (attention cuts long
-ones, on the device), with and without penalties, with and without the logits kept for log probabilities. It is recorded
-when it was missing for the first time: the step that missed it runs without. All share one pool, and read and write
-`DecodeArrays`. What they hold no place for runs without them: prompts, logit bias, allowed ids, and tokens that
-``min_tokens`` forbids.
+There is a graph for a number of places, for sequences up to a length (attention cuts long ones), with and without
+penalties, with and without the logits kept for log probabilities. It is recorded when it was missing for the first
+time: the step that missed it runs without. All share one pool, and read and write `DecodeArrays`. What they hold no
+place for runs without them: prompts, logit bias, allowed ids, and tokens that ``min_tokens`` forbids. What a graph is
+on which device stands in `decode_gpu` and `decode_cpu`.
 
 A step may be started while the one before it runs, if a graph runs that, too: it takes its tokens where they are drawn.
 """
@@ -20,17 +20,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
 from runtime import ops
-from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
-from runtime.device.gpu import Gpu
-from runtime.device.graph import Graph, GraphPool
-from runtime.dtype import float32
+from runtime.device.errors import LaunchError
 from runtime.engine.config import EngineLimits
-from runtime.engine.decode_arrays import TAIL_WORDS, Buffers, DecodeArrays, Placement
+from runtime.engine.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
+from runtime.engine.decode_device import StepBuffers, StepGraph, open_decode_device
 from runtime.engine.sampler import Sampler
 from runtime.engine.sequence import Sequence
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv_cache import KVCache
 from runtime.tensor import Tensor
 
@@ -66,7 +63,7 @@ class DecodeStep:
 class DecodeRun:
     """A step that a graph runs."""
 
-    def __init__(self, graphs: DecodeGraphs, step: DecodeStep, buffers: Buffers, logits: Tensor | None) -> None:
+    def __init__(self, graphs: DecodeGraphs, step: DecodeStep, buffers: StepBuffers, logits: Tensor | None) -> None:
         self.places = step.placement.places
         self.logits = logits
         """``[num_places, vocab_size]``, where they are kept: until the next graph is launched."""
@@ -88,7 +85,7 @@ class DecodeRun:
 
 
 class DecodeGraphs:
-    """The graphs of one model and KV cache on a GPU. Belongs to the engine's loop.
+    """The graphs of one model and KV cache. Belongs to the engine's loop.
 
     num_steps       that graphs have run
     reserved_bytes  of the device's memory, for the graphs and their arrays
@@ -102,14 +99,13 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._limits = limits
         self._sampler = sampler
-        self._sizes = batch_sizes(limits.max_num_seqs)
-        self._lengths = sequence_lengths(limits.max_model_len, exact=limits.exact)
-        self._graphs: dict[GraphKey, Graph] = {}
+        self._runs_on = runs_on = open_decode_device(model.device, sampler.vocab_size)
+        self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
+        self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._graphs: dict[GraphKey, StepGraph] = {}
         self._wanted: GraphKey | None = None
         self._has_given_up = False
         self._arrays: DecodeArrays | None = None  # with the first graph
-        self._pool: GraphPool | None = None
-        self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
         self._wants_logprobs = np.zeros(limits.max_num_seqs, np.bool_)  # by row
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the latest step
         self._running: DecodeRun | None = None
@@ -149,7 +145,12 @@ class DecodeGraphs:
         """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
         still needs there it leaves alone."""
         running = self._running
-        return running is not None and running.logits is None and not step.key.has_penalties
+        return (
+            self._runs_on.can_lead
+            and running is not None
+            and running.logits is None
+            and not step.key.has_penalties
+        )
 
     def start(self, step: DecodeStep, sequences: list[Sequence]) -> DecodeRun:
         """Queue the step: one copy, one launch, one copy."""
@@ -165,8 +166,7 @@ class DecodeGraphs:
         graph = self._graphs[step.key]
         token_ids = [sequence.last_token_id for sequence in sequences]
         buffers = self._arrays.send(step.placement, token_ids, sources, lists)
-        graph.replay()
-        self._arrays.fetch(step.placement, buffers)
+        self._arrays.launch(graph, step.placement, buffers)
         self._drawn_at[step.rows] = step.placement.places
         self._running = DecodeRun(self, step, buffers, graph.result)
         self.num_steps += 1
@@ -188,11 +188,11 @@ class DecodeGraphs:
         self._wanted = None
         try:
             self._graphs[key] = self._recorded(key)
-        except DeviceOutOfMemoryError as error:
+        except OutOfMemoryError as error:
             self._has_given_up = True
             logger.warning(
-                "no more decode graphs: %s bytes for one of %d sequences are not to be had; %d graphs hold %s bytes",
-                f"{error.requested_bytes:,}", key.num_places, len(self._graphs), f"{self.reserved_bytes:,}",
+                "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
+                key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
             )  # fmt: skip
         except LaunchError:  # the device is lost
             raise
@@ -206,53 +206,28 @@ class DecodeGraphs:
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()
-        self._kept_logits.clear()
-        self._arrays = self._pool = self._running = self._wanted = None
+        self._runs_on.release()
+        self._arrays = self._running = self._wanted = None
         self.reserved_bytes = 0
 
-    def _recorded(self, key: GraphKey) -> Graph:
-        gpu = Gpu.of(self.device)
+    def _recorded(self, key: GraphKey) -> StepGraph:
         if self._arrays is None:
-            self._arrays = DecodeArrays(self.device, self._limits, self._sampler)
-        if self._pool is None:
-            self._pool = GraphPool(gpu)
-        kept = self._kept(key.num_places) if key.keeps_logits else None
+            self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._sampler)
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
         try:
-            return Graph.capture(gpu, partial(self._run, key, kept), pool=self._pool, is_chained=True)
+            return self._runs_on.capture(
+                partial(self._run, key), num_rows=key.num_places, keeps_logits=key.keeps_logits
+            )
         finally:
-            sizes = [tensor.size_bytes for tensor in self._kept_logits.values()]
-            self.reserved_bytes = sum(sizes) + self._pool.reserved_bytes + self._arrays.size_bytes
+            self.reserved_bytes = self._runs_on.graph_bytes + self._arrays.size_bytes
 
-    def _kept(self, num_rows: int) -> Tensor:
-        """Where logits outlive their graph; one tensor serves the graphs of similar sizes."""
-        rows = 1 << (num_rows - 1).bit_length()
-        if rows not in self._kept_logits:
-            self._kept_logits[rows] = Tensor.empty((rows, self._sampler.vocab_size), float32, self.device)
-        return self._kept_logits[rows][:num_rows]
-
-    def _run(self, key: GraphKey, kept: Tensor | None) -> Tensor | None:
-        """What is recorded. Its result is where the logits are kept."""
+    def _run(self, key: GraphKey) -> Tensor:
+        """What is recorded. Its result is the logits."""
         arrays = self._arrays
         assert arrays is not None
         arrays.take_inputs(key.num_places)
         hidden = self._model.forward(arrays.batch(key.num_places, key.max_seq_len), self._kv_cache)
         logits = self._model.compute_logits(hidden)
         arrays.draw(logits, has_penalties=key.has_penalties)
-        if kept is not None:
-            Gpu.of(self.device).copy(kept.address, logits.address, kept.size_bytes)
-        return kept
-
-
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32 ... and the most that there may be."""
-    return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
-
-
-def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
-    """Those for which attention is planned: the longest that is never cut, and the longest that there may be. In exact
-    mode none is cut."""
-    if exact or max_model_len <= MIN_PART_KEYS:
-        return [max_model_len]
-    return [MIN_PART_KEYS, max_model_len]
+        return logits

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.config import EngineLimits, check_decode_graphs
+from runtime.engine.config import EngineLimits
 from runtime.engine.embedding import Embedder
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.grammar import grammar_error
@@ -86,8 +86,7 @@ class Engine:
     embedder  what computes embeddings, a forward pass at a time between two steps
     vocabulary  the text of the model's ids, for grammars; None: requests with a grammar are refused
 
-    Raises ``OutOfMemoryError`` when the host has no room for the swap space, ``RequestError`` for decode graphs without
-    a GPU.
+    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Engine:
     ) -> None:
         self.info = info
         self.limits = limits
-        check_decode_graphs(limits.decode_graphs, model.device.kind)
         num_slots = limits.num_host_blocks
         self.host_pool = HostPool(num_slots) if num_slots else None
         self.pool = BlockPool(

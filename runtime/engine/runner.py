@@ -6,8 +6,8 @@ costs a few vectorised numpy calls whatever the context's length.
 
 A step goes through three calls, so that the loop can overlap them: ``prepare`` lays out its arrays, which may be while
 the step before it still runs, for tokens that are not known yet are left open; ``start`` fills those in and begins the
-computation; ``result`` waits for what it drew. Steps of decodes alone run on a GPU as graphs (``decode_graphs``), which
-keep arrays of their own.
+computation; ``result`` waits for what it drew. Steps of decodes alone run as graphs (``decode_graphs``), which keep
+arrays of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Never, Protocol
+from typing import Never, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
+from runtime.engine.decode_graphs import DecodeGraphs, DecodeRun, DecodeStep
 from runtime.engine.grammar_matcher import MaskComputer, PendingMasks
 from runtime.engine.layout import BlockTables, Layout, known_tokens, lay_out
 from runtime.engine.messages import TokenLogprobs
@@ -36,9 +37,6 @@ from runtime.engine.step import Chunk
 from runtime.kv_cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor import Tensor
-
-if TYPE_CHECKING:
-    from runtime.engine.decode_graphs import DecodeGraphs, DecodeRun, DecodeStep
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
@@ -158,9 +156,7 @@ class Runner:
         if overlaps and model.device.kind == "cpu":
             self._worker = ThreadPoolExecutor(1, "xserv-step")
         self.graphs: DecodeGraphs | None = None
-        if model.device.kind != "cpu" and limits.decode_graphs != "off":
-            from runtime.engine.decode_graphs import DecodeGraphs  # brings the driver, which the cpu does without
-
+        if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.sampler)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
@@ -228,7 +224,10 @@ class Runner:
             if step.decode is not None:
                 assert self.graphs is not None
                 step.started_s = time.monotonic()
-                return _Later(partial(self._drawn_by_graph, step, self.graphs.start(step.decode, step.sequences)))
+                run = self.graphs.start(step.decode, step.sequences)
+                if self._worker is not None:
+                    return self._worker.submit(self._drawn_by_graph, step, run)
+                return _Later(partial(self._drawn_by_graph, step, run))
             assert step.layout is not None
             if step.unknown is not None:
                 step.layout.token_ids[step.unknown] = [sequence.last_token_id for sequence in step.unknown_sequences]

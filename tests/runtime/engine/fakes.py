@@ -134,6 +134,7 @@ DEFAULTS: EngineSettings = {
     "max_model_len": 128,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 32,
+    "decode_graphs": "off",  # the fake model is numpy, which cannot be recorded
 }
 
 

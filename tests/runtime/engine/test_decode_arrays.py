@@ -11,6 +11,7 @@ from runtime.device.device import Device
 from runtime.engine import decode_arrays
 from runtime.engine.config import EngineLimits
 from runtime.engine.decode_arrays import DecodeArrays
+from runtime.engine.decode_device import open_decode_device
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.sequence import Request, Sequence
@@ -30,9 +31,10 @@ LIMITS = EngineLimits(
 )
 
 
-@pytest.fixture
-def arrays() -> DecodeArrays:
-    return DecodeArrays(Device.parse("emulated:sm_80"), LIMITS, Sampler(NUM_PLACES, 50))
+@pytest.fixture(params=["cpu", "emulated:sm_80"])
+def arrays(request: pytest.FixtureRequest) -> DecodeArrays:
+    device = Device.parse(request.param)
+    return DecodeArrays(device, open_decode_device(device, 50), LIMITS, Sampler(NUM_PLACES, 50))
 
 
 def new_sequence(arrays: DecodeArrays, row: int, rng: random.Random, **params: object) -> Sequence:
@@ -64,8 +66,13 @@ def run_step(arrays: DecodeArrays, running: dict[int, Sequence], num_places: int
     arrays.place(sequences[:1], rows[:1], starts[:1], num_places)  # not sent, so without effect
     placement = arrays.place(sequences, rows, starts, num_places)
     buffers = arrays.send(placement, [sequence.last_token_id for sequence in sequences])
-    arrays.take_inputs(num_places)
-    arrays.fetch(placement, buffers)
+
+    def work() -> Tensor:
+        arrays.take_inputs(num_places)
+        return arrays._zeros  # any
+
+    graph = arrays.runs_on.capture(work, num_rows=num_places, keeps_logits=False)
+    arrays.launch(graph, placement, buffers)
     buffers.wait()
     batch = arrays.batch(num_places, 64)
     tables, lengths = numpy_of(batch.block_tables[0]), numpy_of(batch.seq_lens)

@@ -17,7 +17,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.kernel_list import KernelList
 from runtime.engine import decode_graphs
 from runtime.engine.build import build_engine
-from runtime.engine.decode_graphs import batch_sizes, sequence_lengths
+from runtime.engine.decode_gpu import GpuDecodes
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -335,12 +335,7 @@ def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, mo
 # What goes without
 
 
-def test_the_cpu_has_none(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="decode_graphs='on' needs a GPU"):
-        new_engine(write_model(tmp_path, load_golden("llama_default")), "cpu", decode_graphs="on")
-    with pytest.raises(RequestError, match="decode_graphs='on' needs a GPU"):
-        make_engine(decode_graphs="on")
-    assert make_engine(decode_graphs="auto").runner.graphs is None
+def test_there_is_no_other_mode() -> None:
     with pytest.raises(RequestError, match="decode_graphs"):
         make_engine(decode_graphs="perhaps")  # type: ignore[arg-type]
 
@@ -396,7 +391,7 @@ def test_without_memory_for_a_graph_steps_stay_eager(
     gpu.context.call("cuMemFree", taken)
     (warning,) = caplog.records
     assert "no more decode graphs" in warning.getMessage()
-    assert "bytes for one of 1 sequences are not to be had" in warning.getMessage()
+    assert "the bytes for one of 1 sequences are not to be had" in warning.getMessage()
     assert {name: len(each.token_ids()) for name, each in results.items()} == {"r0": 5, "r1": 6, "r2": 7}
     assert engine.stats().num_graph_steps == 0
     gpu.allocator.check_integrity()
@@ -444,6 +439,8 @@ def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
 
 
 def test_sizes() -> None:
+    decodes = GpuDecodes(new_gpu(index=2).device, 1)
+    batch_sizes, sequence_lengths = decodes.batch_sizes, decodes.sequence_lengths
     assert batch_sizes(1) == [1]
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(8) == [1, 2, 4, 8]
