@@ -89,6 +89,10 @@ class Checkpoint:
             count = "1 tensor does" if one else f"{len(problems)} tensors do"
             raise WeightsError(f"{self.folder}: {count} not fit the config:", problems)
 
+    def names(self) -> list[str]:
+        """Of all tensors: as the layout calls them after `fit`, as the files do before."""
+        return list(self._stored_names)
+
     def dtype(self, name: str) -> DType:
         stored = self._stored_names[name]
         return _DTYPES[self._files[stored].tensors[stored].dtype]

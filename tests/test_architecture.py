@@ -53,10 +53,10 @@ FLOORS = {
 LATE = {("runtime.tensor", "runtime.ops")}
 """Tensor's operators reach the door of the operations when they are called: the one named exception."""
 
-PEERS = {"runtime.bench.peer_transformers"}
+PEERS = {"runtime.bench.peer_transformers", "runtime.bench.peer_llama"}
 """Scripts that another Python runs, against other engines. Nobody imports them."""
 
-FOREIGN = {"torch", "transformers", "tensorflow", "jax"}
+FOREIGN = {"torch", "transformers", "tensorflow", "jax", "llama_cpp", "gguf"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}

@@ -1,6 +1,6 @@
 """Writes a model folder of GPT-2's shape with seeded random weights, in the form that any engine reads.
 
-The weights are drawn once and both sides of `bench peers` load the same file. Initialised as GPT-2 is
+The weights are drawn once and all sides of `bench peers` load the same file. Initialised as GPT-2 is
 (normal, 0.02; residual projections scaled by 1/sqrt(2 * layers)), but with biases and norms drawn too, so
 that a side that leaves one out is caught by the verification.
 """
@@ -8,9 +8,12 @@ that a side that leaves one out is caught by the verification.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -25,19 +28,15 @@ class Gpt2Shape:
     max_positions: int = 1024
 
 
-def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0) -> None:
-    """Writes config.json, generation_config.json and model.safetensors (float32, Conv1D as [in, out])."""
-    from safetensors.numpy import save_file
+def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0, dtype: str = "float32") -> None:
+    """Writes config.json, generation_config.json and model.safetensors (Conv1D as [in, out]); `dtype`, float32 or
+    bfloat16, is that of all tensors."""
 
     hidden = shape.hidden_size
     generator = np.random.default_rng(seed)
 
     def normal(*dims: int, scale: float = 0.02, mean: float = 0.0) -> np.ndarray:
-        values = generator.standard_normal(dims, dtype=np.float32)
-        values *= np.float32(scale)
-        if mean:
-            values += np.float32(mean)
-        return values
+        return draw_normal(generator, dims, scale, mean, dtype)
 
     residual = 0.02 / float(np.sqrt(2 * shape.num_layers))
     tensors = {
@@ -59,8 +58,6 @@ def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0) -> None:
         ):
             tensors[f"{prefix}{name}.weight"] = normal(num_inputs, num_outputs, scale=scale)
             tensors[f"{prefix}{name}.bias"] = normal(num_outputs)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -72,11 +69,32 @@ def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0) -> None:
         "n_ctx": shape.max_positions,
         "vocab_size": shape.vocab_size,
         "layer_norm_epsilon": 1e-5,
-        "bos_token_id": shape.vocab_size - 1,
-        "eos_token_id": shape.vocab_size - 1,
         "tie_word_embeddings": True,
-        "dtype": "float32",
+        "dtype": dtype,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    generation = {"bos_token_id": shape.vocab_size - 1, "eos_token_id": shape.vocab_size - 1}
+    write_folder(folder, config, tensors)
+
+
+def draw_normal(
+    generator: np.random.Generator, dims: tuple[int, ...], scale: float, mean: float, dtype: str
+) -> np.ndarray:
+    """Normal values of `dtype`, float32 or bfloat16, rounded from float32."""
+    values = generator.standard_normal(dims, dtype=np.float32)
+    values *= np.float32(scale)
+    if mean:
+        values += np.float32(mean)
+    return values.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else values
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a model folder: the configuration, one file of weights, and the last id as the end of sequence."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    last_id = config["vocab_size"] - 1
+    (folder / "config.json").write_text(
+        json.dumps({"bos_token_id": last_id, "eos_token_id": last_id, **config}, indent=1) + "\n"
+    )
+    generation = {"bos_token_id": last_id, "eos_token_id": last_id}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")

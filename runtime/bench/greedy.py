@@ -19,10 +19,11 @@ def check_same_greedy(
     got: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
     logits_of: Callable[[list[int]], np.ndarray],
+    tolerance: float = TIE_TOLERANCE,
 ) -> int:
     """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns their count.
 
-    At the first token that differs, both tokens' logits must be within `TIE_TOLERANCE` of the largest; after
+    At the first token that differs, both tokens' logits must be within `tolerance` of the largest; after
     it the outputs continue different texts and are compared no further. `logits_of(token_ids)` is float32
     `[num_tokens, vocab]`, asked only where something differs.
     """
@@ -35,7 +36,7 @@ def check_same_greedy(
                 continue
             row = np.asarray(logits_of([*prompt, *wanted[:position]]))[-1]
             behind = float(row.max() - min(row[token], row[other]))
-            if not behind <= TIE_TOLERANCE:
+            if not behind <= tolerance:
                 raise BenchmarkError(
                     f"{what}: request {index} gave token {token} instead of {other} at position "
                     f"{position}, and one of them lies {behind:.2g} below the largest logit"

@@ -7,9 +7,10 @@ threads sleep.
 
 Requests (`op`):
 
-- `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters}
+- `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters, variants}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
-- `generate` {prompts: [[int]], new_tokens, cache: "dynamic"|"static"} → {token_ids, prefill_s, decode_s, total_s}
+- `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
+  of the peer's, here the KV cache: "dynamic" or "static"
 - `clock` → {}
 - `quit`
 
@@ -49,6 +50,7 @@ class Peer:
             "transformers": transformers.__version__,
             "threads": torch.get_num_threads(),
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "variants": ["dynamic", "static"],
         }
 
     def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
@@ -59,14 +61,14 @@ class Peer:
         numpy.save(path, logits.float().numpy())
         return {"path": path}
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, cache: str) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], new_tokens: int, variant: str) -> dict[str, Any]:
         """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
         import transformers
 
         torch, model = self.torch, self.model
         start = time.perf_counter()
         with torch.inference_mode():
-            if cache == "static":
+            if variant == "static":
                 length = len(prompts[0]) + new_tokens
                 past = transformers.StaticCache(config=model.config, max_cache_len=length)
             else:

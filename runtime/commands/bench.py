@@ -112,48 +112,6 @@ def streaming(
     deliver(report, lines, as_json, output_json)
 
 
-def peers(
-    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
-    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 7,
-    workloads: Annotated[
-        str, typer.Option(help="Which to run; concurrent-8 is another.")
-    ] = "decode-1,decode-32,prefill,burst",
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
-) -> None:
-    """Ours against Hugging Face transformers, in turns, on GPT-2 124M's shape in float32."""
-    from runtime.bench.peers import QUIET_SHARE, bench_peers, find_peer_python, named_workloads
-
-    chosen = named_workloads(workloads)
-    python = find_peer_python(peer_python, Path(__file__).resolve().parents[2])
-    report = bench_peers(python, num_rounds=num_rounds, workloads=chosen)
-    if output_json is not None:
-        output_json.write_text(json.dumps(report, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(report))
-        return
-    print(f"{'':<20}{'ours':>12}{'peer':>12}{'ratio':>9}   rounds' ratios")
-    for result in report["results"]:
-        ours, theirs = result["ours"], result["peer"]
-        print(
-            f"{result['workload']:<20}{ours['median_tokens_per_second']:>12.1f}"
-            f"{theirs['median_tokens_per_second']:>12.1f}{result['ratio']:>8.2f}x"
-            f"   {min(result['ratios']):.2f} … {max(result['ratios']):.2f}"
-        )
-        if "times_one_after_another" in result:
-            alone = result["one_after_another"]["median_tokens_per_second"]
-            print(f"  one after another: {alone:.1f}; together {result['times_one_after_another']:.2f}x")
-        if result["largest_others_share"] > QUIET_SHARE:
-            busy = f"others used up to {result['largest_others_share']:.0%} of the machine"
-            print(f"{result['workload']}: {busy}; do not trust its ratio", file=sys.stderr)
-    versions = report["peer"]
-    print(
-        f"tokens/s, medians of {num_rounds} rounds; transformers {versions['transformers']} on torch "
-        f"{versions['torch']}, {versions['threads']} threads; "
-        f"logits agree to {report['logits_relative_error']:.1e}"
-    )
-
-
 def allocator(
     device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
     num_operations: Annotated[int, typer.Option(help="Allocations and frees of a round.")] = 200_000,
@@ -259,5 +217,5 @@ def _integers(name: str, text: str) -> list[int]:
         raise typer.BadParameter(f"--{name} must be whole numbers, comma-separated, got {text!r}") from None
 
 
-for _command in (latency, throughput, streaming, peers, allocator, exact, overhead):
+for _command in (latency, throughput, streaming, allocator, exact, overhead):
     bench.command()(with_options(_command))

@@ -179,7 +179,7 @@ def test_engine_options_in_their_units() -> None:
         (["info", "--preemption", "swap"], 2, "needs swap_space_bytes"),
         (["tokenize", "--decode", "one"], 2, "'one' is no token id"),
         (["bench", "peers", "--peer-python", "/nowhere/python"], 1, "pip install torch transformers"),
-        (["bench", "peers", "--workloads", "burst,prefil"], 1, "'prefil' is none of decode-1, decode-32, prefill"),
+        (["bench", "peers", "--workloads", "burst,prefil"], 1, "'prefil' is none of decode-1, prefill, decode-8"),
         (["bench", "serve", "--request-rate", "0"], 1, "--request-rate"),
         (["bench", "serve", "--base-url", "ftp://x"], 1, "--base-url"),
         (["bench", "serve", "--metric-percentiles", "101"], 2, "--metric-percentiles"),

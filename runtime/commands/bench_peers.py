@@ -1,0 +1,77 @@
+"""`xserv bench peers` and `bench memory`: beside other engines on one machine, and how much memory serving takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.commands.bench import JsonFlag, OutputJson
+
+CheckFlag = Annotated[bool, typer.Option("--check", help="Status 1 where a goal is missed or cannot be judged.")]
+
+
+def peers(
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            help="Of decode-1,prefill,decode-8,decode-32,burst,qwen3-decode-1,load,pack,tokenizer, which all run by "
+            "default, and concurrent-8."
+        ),
+    ] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(help="Weights: float32,bfloat16,int8 (beside q8_0); default: all.")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")
+    ] = None,
+    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
+    llama_python: Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")] = None,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
+    check: CheckFlag = False,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and what the host does.
+
+    A peer without its Python is said to be missing. Status 1 where sides disagree.
+    """
+    from runtime.bench.metrics import BenchmarkError
+    from runtime.bench.peer_sides import LLAMA, PEER_ENGINES, TRANSFORMERS
+    from runtime.bench.peer_work import DTYPES, HOST_WORK, ON_REQUEST, WORKLOADS, groups_of, named
+    from runtime.bench.peers import bench_peers, failures
+    from runtime.bench.peers_report import markdown
+
+    keys = (*(workload.key for workload in WORKLOADS), *HOST_WORK)
+    chosen = named("--workloads", workloads, keys, [key for key in keys if key not in ON_REQUEST])
+    chosen_dtypes = named("--dtypes", dtypes, DTYPES, DTYPES)
+    names = [engine.name for engine in PEER_ENGINES]
+    chosen_peers = named("--peers", peers, names, names)
+    given = {TRANSFORMERS.name: peer_python, LLAMA.name: llama_python}
+    pythons = {}
+    for engine in PEER_ENGINES:
+        if engine.name not in chosen_peers:
+            continue
+        try:
+            pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[2])
+        except BenchmarkError as error:
+            if peers is not None or given[engine.name] is not None:
+                raise
+            print(f"missing: {error}", file=sys.stderr)
+    groups = groups_of([workload for workload in WORKLOADS if workload.key in chosen], chosen_dtypes)
+    host_work = [key for key in HOST_WORK if key in chosen]
+    report = bench_peers(pythons, groups, host_work=host_work, num_rounds=num_rounds)
+    if output_json is not None:
+        output_json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report) if as_json else markdown(report))
+    failed = failures(report)
+    for line in failed if check else ():
+        print(line, file=sys.stderr)
+    if report["refused"] or (check and failed):
+        raise typer.Exit(1)
+
+
+COMMANDS = (peers,)
