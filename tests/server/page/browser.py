@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.server.running import wait_until
+
+expect.set_options(timeout=20_000)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -73,3 +77,20 @@ def opened(
         context.close()
     assert not faults, faults
     assert not foreign, foreign
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    wait_until(condition, timeout_s=20)
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def answers(page: Page) -> Any:
+    return page.locator(".message.assistant .body > .prose")
+
+
+def wait_idle(page: Page) -> None:
+    expect(page.locator("#send")).to_be_visible()

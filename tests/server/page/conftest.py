@@ -1,0 +1,34 @@
+"""Fixtures: Chromium, and a server on the fake engine for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.server.conftest import Served, say, serving
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.page.browser import chromium, eventually
+from tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer: Tokenizer) -> Iterator[Served]:
+    engine = FakeEngineClient(lambda request, index: say("Hello."), max_model_len=8192)
+    with serving(engine, tokenizer) as served:
+        yield served
+    engine.close()
+
+
+@pytest.fixture
+def fake(shared: Served) -> Iterator[Served]:
+    shared.engine.reset(lambda request, index: say("Hello."))
+    yield shared
+    eventually(lambda: shared.engine.num_open == 0)

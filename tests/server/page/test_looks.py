@@ -1,0 +1,144 @@
+"""How the page looks and is used: light and dark, on a phone, by keyboard; its view of the engine over time."""
+
+from __future__ import annotations
+
+import re
+
+from playwright.sync_api import Browser, Page, expect
+
+from tests.server.conftest import Served, say
+from tests.server.page.browser import ask, eventually, needs_browser, opened, wait_idle
+
+
+@needs_browser
+def test_light_and_dark(browser: Browser, fake: Served) -> None:
+    def ground(page: Page) -> int:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+
+    with opened(browser, fake.url, color_scheme="dark") as page:
+        assert ground(page) < 150
+        page.click("#theme")
+        assert ground(page) > 600
+        page.reload()
+        assert ground(page) > 600
+        page.click("#theme")
+        assert ground(page) < 150
+        page.emulate_media(color_scheme="light")
+        assert ground(page) < 150
+        page.click("#theme")  # as the system has it
+        assert ground(page) > 600
+
+
+@needs_browser
+def test_on_a_phone(browser: Browser, fake: Served) -> None:
+    fake.engine.script = lambda request, index: say("wide " + "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n")
+    size = {"width": 390, "height": 844}
+    with opened(browser, fake.url, viewport=size, is_mobile=True, has_touch=True) as page:
+        overflow = "document.documentElement.scrollWidth > innerWidth"
+        ask(page, "a question " + "z" * 200)
+        wait_idle(page)
+        assert page.evaluate(overflow) is False
+        assert page.evaluate("(e => e.scrollWidth > e.clientWidth)(document.querySelector('#scroll'))") is False
+        expect(page.locator("#new-chat")).not_to_be_in_viewport()
+        page.tap("#open-sidebar")
+        expect(page.locator("#new-chat")).to_be_in_viewport()
+        assert page.evaluate("document.querySelector('#main').inert") is True
+        page.keyboard.press("Escape")
+        expect(page.locator("#new-chat")).not_to_be_in_viewport()
+        page.tap("#toggle-live")
+        expect(page.locator("#live")).to_be_visible()
+        expect(page.locator("#chat")).to_be_hidden()
+        assert page.evaluate(overflow) is False
+        small = page.evaluate(
+            """[...document.querySelectorAll("button")].filter((button) => {
+                const box = button.getBoundingClientRect();
+                return box.width && (box.height < 28 || box.width < 28);
+            }).map((button) => button.outerHTML)"""
+        )
+        assert small == []
+
+
+@needs_browser
+def test_by_keyboard_and_for_screen_readers(browser: Browser, fake: Served) -> None:
+    with opened(browser, fake.url, reduced_motion="reduce") as page:
+        ask(page, "hello")
+        wait_idle(page)
+        page.click("#toggle-live")
+        unnamed = page.evaluate(
+            """[...document.querySelectorAll("button, input:not([hidden]), textarea, select, a, canvas")].filter((e) =>
+                !(e.getAttribute("aria-label") || e.labels?.length || e.textContent.trim())
+            ).map((e) => e.outerHTML)"""
+        )
+        assert unnamed == []
+        expect(page.locator("#announcer")).to_have_text("Hello.")
+        page.fill("#message", "two")
+        page.press("#message", "Shift+Enter")
+        page.keyboard.type("lines")
+        assert page.input_value("#message") == "two\nlines"
+        page.locator("#message").fill("")
+        page.keyboard.press("Tab")
+        seen = set()
+        for _ in range(40):
+            seen.add(
+                page.evaluate(
+                    "(e => [e.id || e.className, getComputedStyle(e).outlineStyle])(document.activeElement).join()"
+                )
+            )
+            page.keyboard.press("Tab")
+        names = {each.split(",")[0] for each in seen}
+        assert {"new-chat", "theme", "toggle-live", "open-settings", "scroll", "freeze", "timeline"} <= names
+        bare = {each for each in seen if each.endswith(",none")}  # the message box shows its focus by its frame
+        assert bare <= {"message,none", "with-live,none"}
+
+
+@needs_browser
+def test_the_view_reads_only_while_it_is_seen(browser: Browser, fake: Served) -> None:
+    with opened(browser, fake.url) as page:
+        assert not fake.engine.watchers
+        page.click("#toggle-live")
+        eventually(lambda: bool(fake.engine.watchers))
+        page.reload()
+        expect(page.locator("#live")).to_be_visible()
+        page.click("#toggle-live")
+        eventually(lambda: not fake.engine.watchers)
+
+
+@needs_browser
+def test_thousands_of_steps_take_no_more_memory(browser: Browser, fake: Served) -> None:
+    with opened(browser, fake.url) as page:
+        sizes = page.evaluate(
+            """async () => {
+                const { EngineModel } = await import("/page/engine.js");
+                const model = new EngineModel();
+                let step = 0;
+                const info = { num_blocks: 100, block_size: 16, max_num_seqs: 64 };
+                const stats = { num_running: 64, num_waiting: 3, num_blocks: 100, num_free_blocks: 9,
+                    num_cached_blocks: 2 };
+                const feed = (numSteps) => {
+                    for (let end = step + numSteps; step < end; step += 1) {
+                        const chunks = [];
+                        for (let row = 0; row < 64; row += 1) {
+                            const life = step + row * 3;
+                            const position = life % 200;
+                            const start = position ? 99 + position : 0;
+                            chunks.push({ request_id: `r${row}-${Math.floor(life / 200)}`, index: 0, start,
+                                count: position ? 1 : 100, num_prompt_tokens: 100, arrival_s: step * 0.02 - 0.5 });
+                        }
+                        const preempted = step % 50 === 7 ? [`r1-${Math.floor((step + 3) / 200)}`] : [];
+                        model.take({ now_s: step * 0.02, state: "ready", info, stats, num_missed: 0, steps: [{ step,
+                            start_s: step * 0.02, duration_s: 0.019, chunks, num_running: 64, num_waiting: 3,
+                            preempted, block_map: "60u20s11c9f" }] });
+                    }
+                    return [model.requests.size <= 1024, model.spans.size, model.steps.size, model.requests.size];
+                };
+                const first = feed(8500);
+                const second = feed(1500);
+                return { first, second, numSteps: model.numSteps, generated: model.requests.get("r5-40")?.generated };
+            }"""
+        )
+        first, second = sizes["first"], sizes["second"]
+        assert first[0]
+        assert second[0]
+        assert (second[1], second[2]) == (first[1], first[2]) == (1 << 15, 1 << 13)
+        assert sizes["numSteps"] == 10000
