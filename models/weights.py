@@ -76,6 +76,8 @@ class Weights:
         del arrays, weights
         for name in names:
             self._source.release(f"{name}.weight")
+            if has_bias:
+                self._source.release(f"{name}.bias")
         self.size_bytes += packed.size_bytes
         return packed
 

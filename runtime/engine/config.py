@@ -275,17 +275,27 @@ def resolve(
     )
 
 
-def available_memory_bytes() -> int:
-    """Bytes of host memory that can be taken without swapping (an estimate; the cgroup's limit counts)."""
-    meminfo = Path("/proc/meminfo")
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be taken without swapping (an estimate; the cgroup's limit counts, and what files
+    that were read hold of it does not: a model's weights lie there after they were packed). ``root`` holds proc and
+    sys."""
+    meminfo = root / "proc/meminfo"
     available = 0
     if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+        available = 1024 * _field(meminfo, "MemAvailable:")
     if available == 0:  # not Linux: half of what is installed
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = root / "sys/fs/cgroup"
+    limit, used, parts = group / "memory.max", group / "memory.current", group / "memory.stat"
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
+        reclaimable = _field(parts, "inactive_file") if parts.exists() else 0
+        available = min(available, max(0, int(text) - int(used.read_text()) + reclaimable))
     return available
+
+
+def _field(file: Path, name: str) -> int:
+    """The number behind `name` in a file of lines of names and numbers; 0 without such a line."""
+    for line in file.read_text().splitlines():
+        if line.split(maxsplit=1)[:1] == [name]:
+            return int(line.split()[1])
+    return 0

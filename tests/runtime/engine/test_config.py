@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,20 @@ def test_the_limits_carry_the_scheduling() -> None:
 
 def test_available_memory_is_plausible() -> None:
     assert 1 << 20 < available_memory_bytes() < 1 << 50
+
+
+def test_available_memory_is_what_the_cgroup_leaves_and_files_that_were_read_do_not_count(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    for folder in (group, tmp_path / "proc"):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory_bytes(tmp_path) == 8000 << 10
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text(f"{3000 << 10}\n")
+    assert available_memory_bytes(tmp_path) == 8000 << 10
+    (group / "memory.max").write_text(f"{5000 << 10}\n")
+    assert available_memory_bytes(tmp_path) == 2000 << 10
+    (group / "memory.stat").write_text(f"anon {1}\nactive_file 9\ninactive_file {500 << 10}\n")
+    assert available_memory_bytes(tmp_path) == 2500 << 10
+    (group / "memory.max").write_text(f"{1000 << 10}\n")
+    assert available_memory_bytes(tmp_path) == 0

@@ -1,0 +1,62 @@
+"""Loading holds the source of one linear map at a time, whatever it is made into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.config import load_config
+from models.registry import MODEL_CLASSES
+from models.weights import Weights
+from runtime.device.device import Device
+from runtime.dtype import DType, bfloat16
+from tests.models.folders import load_golden, write_model
+
+
+class WatchedSource:
+    """A checkpoint that notes which tensors were looked at and not released yet."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._source = source
+        self.held: set[str] = set()
+        self.most_held: set[str] = set()
+        self.seen: set[str] = set()
+
+    def main_dtype(self) -> DType:
+        return self._source.main_dtype()
+
+    def dtype(self, name: str) -> DType:
+        return self._source.dtype(name)
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        self.held.add(name)
+        self.seen.add(name)
+        if len(self.held) > len(self.most_held):
+            self.most_held = set(self.held)
+        return self._source.array(name)
+
+    def release(self, name: str) -> None:
+        self.held.discard(name)
+        self._source.release(name)
+
+
+@pytest.mark.parametrize("dtype", [None, bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["gpt2_gelu_erf", "qwen2_tied"])
+def test_the_source_is_released_map_by_map(tmp_path: Path, case: str, dtype: DType | None) -> None:
+    folder = write_model(tmp_path, load_golden(case))
+    config = load_config(folder)
+    model_class = MODEL_CLASSES[config.architecture]
+    layout = model_class.tensor_layout(config)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.fit(layout)
+    source = WatchedSource(checkpoint)
+    model_class(config, Weights(source, dtype), Device.parse("cpu"), 64)
+    assert source.seen == set(layout.shapes)
+    assert source.held == set()
+    joined = {name.rsplit(".", 2)[0] for name in source.most_held}
+    assert len(joined) == 1, source.most_held  # query, key and value with their biases at most
+    assert len(source.most_held) <= 6
