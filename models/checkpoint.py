@@ -133,11 +133,14 @@ class Checkpoint:
                 continue
             if original not in self._stored_names:
                 self._stored_names[original] = stored
-            elif not _are_equal(self._files[stored].array(stored), self.array(original)):
+                continue
+            if not _are_equal(self._files[stored].array(stored), self.array(original)):
                 problems.append(
                     f"{self._files[stored].path.name}: tensor {stored!r} differs from "
                     f"{self._stored_names[original]!r}, but the config ties them (tie_word_embeddings)"
                 )
+            self._files[stored].release(stored)
+            self.release(original)
         return problems
 
 

@@ -11,10 +11,11 @@ import pytest
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import load_config
 from models.registry import MODEL_CLASSES
+from models.safetensors_file import SafetensorsFile
 from models.weights import Weights
 from runtime.device.device import Device
 from runtime.dtype import DType, bfloat16
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
 
 
 class WatchedSource:
@@ -60,3 +61,17 @@ def test_the_source_is_released_map_by_map(tmp_path: Path, case: str, dtype: DTy
     joined = {name.rsplit(".", 2)[0] for name in source.most_held}
     assert len(joined) == 1, source.most_held  # query, key and value with their biases at most
     assert len(source.most_held) <= 6
+
+
+def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = load_golden("gpt2_gelu_new")
+    folder = write_model(tmp_path, golden)
+    tensors = golden_tensors(golden)
+    write_safetensors(
+        folder / "model.safetensors", {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
+    )
+    released: list[str] = []
+    monkeypatch.setattr(SafetensorsFile, "release", lambda self, name: released.append(name))
+    config = load_config(folder)
+    open_checkpoint(folder).fit(MODEL_CLASSES[config.architecture].tensor_layout(config))
+    assert sorted(released) == ["lm_head.weight", "transformer.wte.weight"]
