@@ -22,8 +22,8 @@ import numba
 
 _ROOT = Path(__file__).resolve().parent.parent
 _IMPORT = re.compile(
-    r"^\s*(?:from\s+((?:numba_kernels|runtime)[\w.]*)\s+import\s+(\([^)]*\)|[^\n(]+)"
-    r"|import\s+((?:numba_kernels|runtime)[\w.]*))",
+    r"^\s*(?:from\s+((?:numba_kernels|runtime|tokenizer)[\w.]*)\s+import\s+(\([^)]*\)|[^\n(]+)"
+    r"|import\s+((?:numba_kernels|runtime|tokenizer)[\w.]*))",
     re.M,
 )
 

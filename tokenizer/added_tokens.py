@@ -50,9 +50,14 @@ class AddedTokenFinder:
 
     def __init__(self, tokens: Iterable[tuple[str, int, AddedToken]]) -> None:
         """`tokens`: (string to seek, id, token)."""
-        self._tokens = {text: (i, token) for text, i, token in tokens if text}
+        self.tokens = {text: (i, token) for text, i, token in tokens if text}
+        """Strings to seek: id, token."""
+        self.has_rules = any(
+            token.is_single_word or token.strips_left or token.strips_right for _, token in self.tokens.values()
+        )
+        """Whether what stands around a token matters."""
         lengths: dict[str, set[int]] = {}
-        for text in self._tokens:
+        for text in self.tokens:
             lengths.setdefault(text[0], set()).add(len(text))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         firsts = "".join(map(re.escape, self._lengths))
@@ -94,7 +99,7 @@ class AddedTokenFinder:
             start = candidate.start()
             position = start + 1
             for length in self._lengths[text[start]]:
-                found = self._tokens.get(text[start : start + length])
+                found = self.tokens.get(text[start : start + length])
                 if found is not None:
                     position = start + length
                     yield start, position, *found

@@ -1,23 +1,22 @@
 """The BPE model: one word in, its token ids out.
 
 Byte pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909): the word's characters are merged
-pair by pair, always the pair of lowest rank, leftmost first. Short words use a plain loop over a list of
-ranks; long ones a heap over a linked list, so that a word of n characters costs O(n log n).
+pair by pair, always the pair of lowest rank, leftmost first. Here the word becomes the tokens to begin with;
+the merging itself is compiled (`merge_kernel`).
 
 It knows nothing of bytes and spaces: the words come from the pre-tokenizer.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from itertools import pairwise, repeat
+from itertools import chain, repeat
 from typing import Any
 
+from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields, shown
+from tokenizer.merge_table import END, MergeTable
 
-_NO_RANK = 1 << 60
-_LONGEST_LISTED = 96  # longer words use the heap
 _LONGEST_CACHED = 256
 _MOST_CACHED = 1 << 16
 _KNOWN = (
@@ -48,7 +47,7 @@ class BpeModel:
         self._prefix = fields.optional_string("continuing_subword_prefix") or ""
         self._suffix = fields.optional_string("end_of_word_suffix") or ""
         self._fuse_unk = fields.boolean("fuse_unk", False)
-        self._ignore_merges = fields.boolean("ignore_merges", False)
+        self.ignores_merges = fields.boolean("ignore_merges", False)
         self._unk_token = self._read_unk(fields)
         self._falls_back = fields.boolean("byte_fallback", False)
         self._is_plain = not self._prefix and not self._suffix
@@ -62,29 +61,39 @@ class BpeModel:
 
     def _read_merges(self, fields: Fields) -> None:
         merges = fields.items("merges")
-        self._separator = " "
         if merges and isinstance(merges[0], str):
             merges = _checked_strings(fields, merges)
+            joined = " ".join([*merges, ""]).replace(" ", END)
         else:
-            self._separator, merges = _joined_pairs(fields, merges)
-        skipped, separator = len(self._prefix), self._separator
-        merged: list[str] = list(map(str.replace, merges, repeat(separator), repeat("")))
-        if skipped:
-            merged = [left + right[skipped:] for left, right in (merge.split(separator) for merge in merges)]
-        if not all(map(self.vocab.__contains__, merged)):
-            i = next(i for i, token in enumerate(merged) if token not in self.vocab)
-            fields.fail(f"merges[{i}]", f"the token {shown(merged[i])} is not in the vocabulary")
-        # Keyed by the merge as it is written, "left right": making ids of it would take most of the loading.
-        self._ranks: dict[str, int] = dict(zip(merges, range(len(merges)), strict=True))
+            _check_pairs(fields, merges)
+            joined = "".join([part + END for part in chain.from_iterable(merges)])
+        try:
+            self.table = MergeTable(self.vocab, joined, len(merges), self._prefix)
+        except UnicodeEncodeError:
+            fields.fail("vocab", "it or the merges hold a lone surrogate")
+        if self.table.missing >= 0:
+            left, right = joined.split(END)[2 * self.table.missing :][:2]
+            tokens = (left + right[len(self._prefix) :], left, right)
+            missing = next(token for token in tokens if token not in self.vocab)
+            fields.fail(f"merges[{self.table.missing}]", f"the token {shown(missing)} is not in the vocabulary")
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a word of the byte-level alphabet is encoded letter by letter, without unknown ones."""
+        letters = set(BYTE_TO_CHAR)
+        has_all = letters <= self.vocab.keys()
+        return self._is_plain and (has_all or (self._unk_token is None and not self._falls_back))
+
+    def letter_symbols(self) -> dict[str, int]:
+        """The symbols of the byte-level alphabet in `table`, as far as the vocabulary has them."""
+        letters = set(BYTE_TO_CHAR)
+        return {token: symbol for symbol, token in enumerate(self.vocab) if token in letters}
 
     def encode_word(self, word: str) -> list[int]:
         """The ids of one word, which is not empty."""
-        vocab = self.vocab
-        if self._ignore_merges and (whole := vocab.get(word)) is not None:
+        if self.ignores_merges and (whole := self.vocab.get(word)) is not None:
             return [whole]
-        tokens = self._character_tokens(word)
-        merge = self._merge_listed if len(tokens) <= _LONGEST_LISTED else self._merge_heaped
-        return [vocab[token] for token in merge(tokens)]
+        return self.table.encode(self._character_tokens(word))
 
     def _character_tokens(self, word: str) -> list[str]:
         """The tokens to begin with, one for each character that the vocabulary knows."""
@@ -110,57 +119,6 @@ class BpeModel:
         if is_unk_pending and self._unk_token is not None:
             tokens.append(self._unk_token)
         return tokens
-
-    def _merge_listed(self, tokens: list[str]) -> list[str]:
-        """Merge in place, with the rank of each neighbouring pair in a list beside the tokens."""
-        rank_of, separator, skipped = self._ranks.get, self._separator, len(self._prefix)
-        ranks = [rank_of(left + separator + right, _NO_RANK) for left, right in pairwise(tokens)]
-        while ranks:
-            rank = min(ranks)
-            if rank == _NO_RANK:
-                break
-            i = ranks.index(rank)
-            merged = tokens[i] = tokens[i] + tokens[i + 1][skipped:]
-            del tokens[i + 1]
-            del ranks[i]
-            if i:
-                ranks[i - 1] = rank_of(tokens[i - 1] + separator + merged, _NO_RANK)
-            if i < len(ranks):
-                ranks[i] = rank_of(merged + separator + tokens[i + 1], _NO_RANK)
-        return tokens
-
-    def _merge_heaped(self, tokens: list[str]) -> list[str]:
-        """Merge with a heap of (rank, position) and a linked list; a merged-away position holds ""."""
-        rank_of, separator, skipped = self._ranks.get, self._separator, len(self._prefix)
-        size = len(tokens)
-        following = list(range(1, size + 1))  # size: no neighbour
-        preceding = list(range(-1, size - 1))  # -1: no neighbour
-        heap = []
-        for i, (left, right) in enumerate(pairwise(tokens)):
-            rank = rank_of(left + separator + right)
-            if rank is not None:
-                heap.append(rank * size + i)
-        heapq.heapify(heap)
-        pop, push = heapq.heappop, heapq.heappush
-        while heap:
-            rank, i = divmod(pop(heap), size)
-            j = following[i]
-            if j == size or not tokens[i] or rank_of(tokens[i] + separator + tokens[j]) != rank:
-                continue  # the pair has changed since it was queued
-            merged = tokens[i] = tokens[i] + tokens[j][skipped:]
-            tokens[j] = ""
-            after = following[i] = following[j]
-            if after != size:
-                preceding[after] = i
-                new_rank = rank_of(merged + separator + tokens[after])
-                if new_rank is not None:
-                    push(heap, new_rank * size + i)
-            before = preceding[i]
-            if before >= 0:
-                new_rank = rank_of(tokens[before] + separator + merged)
-                if new_rank is not None:
-                    push(heap, new_rank * size + before)
-        return [token for token in tokens if token]
 
 
 class WordCache(dict[str, tuple[int, ...]]):
@@ -205,11 +163,8 @@ def _checked_strings(fields: Fields, merges: list[Any]) -> list[str]:
     return [merge for merge in merges if not merge.startswith("#version")]
 
 
-def _joined_pairs(fields: Fields, merges: list[Any]) -> tuple[str, list[str]]:
-    """Merges written ["left", "right"], whose tokens may hold spaces: a separator, and them joined by it."""
+def _check_pairs(fields: Fields, merges: list[Any]) -> None:
+    """Merges written ["left", "right"], whose tokens may hold spaces."""
     for i, merge in enumerate(merges):
         if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(part, str) for part in merge):
             fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
-    # No text holds a lone surrogate when it reaches the model.
-    separator = "\ud800" if any(" " in left or " " in right for left, right in merges) else " "
-    return separator, list(map(separator.join, merges))

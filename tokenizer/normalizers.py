@@ -68,6 +68,15 @@ def build_normalizer(fields: Fields | None) -> Normalizer | None:
     return simple[kind]
 
 
+def leaves_alone(normalizer: Normalizer | None, text: str) -> bool:
+    """Whether it is known that `text`, and each part of it, is normalized already."""
+    if normalizer is None:
+        return True
+    if not isinstance(normalizer, functools.partial) or normalizer.func is not _unicode_form:
+        return False
+    return text.isascii() or unicodedata.is_normalized(normalizer.args[0], text)
+
+
 def read_pattern(fields: Fields) -> Pattern:
     """The field "pattern": `{"String": ...}` or `{"Regex": ...}`."""
     pattern = fields.object("pattern")

@@ -27,6 +27,8 @@ class Pattern:
     """
 
     def __init__(self, usual: Any, exact: Any, literal: str = "") -> None:
+        self.source: str = usual.pattern
+        """The pattern in `regex`'s syntax."""
         self.usual = usual
         self.exact = exact
         self.literal = literal

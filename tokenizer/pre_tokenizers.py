@@ -98,6 +98,26 @@ def pre_tokenize(steps: Iterable[Step], text: str, is_at_start: bool) -> list[st
     return pieces
 
 
+def word_pattern(steps: list[Step]) -> tuple[bool, str] | None:
+    """Whether a space is put in front of each text, and the pattern whose matches are the words (of `regex`'s syntax).
+
+    None where the steps are something else than one pattern's and ByteLevel's.
+    """
+    rest = list(steps)
+    adds_prefix_space = bool(rest) and rest[0] is _prefix_space
+    if adds_prefix_space:
+        del rest[0]
+    if not rest or rest.pop() is not byte_level_step:
+        return None
+    if not rest:
+        return adds_prefix_space, r"[\s\S]+"
+    [step] = rest if len(rest) == 1 else [None]
+    if not isinstance(step, functools.partial):
+        return None
+    is_isolated = step.func is _isolate or (step.func is _split and step.args[1:] == ("Removed", True))
+    return (adds_prefix_space, step.args[0].source) if is_isolated else None
+
+
 def _build_byte_level(fields: Fields) -> list[Step]:
     fields.known(["type", "add_prefix_space", "trim_offsets", "use_regex"])
     steps: list[Step] = []

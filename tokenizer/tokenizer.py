@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from tokenizer.added_tokens import AddedToken, AddedTokenFinder
+from tokenizer.automaton import compile_automaton
 from tokenizer.bpe import BpeModel, WordCache
+from tokenizer.byte_encoder import ByteEncoder
 from tokenizer.byte_level import replace_surrogates, to_byte_level
 from tokenizer.chat_template import render_chat
 from tokenizer.decoders import build_decoder
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerFileError
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, read_folder
-from tokenizer.normalizers import build_normalizer
+from tokenizer.normalizers import build_normalizer, leaves_alone
+from tokenizer.pattern_tree import NotTabularError
 from tokenizer.post_processors import PostProcessor, build_post_processor
-from tokenizer.pre_tokenizers import build_pre_tokenizer, byte_level_step, pre_tokenize
+from tokenizer.pre_tokenizers import build_pre_tokenizer, byte_level_step, pre_tokenize, word_pattern
 
 _ID_LIMIT = 1 << 32
 
@@ -54,6 +57,7 @@ class Tokenizer:
         self._set_added_bos_eos(files)
         self._index_tokens()
 
+        self._byte_encoder = self._build_byte_encoder()
         is_mapped_last = bool(self._steps) and self._steps[-1] is byte_level_step
         if is_mapped_last:  # the mapping to bytes happens once for each word, on the way into the cache
             self._steps = self._steps[:-1]
@@ -149,8 +153,12 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        text = _valid(text)
+        if self._finds_added_tokens and leaves_alone(self._normalizer, text):
+            assert self._byte_encoder is not None
+            return self._byte_encoder.encode(text, True, split_special_tokens)
         ids: list[int] = []
-        for piece, start, token_id in self._finder.split(_valid(text), split_special_tokens):
+        for piece, start, token_id in self._finder.split(text, split_special_tokens):
             if token_id >= 0:
                 ids.append(token_id)
             elif self._normalized_finder is None:
@@ -178,6 +186,11 @@ class Tokenizer:
             self._encode_words(text, is_at_start, ids)
 
     def _encode_words(self, text: str, is_at_start: bool, ids: list[int]) -> None:
+        if self._byte_encoder is not None:
+            if self._adds_prefix_space and not text.startswith(" "):
+                text = " " + text
+            ids += self._byte_encoder.encode(text, False, False)
+            return
         words = pre_tokenize(self._steps, text, is_at_start)
         ids.extend(chain.from_iterable(map(self._words.__getitem__, words)))
 
@@ -350,6 +363,26 @@ class Tokenizer:
         )
         self._vocab_size = max(self._tokens, default=-1) + 1
         self._bytes = _TokenBytes(self)
+
+    def _build_byte_encoder(self) -> ByteEncoder | None:
+        """The compiled encoder, where words and model are such that it can serve."""
+        self._adds_prefix_space = self._finds_added_tokens = False
+        found = word_pattern(self._steps)
+        if found is None or not self._model.is_byte_level:
+            return None
+        self._adds_prefix_space, pattern = found
+        try:
+            automaton = compile_automaton(pattern)
+        except NotTabularError:
+            return None
+        finders = [finder for finder in (self._finder, self._normalized_finder) if finder and finder.tokens]
+        self._finds_added_tokens = (
+            not self._adds_prefix_space and len(finders) <= 1 and not any(finder.has_rules for finder in finders)
+        )
+        sought = finders[0].tokens if finders and self._finds_added_tokens else {}
+        added = [(text, token_id, token.is_special) for text, (token_id, token) in sought.items()]
+        model = self._model
+        return ByteEncoder(automaton, model.table, model.letter_symbols(), model.ignores_merges, added)
 
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)

@@ -1,0 +1,191 @@
+"""A split pattern as a table: each step reads one character's class and says where the word ends.
+
+A backtracking matcher tries the alternatives of a pattern one after another; a deterministic automaton follows all of
+them at once, one table entry a character. A state is the list of places in the pattern at which a match may be, in the
+order in which a backtracking matcher would try them (R. Cox, "Regular Expression Matching: the Virtual Machine
+Approach", https://swtch.com/~rsc/regexp/regexp2.html), so that the match found is the same, not the longest. A place
+behind a match that has been reached is never tried, and is left out.
+
+Matches are seen one character late: an entry tells whether a match ends before the character that is read. So a
+look-ahead at one character, as in ``\\s+(?!\\S)``, is no more than a condition on that character.
+
+Supported is what the split patterns of known tokenizers are made of; everything else raises `NotTabularError`, and the
+pattern is matched by the `regex` module as it stands (`pre_tokenizers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tokenizer.character_classes import ClassTable, classify
+from tokenizer.pattern_tree import Character, Choice, LookAhead, Node, NotTabularError, Repeat, Row, parse
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MOST_STATES = 512
+_MOST_PLACES = 4096
+_MATCH = -1  # the place behind the whole pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Automaton:
+    """A pattern's tables.
+
+    classes      [0x110000] uint8: the class of each character
+    transitions  [num_states * (num_classes + 1)] int32: at `state + class`, where state is a row's first index and the
+                 last class stands for the end of the text: the next state times 2, plus 1 if a match ends before this
+                 character. State 0 is dead, the second row is where a word begins.
+    num_classes  characters' classes, the end not counted
+    """
+
+    classes: np.ndarray
+    transitions: np.ndarray
+    num_classes: int
+
+    @property
+    def start(self) -> int:
+        """The state in which a word begins."""
+        return self.num_classes + 1
+
+
+def compile_automaton(pattern: str) -> Automaton:
+    """The tables of a pattern in the syntax of the `regex` module, as `oniguruma.translate` writes it.
+
+    Raises `NotTabularError` for syntax that no table expresses, for a pattern that matches the empty text, and for one
+    that does not match at every character: every text must fall into words without gaps.
+    """
+    import numpy as np
+
+    tree = parse(pattern)
+    program = _Program()
+    program.first = program.add(tree, _MATCH)
+    classified = classify(program.atoms)
+    rows = _rows(program, classified)
+    width = classified.num_classes + 1
+    transitions = np.array(rows, np.int32)  # [num_states, width, 2]
+    packed = transitions[:, :, 0] * (2 * width) + transitions[:, :, 1]
+    return Automaton(classified.classes, packed.reshape(-1).astype(np.int32), classified.num_classes)
+
+
+class _Program:
+    """The pattern as numbered places. A place reads a character, chooses, looks ahead, or is the end.
+
+    readers    place: (atom, place behind it)
+    choices    place: places in order of preference
+    lookaheads place: (atom, whether it must not match, place behind it)
+    """
+
+    def __init__(self) -> None:
+        self.atoms: list[str] = []
+        self.readers: dict[int, tuple[int, int]] = {}
+        self.choices: dict[int, list[int]] = {}
+        self.lookaheads: dict[int, tuple[int, bool, int]] = {}
+        self.first = _MATCH
+        self._num_places = 0
+
+    def _new_place(self) -> int:
+        self._num_places += 1
+        if self._num_places > _MOST_PLACES:
+            raise NotTabularError("the pattern is too long")
+        return self._num_places - 1
+
+    def _atom(self, atom: str) -> int:
+        if atom not in self.atoms:
+            self.atoms.append(atom)
+        return self.atoms.index(atom)
+
+    def add(self, node: Node, behind: int) -> int:
+        """The place at which `node` begins when `behind` follows it."""
+        match node:
+            case Character(atom):
+                place = self._new_place()
+                self.readers[place] = self._atom(atom), behind
+                return place
+            case LookAhead(atom, is_negative):
+                place = self._new_place()
+                self.lookaheads[place] = self._atom(atom), is_negative, behind
+                return place
+            case Row(parts):
+                for part in reversed(parts):
+                    behind = self.add(part, behind)
+                return behind
+            case Choice(branches):
+                place = self._new_place()
+                self.choices[place] = [self.add(branch, behind) for branch in branches]
+                return place
+            case Repeat(body, least, most):
+                return self._add_repeat(body, least, most, behind)
+
+    def _add_repeat(self, body: Node, least: int, most: int | None, behind: int) -> int:
+        if most is None:
+            if body.may_be_empty():
+                raise NotTabularError("a repeated part may be empty")
+            loop = self._new_place()
+            self.choices[loop] = [self.add(body, loop), behind]
+            behind = loop
+        else:
+            end = behind
+            for _ in range(most - least):
+                place = self._new_place()
+                self.choices[place] = [self.add(body, behind), end]
+                behind = place
+        for _ in range(least):
+            behind = self.add(body, behind)
+        return behind
+
+
+def _rows(program: _Program, classified: ClassTable) -> list[list[tuple[int, int]]]:
+    """The table: for each state and class (the end last) the next state's number and whether a match has ended."""
+    members = [*classified.members, None]  # None: the end of the text
+    numbers: dict[tuple[int, ...], int] = {(): 0, (program.first,): 1}
+    states = list(numbers)
+    rows: list[list[tuple[int, int]]] = []
+    while len(rows) < len(states):
+        row = []
+        for member in members:
+            places, has_matched = _step(program, states[len(rows)], member)
+            if places not in numbers:
+                numbers[places] = len(states)
+                states.append(places)
+                if len(states) > _MOST_STATES:
+                    raise NotTabularError("the pattern has too many states")
+            row.append((numbers[places], int(has_matched)))
+        rows.append(row)
+    if any(has_matched for _, has_matched in rows[1]):
+        raise NotTabularError("the pattern matches the empty text")
+    if not all(has_matched for state, _ in rows[1][:-1] for _, has_matched in rows[state]):
+        raise NotTabularError("the pattern does not match every character")
+    return rows
+
+
+def _step(
+    program: _Program, places: Sequence[int], member: frozenset[int] | None
+) -> tuple[tuple[int, ...], bool]:
+    """The places behind one character, and whether a match ends before it.
+
+    `member`: the atoms that match the character; None at the end of the text.
+    """
+    behind: dict[int, None] = {}  # an ordered set
+    seen: set[int] = set()
+    pending = list(reversed(places))
+    while pending:
+        place = pending.pop()
+        if place == _MATCH:
+            return tuple(behind), True  # what is less preferred than a match is not tried
+        if place in seen:
+            continue
+        seen.add(place)
+        if place in program.choices:
+            pending.extend(reversed(program.choices[place]))
+        elif place in program.lookaheads:
+            atom, is_negative, following = program.lookaheads[place]
+            if (member is not None and atom in member) != is_negative:
+                pending.append(following)
+        else:
+            atom, following = program.readers[place]
+            if member is not None and atom in member:
+                behind[following] = None
+    return tuple(behind), False

@@ -1,0 +1,117 @@
+"""Characters in classes: two characters are of one class when no part of a pattern tells them apart.
+
+Unicode's general categories and the `regex` module's view of them decide, as in `patterns`; only U+0295 stands where
+the reference has it. A pattern's atoms are matched against one character of each kind, so that a table of all 1,114,112
+characters is made in milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tokenizer.oniguruma import MOVED_LETTER
+from tokenizer.pattern_tree import NotTabularError
+from tokenizer.unicode_tables import WHITE_SPACE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NUM_CHARACTERS = 0x110000
+_CATEGORIES = (
+    "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po",
+    "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf",
+)  # fmt: skip
+_PROPERTIES = {*_CATEGORIES, *"LMNPSZC"}
+_ASSIGNED = ((0, 0x33480), (0xE0000, 0xE0200))  # outside, all characters are of one kind: C
+_MOST_CLASSES = 255
+_FOLDED_TO_ASCII = "\u017f\u212a"  # long s and the Kelvin sign: what lies beyond ASCII and folds to one letter of it
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTable:
+    """The classes of all characters.
+
+    classes  [0x110000] uint8
+    members  for each class: the numbers of the atoms that match its characters
+    """
+
+    classes: np.ndarray
+    members: list[frozenset[int]]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+
+def classify(atoms: Sequence[str]) -> ClassTable:
+    """The classes that `atoms` (each matches one character, in the syntax of the `regex` module) tell apart.
+
+    Raises `NotTabularError` for a property that is no general category, and for too many classes.
+    """
+    import numpy as np
+    import regex  # type: ignore[import-untyped]
+
+    for name in re.findall(r"\\[pP]\{(\w+)\}", "".join(atoms)):
+        if name not in _PROPERTIES:
+            raise NotTabularError(f"property {name!r} is not supported")
+    literals = _literals(atoms)
+    if MOVED_LETTER in literals:
+        raise NotTabularError(f"{MOVED_LETTER!r} is not supported")
+    singled_out = literals | {*WHITE_SPACE, *_FOLDED_TO_ASCII, *map(chr, range(128))}
+    cuts = np.array(sorted({ord(character) + step for character in singled_out for step in (0, 1)}))
+    run_starts, run_categories = _category_runs()
+    starts = np.union1d(run_starts, cuts)
+    categories = run_categories[np.searchsorted(run_starts, starts, "right") - 1]
+    intervals = np.searchsorted(cuts, starts, "right")
+    matchers = [regex.compile(atom, flags=regex.VERSION0).fullmatch for atom in atoms]
+    # Between two cuts the characters of one category are all the same to the atoms: the first stands for them.
+    number_of_kind: dict[tuple[int, int], int] = {}
+    number_of: dict[frozenset[int], int] = {}
+    numbers = []
+    for start, kind in zip(starts.tolist(), zip(categories.tolist(), intervals.tolist())):
+        if kind not in number_of_kind:
+            members = frozenset(i for i, matches in enumerate(matchers) if matches(chr(start)))
+            number_of_kind[kind] = number_of.setdefault(members, len(number_of))
+        numbers.append(number_of_kind[kind])
+    if len(number_of) > _MOST_CLASSES:
+        raise NotTabularError("the pattern has too many classes of characters")
+    lengths = np.diff(starts, append=NUM_CHARACTERS)
+    return ClassTable(np.repeat(np.array(numbers, np.uint8), lengths), list(number_of))
+
+
+def _literals(atoms: Sequence[str]) -> set[str]:
+    """The characters that atoms name, the ends of ranges among them."""
+    found = set()
+    for atom in atoms:
+        plain = re.sub(r"\\[pP]\{\w+\}", "", atom)
+        found |= {chr(int(digits, 16)) for digits in re.findall(r"\\U([0-9A-F]{8})", plain)}
+        found |= {character for character in re.sub(r"\\U[0-9A-F]{8}", "", plain) if not character.isascii()}
+    return found
+
+
+@functools.cache
+def _category_runs() -> tuple[np.ndarray, np.ndarray]:
+    """Where runs of characters of one general category begin, and which it is: two arrays of int64."""
+    import numpy as np
+    import regex
+
+    alternatives = "|".join(f"(\\p{{{name}}}+)" for name in _CATEGORIES)
+    runs = regex.compile(f"{alternatives}|.", flags=regex.VERSION0 | regex.DOTALL)
+    starts: list[int] = []
+    categories: list[int] = []
+    for first, end in _ASSIGNED:
+        text = np.arange(first, end, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
+        text = text.replace(MOVED_LETTER, "a")
+        for run in runs.finditer(text):
+            category = run.lastindex or 0
+            if not categories or category != categories[-1]:
+                starts.append(first + run.start())
+                categories.append(category)
+        starts.append(end)
+        categories.append(0)
+    return np.array(starts), np.array(categories)
