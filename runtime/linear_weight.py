@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.linear import empty_panels, pack_rows
+from numba_kernels.cpu.panels import empty_panels, pack
+from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device import cublas
 from runtime.device.device import CPU, Device
@@ -21,6 +22,8 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 
+QUANTIZATIONS = ("none", "int8")
+
 GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")
 
 
@@ -29,45 +32,51 @@ class LinearWeight:
 
     Attributes:
         shape: (N, K).
-        dtype: the stored type, float32, float16 or bfloat16.
+        dtype: the type that the weight had, float32, float16 or bfloat16; it is stored so unless it is quantised.
+        quantization: "none", or "int8" for bytes and a scale for each of the N rows.
         device: where it lies.
-        size_bytes: of matrix and bias, padding included.
+        size_bytes: of matrix, scales and bias, padding included.
     """
 
-    __slots__ = ("device", "dtype", "shape", "size_bytes")
+    __slots__ = ("device", "dtype", "quantization", "shape", "size_bytes")
 
-    def __init__(self, shape: tuple[int, int], dtype: DType, device: Device, size_bytes: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int], dtype: DType, device: Device, size_bytes: int, quantization: str = "none"
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
         self.size_bytes = size_bytes
+        self.quantization = quantization
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, device={self.device})"
+        quantized = "" if self.quantization == "none" else f", quantization={self.quantization}"
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, device={self.device}{quantized})"
 
 
 class PanelWeight(LinearWeight):
-    """On the cpu: panels of neighbouring columns, as the register tiles read them.
+    """On the cpu: panels of neighbouring columns, as the register tiles read them (`numba_kernels.cpu.panels`).
 
     Attributes:
-        panels: ``[ceil(N / PANEL_COLUMNS), K, PANEL_COLUMNS]`` of the type that `STORED` names.
+        stored: the numpy class that carries an element's bits.
+        panels: ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]`` of ``stored``.
         bias: float32, one for each of the panels' columns; zeros where there is none.
+        scales: of int8, float32, one for each of the panels' columns; else empty.
     """
 
-    __slots__ = ("bias", "bias_address", "panels", "panels_address", "stored")
+    __slots__ = ("bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "stored")
 
-    def __init__(self, shape: tuple[int, int], dtype: DType) -> None:
-        self.stored = STORED[dtype]
+    def __init__(self, shape: tuple[int, int], dtype: DType, quantization: str = "none") -> None:
+        self.stored = np.uint8 if quantization == "int8" else STORED[dtype]
         self.panels = empty_panels(*shape, np.dtype(self.stored))
-        self.bias = np.zeros(self.panels.shape[0] * PANEL_COLUMNS, np.float32)
+        columns = self.panels.shape[0] * PANEL_COLUMNS
+        self.bias = np.zeros(columns, np.float32)
+        self.scales = np.zeros(columns if quantization == "int8" else 0, np.float32)
         self.panels_address = address_of(self.panels)
         self.bias_address = address_of(self.bias)
-        super().__init__(shape, dtype, CPU, self.panels.nbytes + self.bias.nbytes)
-
-    def rows(self, indices: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, np.dtype[Any]]:
-        """Rows of the matrix, ``[n, K]``, as stored bits."""
-        panel, column = np.divmod(indices, PANEL_COLUMNS)
-        return np.asarray(self.panels[panel, :, column])
+        self.scales_address = address_of(self.scales)
+        size_bytes = self.panels.nbytes + self.bias.nbytes + self.scales.nbytes
+        super().__init__(shape, dtype, CPU, size_bytes, quantization)
 
 
 class RowWeight(LinearWeight):
@@ -99,6 +108,7 @@ def prepare_linear(
     device: Device = CPU,
     gemm: str = "auto",
     exact: bool = False,
+    quantization: str = "none",
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for `device`; several weights are joined
     over N without a copy between.
@@ -108,14 +118,22 @@ def prepare_linear(
     `gemm` names the kernel on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto". With `exact` a row of a product has
     the same bits alone and among others; on the cpu it always has.
 
+    `quantization` is one of `QUANTIZATIONS`; "int8" is for the cpu. It rounds each of the N rows to integers times its
+    largest magnitude over 127; a product rounds each row of x so, too, by groups of 64 elements of K, and then
+    multiplies and adds the integers of a group exactly: ``out = (sum over groups of scale[group] * float32(sum of
+    int8 products)) * scale[row] + bias``, in float32 and in the order of K. NaN and infinity, in a weight or in x, give
+    rows or columns that are not finite.
+
     Raises:
-        InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
-            different K or types, a bias of another size, or biases of another number than weights.
+        InvalidArgumentError: for a name that is no quantization, or one that the device has not; for no weight, one
+            that is not a matrix of float32, float16 or bfloat16 on the cpu, different K or types, a bias of another
+            size, or biases of another number than weights.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     _check(weights, biases)
     check_gemm(gemm, device)
+    check_quantization(quantization, device)
     if exact and gemm == "cublas":
         raise InvalidArgumentError("gemm is 'cublas', whose bits depend on the batch: exact needs ours", param="gemm")
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
@@ -126,11 +144,11 @@ def prepare_linear(
             joined_bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
         first += part.shape[0]
     if device.kind == "cpu":
-        panels = PanelWeight(shape, weights[0].dtype)
+        panels = PanelWeight(shape, weights[0].dtype, quantization)
         panels.bias[: shape[0]] = joined_bias
         first = 0
         for part in weights:
-            pack_rows(panels.panels, part.array.view(panels.stored), first)
+            pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), first, NUM_THREADS)
             first += part.shape[0]
         return panels
     rows = Tensor.empty(shape, weights[0].dtype, device)
@@ -154,6 +172,19 @@ def check_gemm(gemm: str, device: Device) -> None:
         cublas.load()
     if gemm == "hopper" and (arch := Gpu.of(device).arch) != "sm_90a":
         raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
+
+
+def check_quantization(quantization: str, device: Device) -> None:
+    """Raises InvalidArgumentError for a name that is not one of `QUANTIZATIONS`, or one that the device has not."""
+    if quantization not in QUANTIZATIONS:
+        raise InvalidArgumentError(
+            f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"
+        )
+    if quantization != "none" and device.kind != "cpu":
+        raise InvalidArgumentError(
+            f"quantization is {quantization!r}, which is for the cpu: {device} has kernels for 'none' alone",
+            param="quantization",
+        )
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:

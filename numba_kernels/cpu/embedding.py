@@ -1,7 +1,7 @@
 """Rows of a table, picked by number and widened: token embeddings, and positions added to them.
 
-A table is stored row by row, or as the panels of a linear layer whose weight it shares (`linear`): element (n, k) lies
-in panel n / PANEL_COLUMNS, at row k and column n % PANEL_COLUMNS.
+A table is stored row by row, or as the panels of a linear layer whose weight it shares (`panels`). Bytes are int8,
+ZERO_POINT above what they mean, with a scale for each row.
 
 Status 1: a number outside the table.
 """
@@ -11,25 +11,34 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at
+from numba_kernels.cpu.operands import ELEMENTS_A_WORD
 from numba_kernels.cpu.scalars import load_f32
+from numba_kernels.cpu.target import PANEL_COLUMNS
+from numba_kernels.cpu.words import ZERO_POINT
 
-FIELDS = Fields(
-    "indices table out num_rows table_rows width row_stride panel_columns panel_stride column_stride is_added "
-    "rows_a_ticket"
-)
+FIELDS = Fields("indices table scales out num_rows table_rows width is_packed is_added rows_a_ticket")
 BAD_INDEX = 1
 
 
 @functools.cache
 def embedding_kernel(stored: type) -> Kernel:
-    """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored``, added to ``out`` where ``is_added``.
+    """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored``, added to ``out`` where ``is_added``. The table is
+    ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are those of bytes.
     A ticket is some rows.
-
-    Element (n, k) is number ``n // panel_columns * panel_stride + n % panel_columns * row_stride + k * column_stride``.
     """
+    elements = ELEMENTS_A_WORD[np.dtype(stored).name]
+    is_int8 = stored is np.uint8
+    panel_step = PANEL_COLUMNS * elements
+
+    @njit(nogil=True)
+    def element(a, index, place):
+        value = load_f32(stored, a.table, place)
+        if is_int8:
+            return (value - np.float32(ZERO_POINT)) * float32_at(a.scales, a.table_rows)[index]
+        return value
 
     def embedding(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -40,16 +49,22 @@ def embedding_kernel(stored: type) -> Kernel:
             if indices[row] < 0 or indices[row] >= a.table_rows:
                 a.status = BAD_INDEX
                 return
-        table, width, step = a.table, a.width, a.column_stride
+        width, whole_words = a.width, a.width // elements
+        words = -(-width // elements)
         for row in range(start, end):
             index = np.int64(indices[row])
-            first = index // a.panel_columns * a.panel_stride + index % a.panel_columns * a.row_stride
             out = float32_at(a.out + row * width * 4, width)
-            if a.is_added != 0:
+            if a.is_added == 0:
+                out[:] = 0.0
+            if a.is_packed == 0:
                 for i in range(width):
-                    out[i] += load_f32(stored, table, first + i * step)
-            else:
-                for i in range(width):
-                    out[i] = load_f32(stored, table, first + i * step)
+                    out[i] += element(a, index, index * width + i)
+                continue
+            first = index // PANEL_COLUMNS * words * panel_step + index % PANEL_COLUMNS * elements
+            for word in range(whole_words):
+                for i in range(elements):
+                    out[word * elements + i] += element(a, index, first + word * panel_step + i)
+            for i in range(width - whole_words * elements):
+                out[whole_words * elements + i] += element(a, index, first + whole_words * panel_step + i)
 
     return Kernel(embedding, FIELDS)

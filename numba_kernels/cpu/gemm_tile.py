@@ -2,9 +2,16 @@
 
     out[r, c] = sum_k x[r, k] * panel[k, c] + bias[c] + residual[r, c]        r < rows, c < columns
 
-Every output is one chain of fused multiply-adds in the order of k, whatever the tile's height: a row's result does not
-depend on how many rows were computed with it. What it teaches: the accumulators of an outer product stay in registers,
-so that each loaded vector of the weight serves ``rows`` multiply-adds and each broadcast serves TILE_VECTORS.
+A row's result does not depend on how many rows were computed with it: every output is one chain of operations in the
+order of k, whatever the tile's height. What it teaches: the accumulators of an outer product stay in registers, so that
+each loaded vector of the weight serves ``rows`` multiply-adds and each broadcast serves TILE_VECTORS.
+
+Panels and operands (`operands`) come in words of 32 bits, neighbours in K. What a word means is the stored type's:
+
+    float32     one element
+    bfloat16    two: a shift and a mask make them floats; or a pair for one vdpbf16ps, where the processor has it
+    float16     two, widened by conversion
+    int8        four, summed up in integers (`int8_tile`)
 
 A low tile waits for memory. It then takes several neighbouring panels at once: memory delivers several streams a little
 faster than one (4 streams: 7 to 10 % on a Xeon).
@@ -12,15 +19,18 @@ faster than one (4 streams: 7 to 10 % on a Xeon).
 
 from __future__ import annotations
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I64
-from numba_kernels.cpu.target import GEMM_ROWS, LANES, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.int8_tile import Int8Sums
+from numba_kernels.cpu.simd import F32, I32, I64
+from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, LANES, PANEL_COLUMNS, TILE_VECTORS
 
 _MAX_PANELS = 4
+_WORDS = simd.vector(I32)
 
 
 def panels_at_once(rows: int) -> int:
@@ -30,26 +40,26 @@ def panels_at_once(rows: int) -> int:
 
 @intrinsic
 def gemm_tile(
-    typingctx, stored, x, x_stride, depth, panel, panel_stride, bias, residual, out, out_stride, columns, partial,
+    typingctx, stored, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
     is_first, is_last, ahead, step, panels, rows,
 ):  # fmt: skip
     """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
 
-    ``x``, ``panel``, ``bias``, ``residual`` (0 = none), ``out`` and ``partial`` are addresses; strides are bytes
-    from row to row (from panel to panel), that of ``residual`` being ``out_stride``. Only ``columns`` columns of
-    ``out`` and ``residual`` are touched. The sum runs over ``depth`` elements of K; where K comes in several blocks,
-    all but the last leave their sums in ``partial`` (rows of PANEL_COLUMNS) and all but the first take them up.
-    Meanwhile the tile of a single panel prefetches ``ahead + k * step`` for the tile that comes next.
+    ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out`` and
+    ``partial`` are addresses; strides are bytes from row to row (from panel to panel), that of ``residual`` being
+    ``out_stride``. Only ``columns`` columns of ``out`` and ``residual`` are touched. The sum runs over ``words`` of K;
+    where K comes in several blocks, all but the last leave their sums in ``partial`` (rows of PANEL_COLUMNS) and all
+    but the first take them up. Meanwhile the tile of a single panel prefetches ``ahead + word * step`` for the tile
+    that comes next.
     """
     index, flag = types.intp, types.boolean
-    signature = types.void(
-        stored, index, index, index, index, index, index, index, index, index, index, index, flag, flag, index, index,
-        index, index,
-    )  # fmt: skip
+    signature = types.void(stored, *[index] * 11, flag, flag, *[index] * 4)
 
     def codegen(context, builder, signature, args):
-        names = "x x_stride depth panel panel_stride bias residual out out_stride columns partial is_first is_last"
+        names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
         operands = dict(zip(f"{names} ahead step".split(), args[1:]))
+        kind = stored.instance_type
+        make_sums = Int8Sums if kind == types.uint8 else BF16Sums if kind == types.uint16 and HAS_BF16_DOT else Sums
         done = builder.append_basic_block("tile.done")
         shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
         which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
@@ -58,7 +68,7 @@ def gemm_tile(
             block = builder.append_basic_block(f"tile.{height}.{count}")
             switch.add_case(ir.Constant(I64, height * (_MAX_PANELS + 1) + count), block)
             builder.position_at_end(block)
-            _Tile(stored.instance_type, height, count, **operands).emit(builder)
+            _Tile(make_sums(kind, height, count * TILE_VECTORS), count, **operands).emit(builder)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -66,76 +76,140 @@ def gemm_tile(
     return signature, codegen
 
 
+class Sums:
+    """The accumulators of ``height`` rows and ``vectors`` vectors, and how a word of K adds to them: here as the
+    products of its elements, one after another, in float32."""
+
+    is_scaled = False
+
+    def __init__(self, stored, height, vectors):
+        self.stored = stored
+        self.height = height
+        self.vectors = vectors
+        self.places = [(r, v) for r in range(height) for v in range(vectors)]
+        self.elements = 32 // stored.bitwidth
+
+    def open(self, builder):
+        self.registers = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in self.places}
+
+    def accumulate(self, builder, words, x, weights_at):
+        """Adds ``words`` words of K. ``weights_at(word)`` gives the addresses of its vectors, and prefetches."""
+        row_bytes = self.height * self.elements * 4
+        with cgutils.for_range(builder, words, intp=I64) as loop:
+            at = builder.add(x, builder.mul(loop.index, ir.Constant(I64, row_bytes)))
+            self._add(builder, at, weights_at(loop.index))
+
+    def _add(self, builder, x_at, weight_places):
+        weights = [self._widened(builder, place) for place in weight_places]
+        for element in range(self.elements):
+            for r in range(self.height):
+                place = simd.offset(builder, x_at, (element * self.height + r) * 4)
+                value = simd.splat(builder, simd.load(builder, place, F32, 4))
+                for v in range(self.vectors):
+                    register = self.registers[r, v]
+                    builder.store(simd.fma(builder, value, weights[v][element], builder.load(register)), register)
+
+    def _widened(self, builder, place):
+        """The elements of each lane's word, as vectors of floats."""
+        if self.stored == types.float32:
+            return [simd.load(builder, place, simd.vector(F32), 4)]
+        words = simd.load(builder, place, _WORDS, 4)
+        sixteen = simd.splat_constant(I32, 16)
+        if self.stored == types.uint16:
+            halves = builder.shl(words, sixteen), builder.and_(words, simd.splat_constant(I32, 0xFFFF0000))
+            return [builder.bitcast(half, simd.vector(F32)) for half in halves]
+        halves = words, builder.lshr(words, sixteen)
+        return [simd.widen(builder, builder.trunc(half, simd.vector(simd.I16)), self.stored) for half in halves]
+
+
+class BF16Sums(Sums):
+    """Pairs of bfloat16 on both sides; an instruction adds both products of a pair."""
+
+    def __init__(self, stored, height, vectors):
+        super().__init__(stored, height, vectors)
+        self.elements = 1  # words of x a word of the weight
+
+    def _add(self, builder, x_at, weight_places):
+        weights = [simd.load(builder, place, _WORDS, 4) for place in weight_places]
+        for r in range(self.height):
+            place = simd.offset(builder, x_at, r * 4)
+            pair = simd.splat(builder, simd.load(builder, place, I32, 4))
+            for v in range(self.vectors):
+                register = self.registers[r, v]
+                builder.store(self.dot(builder, builder.load(register), pair, weights[v]), register)
+
+    def dot(self, builder, total, pairs, weights):
+        """``total`` and the products of two pairs in each lane."""
+        llvm.initialize_native_asmparser()
+        kind = ir.FunctionType(simd.vector(F32), [simd.vector(F32), _WORDS, _WORDS])
+        return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, pairs, weights])
+
+
 class _Tile:
     """The operands of a tile, as IR values; `emit` writes its code."""
 
-    def __init__(self, stored, height, panels, **operands):
-        self.stored = stored
-        self.height = height
+    def __init__(self, sums, panels, **operands):
+        self.sums = sums
         self.panels = panels
-        self.vectors = panels * TILE_VECTORS
-        self.registers = [(r, v) for r in range(height) for v in range(self.vectors)]
         self.__dict__.update(operands)
 
     def emit(self, builder):
-        sums = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in self.registers}
-        partials = {rv: simd.offset(builder, self.partial, i * LANES * 4) for i, rv in enumerate(self.registers)}
-
+        sums = self.sums
+        sums.open(builder)
+        partials = {rv: simd.offset(builder, self.partial, i * LANES * 4) for i, rv in enumerate(sums.places)}
         with builder.if_else(self.is_first) as (begins, resumes):
             with begins:
-                for rv in self.registers:
-                    builder.store(simd.splat_constant(F32, 0.0), sums[rv])
+                for rv in sums.places:
+                    builder.store(simd.splat_constant(F32, 0.0), sums.registers[rv])
             with resumes:
-                for rv in self.registers:
-                    builder.store(simd.load(builder, partials[rv], simd.vector(F32), 4), sums[rv])
+                for rv in sums.places:
+                    builder.store(simd.load(builder, partials[rv], simd.vector(F32), 4), sums.registers[rv])
 
-        with cgutils.for_range(builder, self.depth, intp=I64) as loop:
-            self._multiply(builder, sums, loop.index)
+        sums.accumulate(builder, self.words, self.x, lambda word: self._weight_places(builder, word))
 
         with builder.if_else(self.is_last) as (ends, goes_on):
             with ends:
-                self._finish(builder, sums)
+                self._finish(builder)
             with goes_on:
-                for rv in self.registers:
-                    simd.store(builder, builder.load(sums[rv]), partials[rv])
+                for rv in sums.places:
+                    simd.store(builder, builder.load(sums.registers[rv]), partials[rv])
 
-    def _multiply(self, builder, sums, k):
-        """Adds the products of element ``k`` of K."""
-        item_bytes = self.stored.bitwidth // 8
-        row_bytes = builder.mul(k, ir.Constant(I64, PANEL_COLUMNS * item_bytes))
-        weights = []
+    def _weight_places(self, builder, word):
+        """Addresses of a word's vectors in all panels."""
+        row_bytes = builder.mul(word, ir.Constant(I64, PANEL_COLUMNS * 4))
+        places = []
         for panel in range(self.panels):
             start = builder.add(self.panel, builder.mul(self.panel_stride, ir.Constant(I64, panel)))
             at = builder.add(start, row_bytes)
-            for v in range(TILE_VECTORS):
-                place = simd.offset(builder, at, v * LANES * item_bytes)
-                weights.append(simd.load_wide(builder, place, self.stored))
+            places += [simd.offset(builder, at, v * LANES * 4) for v in range(TILE_VECTORS)]
         if self.panels == 1:
-            simd.prefetch(builder, builder.add(self.ahead, builder.mul(k, self.step)))
-        x_at = builder.add(self.x, builder.mul(k, ir.Constant(I64, 4)))
-        for r in range(self.height):
-            place = builder.add(x_at, builder.mul(self.x_stride, ir.Constant(I64, r)))
-            value = simd.splat(builder, simd.load(builder, place, F32, 4))
-            for v in range(self.vectors):
-                builder.store(simd.fma(builder, value, weights[v], builder.load(sums[r, v])), sums[r, v])
+            simd.prefetch(builder, builder.add(self.ahead, builder.mul(word, self.step)))
+        return places
 
-    def _finish(self, builder, sums):
-        """Adds bias and residual and writes the columns that exist."""
-        rows = [builder.mul(self.out_stride, ir.Constant(I64, r)) for r in range(self.height)]
-        masks = [simd.lanes_below(builder, v * LANES, self.columns) for v in range(self.vectors)]
-        biases = [
-            simd.load(builder, simd.offset(builder, self.bias, v * LANES * 4), simd.vector(F32), 4)
-            for v in range(self.vectors)
-        ]
+    def _finish(self, builder):
+        """Scales, adds bias and residual, and writes the columns that exist."""
+        sums = self.sums
+        rows = [builder.mul(self.out_stride, ir.Constant(I64, r)) for r in range(sums.height)]
+        masks = [simd.lanes_below(builder, v * LANES, self.columns) for v in range(sums.vectors)]
+
+        def of_columns(base):
+            places = [simd.offset(builder, base, v * LANES * 4) for v in range(sums.vectors)]
+            return [simd.load(builder, place, simd.vector(F32), 4) for place in places]
 
         def place(base, r, v):
             return simd.offset(builder, builder.add(base, rows[r]), v * LANES * 4)
 
-        for (_, v), register in sums.items():
-            builder.store(builder.fadd(builder.load(register), biases[v]), register)
+        biases = of_columns(self.bias)
+        scales = of_columns(self.scales) if sums.is_scaled else None
+        for (_, v), register in sums.registers.items():
+            total = builder.load(register)
+            if scales is not None:
+                builder.store(simd.fma(builder, total, scales[v], biases[v]), register)
+            else:
+                builder.store(builder.fadd(total, biases[v]), register)
         with builder.if_then(builder.icmp_signed("!=", self.residual, ir.Constant(I64, 0))):
-            for (r, v), register in sums.items():
+            for (r, v), register in sums.registers.items():
                 added = simd.masked_load(builder, place(self.residual, r, v), masks[v])
                 builder.store(builder.fadd(builder.load(register), added), register)
-        for (r, v), register in sums.items():
+        for (r, v), register in sums.registers.items():
             simd.masked_store(builder, builder.load(register), place(self.out, r, v), masks[v])

@@ -1,71 +1,80 @@
 """Matrix product with a packed weight: ``out[T, N] = x[T, K] . weight[N, K]^T + bias + residual``.
 
-The weight is packed once into panels ``[ceil(N / PANEL_COLUMNS), K, PANEL_COLUMNS]`` of its stored type, the last one
-filled up with zeros. A product with one row streams the panels once, which is all that memory allows; with many rows
-each panel is cut along K into blocks that stay in the second-level cache while all row tiles pass over them, and the
-tiles fetch the next block meanwhile.
+The first tickets of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and multiply.
+A product with few rows streams the panels once, which is all that memory allows; with many rows each panel is cut along
+K into blocks that stay in the second-level cache while all row tiles pass over them, and the tiles fetch the next block
+meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
-import mmap
 
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.cpu import atomic
 from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
-from numba_kernels.cpu.launch import Fields, Kernel, address
-from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
+from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, new_array
+from numba_kernels.cpu.operands import (
+    ELEMENTS_A_WORD,
+    GROUP_ROW_WORDS,
+    arrange_floats,
+    arrange_groups,
+    arrange_pairs,
+    operand_words,
+)
+from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, PANEL_COLUMNS
+from numba_kernels.cpu.words import GROUP_WORDS
 
-MAX_BLOCK_DEPTH = 1024  # K elements of a block: 192 KB of float32 panel
+MAX_BLOCK_WORDS = 1024  # of K in a block: 192 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
-_HUGE_PAGE_BYTES = 2 << 20
+TICKET_ROWS = 128  # at most about so many
+MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
+SERIAL_MACS = 600_000  # less work is not worth waking a thread
 _AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
+_PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 
-
-def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
-    """Zeroed panels for a weight ``[num_columns, depth]``, on huge pages where the system grants them (a tenth more
-    bandwidth when they are streamed)."""
-    shape = (-(-num_columns // PANEL_COLUMNS), depth, PANEL_COLUMNS)
-    size = int(np.prod(shape)) * dtype.itemsize
-    if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    data = np.frombuffer(memory, np.uint8)
-    start = -data.ctypes.data % _HUGE_PAGE_BYTES
-    return data[start : start + size].view(dtype).reshape(shape)
-
-
-def pack_rows(panels: np.ndarray, weight: np.ndarray, first_column: int) -> None:
-    """Copies ``weight [n, K]`` (any strides) into the panels' columns from ``first_column`` on."""
-    done = 0
-    while done < weight.shape[0]:
-        panel, column = divmod(first_column + done, PANEL_COLUMNS)
-        count = min(PANEL_COLUMNS - column, weight.shape[0] - done)
-        panels[panel, :, column : column + count] = weight[done : done + count].T
-        done += count
-
-
-FIELDS = Fields("x panels bias residual out num_rows depth width panels_a_ticket rows_a_ticket")
+FIELDS = Fields(
+    "x panels scales bias residual out operands num_rows depth width panels_a_ticket rows_a_ticket tile_rows "
+    "num_arranging num_tickets arranged finished"
+)
+_ARRANGED, _FINISHED = (FIELDS.record.fields[name][1] for name in ("arranged", "finished"))
 
 
 @njit(nogil=True)
-def _residual(start, element):
-    return start + element * 4 if start != 0 else 0
+def _moved(start, size_bytes):
+    return start + size_bytes if start != 0 else 0
 
 
 @functools.cache
 def linear_kernel(stored: type) -> Kernel:
-    """Writes ``out [T, N]`` for ``x [T, K]``, float32; a ticket is some panels times some rows.
+    """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``.
 
-    ``bias`` has one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none) may be ``out`` itself.
+    ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
+    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each; the
+    others multiply some panels with some rows, a multiple of ``tile_rows``. Without arranging tickets ``operands`` has
+    been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
     """
-    itemsize = np.dtype(stored).itemsize
+    elements = ELEMENTS_A_WORD[np.dtype(stored).name]
+    is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and HAS_BF16_DOT
+    span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
 
-    def linear(arguments, ticket):
-        a = carray(arguments, 1)[0]
+    @njit(nogil=True)
+    def arrange(a, tile, words):
+        first = tile * a.tile_rows
+        rows = min(a.tile_rows, a.num_rows - first)
+        x = a.x + first * a.depth * 4
+        target = a.operands + first * (-(-words // span)) * span_row_words * 4
+        if is_int8:
+            arrange_groups(x, a.depth, rows, target)
+        elif is_pairs:
+            arrange_pairs(x, a.depth, rows, words, target)
+        else:
+            arrange_floats(x, a.depth, rows, words * elements, target)
+
+    @njit(nogil=True)
+    def multiply(a, ticket, words):
         num_panels = -(-a.width // PANEL_COLUMNS)
         row_tickets = -(-a.num_rows // a.rows_a_ticket)
         first_panel = ticket // row_tickets * a.panels_a_ticket
@@ -73,46 +82,114 @@ def linear_kernel(stored: type) -> Kernel:
         first_row = ticket % row_tickets * a.rows_a_ticket
         last_row = min(a.num_rows, first_row + a.rows_a_ticket)
 
-        panel_row_bytes = PANEL_COLUMNS * itemsize
-        panel_stride = a.depth * panel_row_bytes
+        row_bytes = (-(-words // span)) * span_row_words * 4
+        panel_stride = words * _PANEL_ROW_BYTES
         rows = last_row - first_row
-        if rows <= GEMM_ROWS:  # one pass over the weight, as fast as memory delivers it
+        if rows <= a.tile_rows:  # one pass over the weight, as fast as memory delivers it
             panel = first_panel
             while panel < last_panel:
                 panels = _AT_ONCE[rows] if panel + _AT_ONCE[rows] <= last_panel else 1
                 column = panel * PANEL_COLUMNS
                 weight = a.panels + panel * panel_stride
                 gemm_tile(
-                    stored, a.x + first_row * a.depth * 4, a.depth * 4, a.depth, weight, panel_stride,
-                    a.bias + column * 4, _residual(a.residual, first_row * a.width + column),
+                    stored, a.operands + first_row * row_bytes, words, weight, panel_stride, a.scales + column * 4,
+                    a.bias + column * 4, _moved(a.residual, (first_row * a.width + column) * 4),
                     a.out + (first_row * a.width + column) * 4, a.width * 4,
                     min(panels * PANEL_COLUMNS, a.width - column),
-                    0, True, True, weight + STREAM_AHEAD_BYTES, panel_row_bytes, panels, rows,
+                    0, True, True, weight + STREAM_AHEAD_BYTES, _PANEL_ROW_BYTES, panels, rows,
                 )  # fmt: skip
                 panel += panels
             return
 
-        num_blocks = max(1, -(-a.depth // MAX_BLOCK_DEPTH))
-        block_depth = -(-a.depth // num_blocks)
+        num_blocks = max(1, -(-words // MAX_BLOCK_WORDS))
+        block_words = max(1, -(-words // (num_blocks * span))) * span
         partial_rows = np.empty((rows, PANEL_COLUMNS), np.float32)
-        step = -(-panel_row_bytes * GEMM_ROWS // rows)  # all row tiles together prefetch the next block
+        step = -(-_PANEL_ROW_BYTES * a.tile_rows // rows)  # all row tiles together prefetch the next block
         for panel in range(first_panel, last_panel):
             column = panel * PANEL_COLUMNS
             columns = min(PANEL_COLUMNS, a.width - column)
-            for block in range(num_blocks):
-                start = block * block_depth
-                depth = min(block_depth, a.depth - start)
-                weight = a.panels + panel * panel_stride + start * panel_row_bytes
-                ahead = weight + depth * panel_row_bytes
+            for start in range(0, max(1, words), block_words):
+                count = min(block_words, words - start)
+                weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
+                ahead = weight + count * _PANEL_ROW_BYTES
                 partial = address(partial_rows)
-                for row in range(first_row, last_row, GEMM_ROWS):
+                for row in range(first_row, last_row, a.tile_rows):
+                    height = min(a.tile_rows, last_row - row)
                     gemm_tile(
-                        stored, a.x + (row * a.depth + start) * 4, a.depth * 4, depth, weight, 0, a.bias + column * 4,
-                        _residual(a.residual, row * a.width + column),
-                        a.out + (row * a.width + column) * 4, a.width * 4, columns,
-                        partial, block == 0, block == num_blocks - 1, ahead, step, 1, min(GEMM_ROWS, last_row - row),
+                        stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4, count,
+                        weight, 0, a.scales + column * 4, a.bias + column * 4,
+                        _moved(a.residual, (row * a.width + column) * 4), a.out + (row * a.width + column) * 4,
+                        a.width * 4, columns, partial, start == 0, start + count >= words, ahead, step, 1, height,
                     )  # fmt: skip
-                    ahead += depth * step
-                    partial += GEMM_ROWS * PANEL_COLUMNS * 4
+                    ahead += count * step
+                    partial += height * PANEL_COLUMNS * 4
+
+    def linear(arguments, ticket):
+        block = carray(arguments, 1)
+        a = block[0]
+        arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
+        words = -(-a.depth // elements)
+        if ticket < a.num_arranging:
+            arrange(a, ticket, words)
+            atomic.add(arranged, 1)
+        else:
+            while atomic.load(arranged) < a.num_arranging:
+                atomic.pause()
+            multiply(a, ticket - a.num_arranging, words)
+        if atomic.add(finished, 1) == a.num_tickets - 1:
+            atomic.store(arranged, 0)
+            atomic.store(finished, 0)
 
     return Kernel(linear, FIELDS)
+
+
+def multiply(
+    stored: type, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
+    rows: int, depth: int, width: int, num_workers: int,
+) -> None:  # fmt: skip
+    """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
+    threads; results do not depend on their number, nor on the other rows."""
+    row_words = operand_words(stored, depth)
+    for first in range(0, rows, MAX_ROWS):
+        count = min(MAX_ROWS, rows - first)
+        tickets = tickets_of(count, depth, width, num_workers)
+        start = x + first * depth * 4
+        is_arranged = count == 1 and row_words == depth and stored is not np.uint8
+        if is_arranged:
+            operands, num_arranging = start, 0
+        else:
+            memory = new_array((count * row_words,), np.float32)
+            operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows)
+        total = num_arranging + tickets.count
+        added = residual + first * width * 4 if residual else 0
+        linear_kernel(stored)(
+            total, tickets.num_workers, start, panels, scales, bias, added, out + first * width * 4, operands, count,
+            depth, width, tickets.panels, tickets.rows, tickets.tile_rows, num_arranging, total, 0, 0,
+        )  # fmt: skip
+
+
+class Tickets:
+    """How a product is shared: ``count`` tickets of ``panels`` panels and ``rows`` rows, ``tile_rows`` at a time."""
+
+    __slots__ = ("count", "num_workers", "panels", "rows", "tile_rows")
+
+    def __init__(self, count: int, panels: int, rows: int, tile_rows: int, num_workers: int) -> None:
+        self.count = count
+        self.panels = panels
+        self.rows = rows
+        self.tile_rows = tile_rows
+        self.num_workers = num_workers
+
+
+@functools.lru_cache(4096)
+def tickets_of(rows: int, depth: int, width: int, num_workers: int) -> Tickets:
+    """For ``rows`` (at least 1) rows: tiles of equal height, and a few tickets a thread."""
+    tile_rows = -(-rows // -(-rows // GEMM_ROWS))
+    panels = -(-width // PANEL_COLUMNS)
+    if rows * width * depth < SERIAL_MACS or num_workers == 1:
+        return Tickets(1, panels, -(-rows // tile_rows) * tile_rows, tile_rows, 1)
+    row_tickets = -(-rows // TICKET_ROWS)
+    rows_a_ticket = -(-rows // row_tickets // tile_rows) * tile_rows
+    row_tickets = -(-rows // rows_a_ticket)
+    panels_a_ticket = max(1, panels // (4 * num_workers))
+    return Tickets(row_tickets * -(-panels // panels_a_ticket), panels_a_ticket, rows_a_ticket, tile_rows, num_workers)

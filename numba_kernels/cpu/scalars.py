@@ -1,6 +1,7 @@
 """Intrinsics on single values at raw addresses, for kernels written as plain loops, which LLVM then vectorises.
 
-A stored type is named by the numpy class whose bits carry it: float32; uint16 for bfloat16; int16 for float16.
+A stored type is named by the numpy class whose bits carry it: float32; uint16 for bfloat16; int16 for float16; uint8
+for an unsigned byte.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I16, I32
+from numba_kernels.cpu.simd import F32, I8, I16, I32
 
 
 @intrinsic
@@ -35,7 +36,7 @@ def float_bits(typingctx, x):
 
 def _place(builder, kind, address, index):
     """A pointer to element ``index``: by getelementptr, so that LLVM sees an array and vectorises loops over it."""
-    element = F32 if kind == types.float32 else I16
+    element = F32 if kind == types.float32 else I8 if kind == types.uint8 else I16
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
 
 
@@ -48,6 +49,8 @@ def load_f32(typingctx, stored, address, index):
         value = builder.load(_place(builder, kind, *args[1:]))
         if kind == types.float32:
             return value
+        if kind == types.uint8:
+            return builder.uitofp(value, F32)
         if kind == types.uint16:
             return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
         return builder.fpext(builder.bitcast(value, ir.HalfType()), F32)

@@ -6,10 +6,12 @@ float16 (numba knows neither of the two as a number). Addresses are integers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.target import LANES
+from numba_kernels.cpu.target import HAS_HALF, LANES
 
 F32 = ir.FloatType()
 I1 = ir.IntType(1)
@@ -56,7 +58,25 @@ def widen(builder: ir.IRBuilder, bits: ir.Value, stored: types.Type, lanes: int 
     if stored == types.uint16:  # bfloat16: the upper half of a float32
         wide = builder.shl(builder.zext(bits, vector(I32, lanes)), splat_constant(I32, 16, lanes))
         return builder.bitcast(wide, vector(F32, lanes))
-    return builder.fpext(builder.bitcast(bits, vector(ir.HalfType(), lanes)), vector(F32, lanes))
+    if HAS_HALF:
+        return builder.fpext(builder.bitcast(bits, vector(ir.HalfType(), lanes)), vector(F32, lanes))
+    return _half_to_float(builder, bits, lanes)
+
+
+def _half_to_float(builder: ir.IRBuilder, bits: ir.Value, lanes: int) -> ir.Value:
+    """float16 without an instruction for it: the exponent's bias is mended by a product, exact for subnormals too."""
+
+    def number(value: int) -> ir.Constant:
+        return splat_constant(I32, value, lanes)
+
+    wide = builder.zext(bits, vector(I32, lanes))
+    magnitude = builder.shl(builder.and_(wide, number(0x7FFF)), number(13))
+    scale = builder.bitcast(number((127 + 127 - 15) << 23), vector(F32, lanes))
+    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, vector(F32, lanes)), scale), vector(I32, lanes))
+    is_finite = builder.icmp_unsigned("<", magnitude, number(0x7C00 << 13))
+    result = builder.select(is_finite, finite, builder.or_(magnitude, number(0x7F800000)))
+    sign = builder.shl(builder.and_(wide, number(0x8000)), number(16))
+    return builder.bitcast(builder.or_(result, sign), vector(F32, lanes))
 
 
 def load_wide(builder: ir.IRBuilder, address: ir.Value, stored: types.Type, lanes: int = LANES) -> ir.Value:
@@ -65,7 +85,7 @@ def load_wide(builder: ir.IRBuilder, address: ir.Value, stored: types.Type, lane
     return widen(builder, load(builder, address, vector(element, lanes), size), stored, lanes)
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
     function_type = ir.FunctionType(result, [value.type for value in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
@@ -81,7 +101,8 @@ def constant_like(value: ir.Value, number: float) -> ir.Constant:
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _call(builder, f"llvm.fma.{_suffix(a.type)}", a.type, [a, b, c])
+    """``a * b + c``, rounded once wherever the processor has an instruction for it."""
+    return call(builder, f"llvm.fmuladd.{_suffix(a.type)}", a.type, [a, b, c])
 
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -91,14 +112,15 @@ def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def reduce_sum(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The sum of all lanes, in a fixed tree order."""
-    return _fold(builder, value, builder.fadd)
+    return fold(builder, value, builder.fadd)
 
 
 def reduce_max(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    return _fold(builder, value, lambda a, b: larger(builder, a, b))
+    return fold(builder, value, lambda a, b: larger(builder, a, b))
 
 
-def _fold(builder, value, combine):
+def fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """All lanes combined, in a fixed tree order."""
     lanes = value.type.count
     undefined = ir.Constant(value.type, ir.Undefined)
     while lanes > 1:
@@ -130,7 +152,7 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
         highest = number(_EXP_HIGHEST)
         bounded = builder.select(builder.fcmp_ordered("<", bounded, highest), bounded, highest)
     scaled = builder.fmul(bounded, number(1.44269504088896341))
-    n = _call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [scaled])
+    n = call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [scaled])
     r = fma(builder, n, number(-_LN2_HIGH), x)
     r = fma(builder, n, number(-_LN2_LOW), r)
     tail = number(_EXP_TAIL[0])
@@ -152,7 +174,7 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Asks for the cache line at ``address`` for reading; any address is allowed."""
     read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
 
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
@@ -161,17 +183,21 @@ def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", columns, splat(builder, count))
 
 
-def masked_load(builder: ir.IRBuilder, address: ir.Value, mask: ir.Value) -> ir.Value:
-    kind = vector(F32)
+_NAMES = {F32: "f32", I32: "i32", I16: "i16"}
+
+
+def masked_load(
+    builder: ir.IRBuilder, address: ir.Value, mask: ir.Value, element: ir.Type = F32, align: int = 4
+) -> ir.Value:
+    """Zero where the mask is not set; memory is not touched there."""
+    kind = vector(element)
     pointer = builder.inttoptr(address, kind.as_pointer())
-    zero = splat_constant(F32, 0.0)
-    return _call(
-        builder, "llvm.masked.load.v16f32.p0", kind, [pointer, ir.Constant(I32, 4), mask, zero]
-    )
+    zero = ir.Constant(kind, [0.0 if element is F32 else 0] * LANES)
+    name = f"llvm.masked.load.v{LANES}{_NAMES[element]}.p0"
+    return call(builder, name, kind, [pointer, ir.Constant(I32, align), mask, zero])
 
 
 def masked_store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
     pointer = builder.inttoptr(address, value.type.as_pointer())
-    _call(
-        builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask]
-    )
+    name = f"llvm.masked.store.v{LANES}{_NAMES[value.type.element]}.p0"
+    call(builder, name, ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask])

@@ -20,6 +20,7 @@ import numba
 
 from runtime.errors import InvalidArgumentError
 
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
 VARIABLE = "XSERV_CPU_TILES"
 LANES = 16  # float32 elements of one IR vector
 
@@ -79,7 +80,7 @@ def _choose() -> str:
         if forced not in _NEEDS:
             limit = f"must be one of {', '.join(_NEEDS)}; {limit}"
         raise InvalidArgumentError(f"{VARIABLE} is {forced!r}: {limit}", param=VARIABLE)
-    if platform.machine() in ("x86_64", "AMD64"):
+    if _IS_X86:
         numba.config.CPU_NAME = _MODELS[forced]
         numba.config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
     return forced
@@ -88,6 +89,9 @@ def _choose() -> str:
 TILES = _choose()
 
 _HAS_AVX512 = compiled_for("avx512f")
+HAS_BF16_DOT = compiled_for("avx512bf16")  # vdpbf16ps: sums of products of pairs of bfloat16
+DOT = "vnni" if compiled_for("avx512vnni") else "madd" if compiled_for("avx2") else "portable"  # of int8
+HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
 TILE_ROWS, TILE_VECTORS = (8, 3) if _HAS_AVX512 else (4, 1)
 GEMM_ROWS = 9 if _HAS_AVX512 else 6 if compiled_for("avx2") else 4
 PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds

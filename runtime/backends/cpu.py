@@ -20,7 +20,6 @@ from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu.launch import address_of, hold, new_array
 from numba_kernels.cpu.recording import current
-from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
 from runtime.backends.cpu_checks import check, checked_address, fail
 from runtime.batch import Batch
 from runtime.dtype import float32, int32, int64
@@ -32,7 +31,6 @@ from runtime.tensor import Tensor
 
 MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
-_SERIAL_LINEAR_MACS = 600_000
 _SERIAL_ATTENTION_MACS = 64_000
 _WEIGHT_DTYPES = tuple(STORED)
 _num_workers = MAX_WORKERS
@@ -85,19 +83,9 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
         raise fail("linear", "out", "shares memory with x")
     if rows == 0 or width == 0:
         return result
-    panels = weight.panels.shape[0]
-    if rows * width * depth < _SERIAL_LINEAR_MACS or _num_workers == 1:
-        tickets, workers, panels_a_ticket, rows_a_ticket = 1, 1, panels, rows
-    else:
-        workers = _num_workers
-        row_tickets = -(-rows // 128)
-        rows_a_ticket = -(-rows // row_tickets // GEMM_ROWS) * GEMM_ROWS
-        row_tickets = -(-rows // rows_a_ticket)
-        panels_a_ticket = max(1, panels * row_tickets // (4 * workers * row_tickets))
-        tickets = row_tickets * -(-panels // panels_a_ticket)
-    _linear.linear_kernel(weight.stored)(
-        tickets, workers, x.address, weight.panels_address, weight.bias_address, added, result.address,
-        rows, depth, width, panels_a_ticket, rows_a_ticket,
+    _linear.multiply(
+        weight.stored, x.address, weight.panels_address, weight.scales_address, weight.bias_address, added,
+        result.address, rows, depth, width, _num_workers,
     )  # fmt: skip
     return result
 
@@ -113,15 +101,13 @@ def _add_rows(
     """Rows of the table, added to ``out`` or in a new tensor."""
     rows = check(op, indices_name, indices, int32, (size,)).shape[0]
     if isinstance(table, PanelWeight):
-        address, stored = table.panels_address, table.stored
+        address, scales, stored = table.panels_address, table.scales_address, table.stored
         table_rows, width = table.shape
-        strides = 1, PANEL_COLUMNS, width * PANEL_COLUMNS, PANEL_COLUMNS  # of rows, panels and columns
     elif isinstance(table, LinearWeight):
         raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
     else:
         table_rows, width = check(op, "table", table, _WEIGHT_DTYPES, (None, None)).shape
-        address, stored = table.address, STORED[table.dtype]
-        strides = 0, 1, width, 1
+        address, scales, stored = table.address, 0, STORED[table.dtype]
     if out is not None and out.shape[1] != width:
         raise fail(op, "table", f"has rows of {width}, x has rows of {out.shape[1]}")
     result = _output(op, out, (rows, width))
@@ -132,8 +118,8 @@ def _add_rows(
 
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     _embedding.embedding_kernel(stored)(
-        tickets, workers, indices.address, address, result.address, rows, table_rows, width, *strides,
-        int(out is not None), rows_a_ticket, explain=explain,
+        tickets, workers, indices.address, address, scales, result.address, rows, table_rows, width,
+        int(isinstance(table, PanelWeight)), int(out is not None), rows_a_ticket, explain=explain,
     )  # fmt: skip
     return result
 
@@ -322,7 +308,8 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
     starts = check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
     seq_lens = check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
     table = check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
-    if current() is not None:
+    recording = current()
+    if recording is not None and recording.is_reused:
         return _recorded_plan(batch, group, tokens, share, table.shape[1])
     query_lens = np.diff(starts)
     if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():

@@ -7,6 +7,7 @@ import pytest
 
 from numba_kernels.cpu import linear as kernels
 from numba_kernels.cpu.launch import address_of
+from numba_kernels.cpu.panels import empty_panels
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
@@ -55,18 +56,17 @@ def test_a_row_is_the_same_alone_and_in_any_batch(depth):
         np.testing.assert_array_equal(ops.linear(tensor(x[rows].copy()), packed).numpy(), whole[rows])
 
 
-def test_any_split_of_the_work_gives_the_same_bits():
+def test_any_split_of_the_work_gives_the_same_bits(monkeypatch):
     rng = np.random.default_rng(3)
     x, packed = normal(rng, (37, 60)), ops.prepare_linear(tensor(normal(rng, (500, 60))))
     expected = ops.linear(tensor(x), packed).numpy()
-    for panels_a_ticket, rows_a_ticket, workers in ((1, 8, 2), (3, 37, 2), (2, 16, 1), (100, 5, 2)):
-        out = np.full_like(expected, np.nan)
-        tickets = -(-packed.panels.shape[0] // panels_a_ticket) * -(-37 // rows_a_ticket)
-        kernels.linear_kernel(np.float32)(
-            tickets, workers, address_of(x), packed.panels_address, packed.bias_address, 0, address_of(out),
-            37, 60, 500, panels_a_ticket, rows_a_ticket,
-        )  # fmt: skip
-        np.testing.assert_array_equal(out, expected)
+    panels = packed.panels.shape[0]
+    for panels_a_ticket, tile_rows, row_tiles, workers in ((1, 4, 2, 2), (3, 1, 37, 2), (2, 3, 5, 1), (99, 2, 3, 2)):
+        rows_a_ticket = tile_rows * row_tiles
+        count = -(-panels // panels_a_ticket) * -(-37 // rows_a_ticket)
+        tickets = kernels.Tickets(count, panels_a_ticket, rows_a_ticket, tile_rows, workers)
+        monkeypatch.setattr(kernels, "tickets_of", lambda *sizes, tickets=tickets: tickets)
+        np.testing.assert_array_equal(ops.linear(tensor(x), packed).numpy(), expected)
 
 
 def test_writes_nothing_beyond_its_output():
@@ -104,8 +104,8 @@ def test_joined_weights_of_any_strides(dtype):
 
 
 def test_large_weights_lie_on_their_own_aligned_pages():
-    panels = kernels.empty_panels(1500, 1000, np.dtype(np.float32))
-    assert panels.shape == (-(-1500 // PANEL_COLUMNS), 1000, PANEL_COLUMNS)
+    panels = empty_panels(1500, 1000, np.dtype(np.float32))
+    assert panels.shape == (-(-1500 // PANEL_COLUMNS), 1000, PANEL_COLUMNS, 1)
     assert address_of(panels) % 4096 == 0
     assert not panels.any()
 

@@ -1,0 +1,127 @@
+"""Sums of int8 products, for the register tile: exact in int32 within a group of GROUP elements of K, then scaled.
+
+Weights are unsigned bytes, ZERO_POINT above what they mean, since the one instruction that multiplies four pairs of
+bytes and adds them up, vpdpbusd, takes one side unsigned. What is too much, ZERO_POINT times the sum of a group of x,
+does not depend on the column: the integer sums begin below zero by it.
+
+Processors without that instruction multiply pairs of int16 (vpmaddwd, exact, unlike vpmaddubsw, which saturates): a
+word of four bytes is split into bytes 0 and 2 and bytes 1 and 3, and so are the activations when they are quantised.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+from numba.core import cgutils
+
+from numba_kernels.cpu import simd
+from numba_kernels.cpu.operands import DOT_WORDS, GROUP_ROW_WORDS
+from numba_kernels.cpu.simd import F32, I16, I32, I64
+from numba_kernels.cpu.target import DOT, LANES, compiled_for
+from numba_kernels.cpu.words import GROUP_WORDS
+
+_WORDS = simd.vector(I32)
+
+
+class Int8Sums:
+    """The accumulators of a tile and how words of four elements add to them; as `gemm_tile.Sums`."""
+
+    is_scaled = True
+
+    def __init__(self, stored, height, vectors):
+        self.height = height
+        self.vectors = vectors
+        self.places = [(r, v) for r in range(height) for v in range(vectors)]
+
+    def open(self, builder):
+        self.registers = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in self.places}
+        self.whole = {rv: cgutils.alloca_once(builder, _WORDS) for rv in self.places}
+
+    def accumulate(self, builder, words, x, weights_at):
+        group_words = ir.Constant(I64, GROUP_WORDS)
+        groups = builder.sdiv(builder.add(words, ir.Constant(I64, GROUP_WORDS - 1)), group_words)
+        with cgutils.for_range(builder, groups, intp=I64) as loop:
+            first = builder.mul(loop.index, group_words)
+            at = builder.add(x, builder.mul(loop.index, ir.Constant(I64, GROUP_ROW_WORDS * self.height * 4)))
+            left = builder.sub(words, first)
+            count = builder.select(builder.icmp_signed("<", left, group_words), left, group_words)
+            self._add_group(builder, first, count, at, weights_at)
+
+    def _add_group(self, builder, first, count, x_at, weights_at):
+        def after_words(r, row_words):
+            return simd.offset(builder, x_at, (row_words * self.height + r) * 4)
+
+        for r in range(self.height):
+            start = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS + 1), I32, 4))
+            for v in range(self.vectors):
+                builder.store(start, self.whole[r, v])
+        word_bytes = DOT_WORDS // GROUP_WORDS * self.height * 4
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            at = builder.add(x_at, builder.mul(loop.index, ir.Constant(I64, word_bytes)))
+            self._add_word(builder, at, weights_at(builder.add(first, loop.index)))
+        for r in range(self.height):
+            scale = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS), F32, 4))
+            for v in range(self.vectors):
+                total = builder.sitofp(builder.load(self.whole[r, v]), simd.vector(F32))
+                register = self.registers[r, v]
+                builder.store(simd.fma(builder, scale, total, builder.load(register)), register)
+
+    def _add_word(self, builder, x_at, weight_places):
+        words = [simd.load(builder, place, _WORDS, 4) for place in weight_places]
+        parts = [_parts_of_weights(builder, word) for word in words]
+        for r in range(self.height):
+            for index in range(DOT_WORDS // GROUP_WORDS):
+                at = simd.offset(builder, x_at, (index * self.height + r) * 4)
+                x = simd.load(builder, at, I32, 4)
+                values = _parts_of_x(builder, x)
+                for v in range(self.vectors):
+                    total = builder.load(self.whole[r, v])
+                    builder.store(_dot(builder, total, parts[v], values, index), self.whole[r, v])
+
+
+def _parts_of_weights(builder, words):
+    """A word of four unsigned bytes in each lane, as `_dot` takes it."""
+    if DOT == "vnni":
+        return [words]
+    if DOT == "madd":
+        shorts = simd.vector(I16, 2 * LANES)
+        pairs = builder.bitcast(words, shorts)
+        evens = builder.and_(pairs, simd.splat_constant(I16, 0xFF, 2 * LANES))
+        return [evens, builder.lshr(pairs, simd.splat_constant(I16, 8, 2 * LANES))]
+    shifted = [builder.lshr(words, simd.splat_constant(I32, 8 * byte)) for byte in range(4)]
+    return [builder.and_(word, simd.splat_constant(I32, 0xFF)) for word in shifted]
+
+
+def _parts_of_x(builder, word):
+    """A word of x, splat: whole, or as four integers."""
+    if DOT != "portable":
+        return [simd.splat(builder, word)]
+    up = [builder.shl(word, ir.Constant(I32, 24 - 8 * byte)) for byte in range(4)]
+    return [simd.splat(builder, builder.ashr(value, ir.Constant(I32, 24))) for value in up]
+
+
+def _dot(builder, total, weights, values, index):
+    """``total`` and the products of four bytes (word 0 or, of pairs, of two: ``index`` says which) in each lane."""
+    if DOT == "vnni":
+        llvm.initialize_native_asmparser()
+        kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
+        return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), [total, weights[0], values[0]])
+    if DOT == "madd":
+        pairs = builder.bitcast(values[0], simd.vector(I16, 2 * LANES))
+        return builder.add(total, _multiply_pairs(builder, weights[index], pairs))
+    for weight, value in zip(weights, values):
+        total = builder.add(total, builder.mul(weight, value))
+    return total
+
+
+def _multiply_pairs(builder, a, b):
+    """The sum of the products of each pair of int16, i32."""
+    if compiled_for("avx512bw"):
+        return simd.call(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [a, b])
+    half = LANES // 2
+    halves = []
+    for first in (0, LANES):
+        order = ir.Constant(simd.vector(I32, LANES), list(range(first, first + LANES)))
+        parts = [builder.shuffle_vector(value, value, order) for value in (a, b)]
+        halves.append(simd.call(builder, "llvm.x86.avx2.pmadd.wd", simd.vector(I32, half), parts))
+    return builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))

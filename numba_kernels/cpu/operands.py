@@ -1,0 +1,99 @@
+"""The left side of a product in the order in which its tiles read it, made once a launch from the rows of x.
+
+Rows come in tiles of at most GEMM_ROWS. A tile of h rows holds words of 32 bits, word by word and within a word row by
+row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
+
+    float32 and widened weights   the elements themselves, with zeros up to a whole word of the weight
+    bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16
+    int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
+                                  scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
+
+int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
+rows); one with NaN or infinity has a scale that is neither finite, and so are its products.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.cpu.launch import float32_at, int32_at
+from numba_kernels.cpu.target import DOT, HAS_BF16_DOT, LANES
+from numba_kernels.cpu.words import (
+    GROUP,
+    GROUP_WORDS,
+    ZERO_POINT,
+    block_on_stack,
+    inverse_of,
+    largest_bits,
+    quantize_words,
+    round_pairs,
+    scale_of,
+    split_pairs,
+    transpose_words,
+)
+
+ELEMENTS_A_WORD = {"float32": 1, "uint16": 2, "int16": 2, "uint8": 4}
+"""Of a weight, by the name of the numpy class that carries it."""
+
+DOT_WORDS = GROUP_WORDS * (2 if DOT == "madd" else 1)
+"""Words of a group of quantised activations: bytes for vpdpbusd, pairs of int16 for vpmaddwd."""
+GROUP_ROW_WORDS = DOT_WORDS + 2  # with scale and start of the sum
+
+_HAS_PAIRS = DOT == "madd"
+
+
+def operand_words(stored: type, depth: int) -> int:
+    """Words that one row of x takes."""
+    if stored is np.uint8:
+        return -(-depth // GROUP) * GROUP_ROW_WORDS
+    elements = ELEMENTS_A_WORD[np.dtype(stored).name]
+    words = -(-depth // elements)
+    return words if stored is np.uint16 and HAS_BF16_DOT else words * elements
+
+
+@njit(nogil=True)
+def arrange_floats(x, depth, rows, words, target):
+    """A tile's elements; those behind ``depth`` are zeros."""
+    for word in range(0, depth, LANES):
+        transpose_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, rows * 4)
+    for i in range(depth * rows, words * rows):
+        float32_at(target, words * rows)[i] = 0.0
+
+
+@njit(nogil=True)
+def arrange_pairs(x, depth, rows, words, target):
+    """A tile's pairs of bfloat16."""
+    pairs = block_on_stack()
+    for word in range(0, words, LANES):
+        for row in range(rows):
+            element = word * 2
+            round_pairs(x + (row * depth + element) * 4, min(2 * LANES, depth - element), pairs + row * LANES * 4)
+        transpose_words(pairs, LANES * 4, rows, min(LANES, words - word), target + word * rows * 4, rows * 4)
+
+
+@njit(nogil=True)
+def arrange_groups(x, depth, rows, target):
+    """A tile's quantised groups."""
+    quads = block_on_stack()
+    evens = block_on_stack()
+    odds = block_on_stack()
+    line = LANES * 4
+    for element in range(0, depth, GROUP):
+        count = min(GROUP, depth - element)
+        scales = float32_at(target + DOT_WORDS * rows * 4, rows)
+        starts = int32_at(target + (DOT_WORDS + 1) * rows * 4, rows)
+        for row in range(rows):
+            source = x + (row * depth + element) * 4
+            bits = largest_bits(np.float32, source, count)
+            scales[row] = scale_of(bits)
+            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
+            starts[row] = np.int32(-ZERO_POINT) * total
+            if _HAS_PAIRS:
+                split_pairs(quads + row * line, evens + row * line, odds + row * line)
+        if _HAS_PAIRS:
+            transpose_words(evens, line, rows, GROUP_WORDS, target, 2 * rows * 4)
+            transpose_words(odds, line, rows, GROUP_WORDS, target + rows * 4, 2 * rows * 4)
+        else:
+            transpose_words(quads, line, rows, GROUP_WORDS, target, rows * 4)
+        target += GROUP_ROW_WORDS * rows * 4

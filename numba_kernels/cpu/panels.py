@@ -1,0 +1,148 @@
+"""The packed layout of a weight ``[N, K]``, and how it is made.
+
+Panels ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]``: a word of 32 bits holds e neighbours in K of one
+column, and PANEL_COLUMNS words lie side by side. e is 1 for float32, 2 for bfloat16 and float16 and 4 for int8, whose
+elements are unsigned bytes ZERO_POINT above what they mean. Whatever lies behind N or K is 0 (for int8, any).
+
+A weight is read once, a panel a ticket: rows of K are transposed 16 x 16 words at a time in registers; a source that
+lies the other way round is joined row by row. int8 needs each row's largest magnitude first, which leaves the row in
+the cache for the second look.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+
+import numpy as np
+from numba import carray, njit
+
+from numba_kernels.cpu.launch import Fields, Kernel, address_of, float32_at, int32_at, uint32_at
+from numba_kernels.cpu.operands import ELEMENTS_A_WORD
+from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+from numba_kernels.cpu.words import (
+    GROUP,
+    GROUP_WORDS,
+    ZERO_POINT,
+    block_on_stack,
+    half_word,
+    inverse_of,
+    join_rows,
+    largest_bits,
+    largest_bits_of_columns,
+    quantize_words,
+    scale_of,
+    transpose_words,
+)
+
+_HUGE_PAGE_BYTES = 2 << 20
+_ROW_BYTES = PANEL_COLUMNS * 4
+
+FIELDS = Fields("source row_stride column_stride panels scales depth width first_column")
+
+
+def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
+    """Zeroed panels for a weight ``[num_columns, depth]``, on huge pages where the system grants them (a tenth more
+    bandwidth when they are streamed)."""
+    elements = ELEMENTS_A_WORD[dtype.name]
+    shape = (-(-num_columns // PANEL_COLUMNS), -(-depth // elements), PANEL_COLUMNS, elements)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    start = -data.ctypes.data % _HUGE_PAGE_BYTES
+    return data[start : start + size].view(dtype).reshape(shape)
+
+
+def pack(panels: np.ndarray, scales: np.ndarray, weight: np.ndarray, first_column: int, num_workers: int) -> None:
+    """Copies ``weight [n, K]`` (float32, uint16 or int16 bits, any strides) into the panels' columns from
+    ``first_column`` on; into panels of uint8 it is rounded, and ``scales`` gets a float32 for each column."""
+    if weight.size == 0:
+        return
+    itemsize = weight.itemsize
+    if itemsize not in weight.strides or min(weight.strides) < 0:
+        weight = np.ascontiguousarray(weight)
+    count, depth = weight.shape
+    first_panel, last_panel = first_column // PANEL_COLUMNS, (first_column + count - 1) // PANEL_COLUMNS
+    pack_kernel(weight.dtype.type, panels.dtype.type)(
+        last_panel - first_panel + 1, num_workers, address_of(weight), weight.strides[0], weight.strides[1],
+        address_of(panels), address_of(scales), depth, count, first_column,
+    )  # fmt: skip
+
+
+@functools.cache
+def pack_kernel(stored: type, packed: type) -> Kernel:
+    """Packs columns of one panel a ticket; strides are bytes, one of them an element's."""
+    is_int8 = packed is np.uint8
+    elements = ELEMENTS_A_WORD[np.dtype(packed).name]
+    itemsize = np.dtype(stored).itemsize
+    line = LANES * 4
+
+    @njit(nogil=True)
+    def pack_rows(source, row_stride, depth, columns, scales, target):
+        """Columns (rows of the source) whose elements are neighbours in memory."""
+        words = -(-depth // elements)
+        if not is_int8:
+            whole = depth // elements
+            for word in range(0, whole, LANES):
+                count = min(LANES, whole - word)
+                transpose_words(source + word * 4, row_stride, columns, count, target + word * _ROW_BYTES, _ROW_BYTES)
+            if whole < words:  # one 16-bit element is left
+                last = uint32_at(target + whole * _ROW_BYTES, columns)
+                for column in range(columns):
+                    last[column] = half_word(source + column * row_stride + (depth - 1) * itemsize)
+            return
+        quads = block_on_stack()
+        inverses = np.empty(LANES, np.float32)
+        for column in range(columns):
+            row = source + column * row_stride
+            bits = np.int32(0)
+            for element in range(0, depth, GROUP):
+                bits = max(bits, largest_bits(stored, row + element * itemsize, min(GROUP, depth - element)))
+            scales[column] = scale_of(bits)
+            inverses[column] = inverse_of(bits)
+        for element in range(0, depth, GROUP):
+            count = min(GROUP, depth - element)
+            for column in range(columns):
+                row = source + column * row_stride + element * itemsize
+                quantize_words(stored, row, count, inverses[column], np.int32(ZERO_POINT), quads + column * line)
+            word = element // 4
+            transpose_words(
+                quads, line, columns, min(GROUP_WORDS, words - word), target + word * _ROW_BYTES, _ROW_BYTES
+            )
+
+    @njit(nogil=True)
+    def pack_columns(source, stride, depth, columns, scales, target):
+        """Columns that are neighbours in memory."""
+        inverses = np.empty(LANES, np.float32)
+        if is_int8:
+            bits = block_on_stack()
+            largest_bits_of_columns(stored, source, stride, depth, columns, bits)
+            for column in range(columns):
+                scales[column] = scale_of(int32_at(bits, LANES)[column])
+                inverses[column] = inverse_of(int32_at(bits, LANES)[column])
+        join_rows(
+            stored, packed, source, stride, depth, columns, np.int64(inverses.ctypes.data), target, _ROW_BYTES
+        )
+
+    def pack_panel(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        panel = a.first_column // PANEL_COLUMNS + ticket
+        column = max(panel * PANEL_COLUMNS, a.first_column)
+        end = min((panel + 1) * PANEL_COLUMNS, a.first_column + a.width)
+        words = -(-a.depth // elements)
+        while column < end:
+            columns = min(LANES, end - column)
+            source = a.source + (column - a.first_column) * a.row_stride
+            inside = column - panel * PANEL_COLUMNS
+            target = a.panels + (panel * words * PANEL_COLUMNS + inside) * 4
+            scales = float32_at(a.scales + column * 4, columns)
+            if a.column_stride == itemsize:
+                pack_rows(source, a.row_stride, a.depth, columns, scales, target)
+            else:
+                pack_columns(source, a.column_stride, a.depth, columns, scales, target)
+            column += columns
+
+    return Kernel(pack_panel, FIELDS)

@@ -1,0 +1,341 @@
+"""Words of 32 bits, the unit of every packed layout: one float32, two 16-bit elements or four bytes, neighbours in K.
+
+`transpose_words` turns rows of words into columns in registers; `quantize_words` makes words of four int8 each.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numba_kernels.cpu import simd
+from numba_kernels.cpu.simd import F32, I8, I32, I64
+from numba_kernels.cpu.target import LANES
+
+GROUP = 64  # neighbours in K that share a scale where activations are quantised
+GROUP_WORDS = GROUP // 4
+ZERO_POINT = 128  # int8 weights are stored with this added, as unsigned bytes
+_SMALLEST = 1e-30  # a group, or a row of a weight, with no larger magnitude counts as zeros
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest even integer, which is left in the low bits
+_WORDS = simd.vector(I32)
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _shuffle(builder, a, b, order):
+    return builder.shuffle_vector(a, b, ir.Constant(_WORDS, order))
+
+
+def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """LANES vectors of LANES words, the columns of ``rows``.
+
+    Four rounds; the one of distance d swaps, between rows r and r + d, the blocks of d lanes off the diagonal.
+    """
+    rows = list(rows)
+    distance = 1
+    while distance < LANES:
+        lower, upper = [], []
+        for lane in range(LANES):
+            inside = lane % (2 * distance) < distance
+            lower.append(lane if inside else LANES + lane - distance)
+            upper.append(lane + distance if inside else LANES + lane)
+        for r in range(LANES):
+            if r % (2 * distance) < distance:
+                a, b = rows[r], rows[r + distance]
+                rows[r], rows[r + distance] = _shuffle(builder, a, b, lower), _shuffle(builder, a, b, upper)
+        distance *= 2
+    return rows
+
+
+@intrinsic
+def transpose_words(typingctx, source, source_stride, num_rows, num_words, target, target_stride):
+    """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words.
+
+    Strides are bytes from row to row of the source, and from word to word of the target. Nothing else is read or
+    written.
+    """
+    signature = types.void(*[types.intp] * 6)
+
+    def codegen(context, builder, signature, args):
+        source, source_stride, num_rows, num_words, target, target_stride = args
+
+        def place(base, stride, index):
+            return builder.add(base, builder.mul(stride, _i64(index)))
+
+        def at_most(index, count):
+            return builder.icmp_signed("<", _i64(index), count)
+
+        whole = builder.and_(
+            builder.icmp_signed("==", num_rows, _i64(LANES)), builder.icmp_signed("==", num_words, _i64(LANES))
+        )
+        with builder.if_else(whole) as (full, part):
+            with full:
+                rows = [simd.load(builder, place(source, source_stride, r), _WORDS, 1) for r in range(LANES)]
+                for w, column in enumerate(transposed(builder, rows)):
+                    simd.store(builder, column, place(target, target_stride, w))
+            with part:
+                last = builder.sub(num_rows, _i64(1))
+                mask = simd.lanes_below(builder, 0, num_words)
+                rows = []
+                for r in range(LANES):
+                    row = builder.select(at_most(r, num_rows), _i64(r), last)
+                    at = builder.add(source, builder.mul(source_stride, row))
+                    rows.append(simd.masked_load(builder, at, mask, I32, 1))
+                mask = simd.lanes_below(builder, 0, num_rows)
+                for w, column in enumerate(transposed(builder, rows)):
+                    with builder.if_then(at_most(w, num_words)):
+                        simd.masked_store(builder, column, place(target, target_stride, w), mask)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _group(builder, source, stored, count):
+    """GROUP elements at ``source`` as vectors of floats, 0 from ``count`` on, where memory is not touched."""
+    item_bytes = stored.bitwidth // 8
+    element = F32 if stored == types.float32 else simd.I16
+    starts = range(0, GROUP, LANES)
+    places = [simd.offset(builder, source, first * item_bytes) for first in starts]
+    vectors = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in starts]
+    with builder.if_else(builder.icmp_signed("==", count, _i64(GROUP))) as (full, part):
+        with full:
+            for place, variable in zip(places, vectors):
+                builder.store(simd.load_wide(builder, place, stored), variable)
+        with part:
+            for first, place, variable in zip(starts, places, vectors):
+                mask = simd.lanes_below(builder, first, count)
+                bits = simd.masked_load(builder, place, mask, element, item_bytes)
+                builder.store(simd.widen(builder, bits, stored), variable)
+    return [builder.load(variable) for variable in vectors]
+
+
+@intrinsic
+def largest_bits(typingctx, stored, source, count):
+    """The bits of the largest magnitude among at most GROUP elements at ``source``; those of NaN are above all."""
+    kind = stored.instance_type
+    signature = types.int32(stored, types.intp, types.intp)
+
+    def codegen(context, builder, signature, args):
+        _, source, count = args
+        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+        found = simd.splat_constant(I32, 0)
+        for values in _group(builder, source, kind, count):
+            bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
+            found = builder.select(builder.icmp_signed(">", bits, found), bits, found)
+        return simd.fold(builder, found, lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
+
+    return signature, codegen
+
+
+@intrinsic
+def scale_of(typingctx, bits):
+    """The float32 that 1 stands for where 127 stands for the magnitude with these bits. NaN or infinity stay so."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fdiv(builder.bitcast(args[0], F32), ir.Constant(F32, 127.0))
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def inverse_of(typingctx, bits):
+    """What to multiply with before rounding to int8: 127 over the magnitude with these bits.
+
+    0 where that is too small, or is NaN or infinity: the scale then carries it into every product.
+    """
+
+    def codegen(context, builder, signature, args):
+        magnitude = builder.bitcast(args[0], F32)
+        usable = builder.and_(
+            builder.fcmp_ordered(">=", magnitude, ir.Constant(F32, _SMALLEST)),
+            builder.fcmp_ordered("<", magnitude, ir.Constant(F32, float("inf"))),
+        )
+        return builder.select(usable, builder.fdiv(ir.Constant(F32, 127.0), magnitude), ir.Constant(F32, 0.0))
+
+    return types.float32(types.int32), codegen
+
+
+def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Value:
+    """``values * inverse`` to the nearest even integer, i32, where the product lies within 2^22; 0 where it is NaN."""
+    product = builder.fmul(values, inverse)
+    number = builder.fcmp_ordered("ord", product, product)
+    product = builder.select(number, product, simd.splat_constant(F32, 0.0))
+    shifted = builder.bitcast(builder.fadd(product, simd.splat_constant(F32, _MAGIC)), _WORDS)
+    return builder.sub(shifted, simd.splat_constant(I32, 0x4B400000))
+
+
+@intrinsic
+def quantize_words(typingctx, stored, source, count, inverse, added, target):
+    """GROUP_WORDS words of ``rint(element * inverse) + added`` as bytes, of the ``count`` (at most GROUP) elements at
+    ``source`` and zeros behind them. Returns the sum of the rounded elements."""
+    kind = stored.instance_type
+    signature = types.int32(stored, types.intp, types.intp, types.float32, types.int32, types.intp)
+
+    def codegen(context, builder, signature, args):
+        _, source, count, inverse, added, target = args
+        total = simd.splat_constant(I32, 0)
+        inverses, addends = simd.splat(builder, inverse), simd.splat(builder, added)
+        for index, values in enumerate(_group(builder, source, kind, count)):
+            whole = rounded(builder, values, inverses)
+            total = builder.add(total, whole)
+            byte = builder.trunc(builder.add(whole, addends), simd.vector(I8))
+            simd.store(builder, byte, simd.offset(builder, target, index * LANES), 1)
+        return simd.fold(builder, total, builder.add)
+
+    return signature, codegen
+
+
+@intrinsic
+def largest_bits_of_columns(typingctx, stored, source, source_stride, depth, columns, target):
+    """The bits of the largest magnitude in each of at most LANES columns of ``depth`` rows; i32, to ``target``."""
+    kind = stored.instance_type
+    signature = types.void(stored, *[types.intp] * 5)
+
+    def codegen(context, builder, signature, args):
+        _, source, source_stride, depth, columns, target = args
+        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+        found = cgutils.alloca_once(builder, _WORDS)
+        builder.store(simd.splat_constant(I32, 0), found)
+        with cgutils.for_range(builder, depth, intp=I64) as loop:
+            at = builder.add(source, builder.mul(loop.index, source_stride))
+            values = simd.widen(builder, _columns(builder, at, kind, columns), kind)
+            bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
+            before = builder.load(found)
+            builder.store(builder.select(builder.icmp_signed(">", bits, before), bits, before), found)
+        simd.store(builder, builder.load(found), target)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _columns(builder, address, stored, columns):
+    """LANES stored elements at ``address``, zeros from ``columns`` on."""
+    element = F32 if stored == types.float32 else simd.I16
+    item_bytes = stored.bitwidth // 8
+    found = cgutils.alloca_once(builder, simd.vector(element))
+    with builder.if_else(builder.icmp_signed("==", columns, _i64(LANES))) as (full, part):
+        with full:
+            builder.store(simd.load(builder, address, simd.vector(element), item_bytes), found)
+        with part:
+            mask = simd.lanes_below(builder, 0, columns)
+            builder.store(simd.masked_load(builder, address, mask, element, item_bytes), found)
+    return builder.load(found)
+
+
+@intrinsic
+def join_rows(typingctx, stored, packed, source, source_stride, depth, columns, inverses, target, target_stride):
+    """Words of LANES columns each from rows of the source: ``depth`` elements of K in each of ``columns`` columns.
+
+    A word holds one row's float32, two rows' 16-bit elements, or four rows' elements rounded to int8 after they were
+    multiplied with ``inverses`` (the address of LANES float32), ZERO_POINT added; rows behind ``depth`` count as zeros.
+    Columns behind ``columns`` are not written.
+    """
+    kind, packed_kind = stored.instance_type, packed.instance_type
+    signature = types.void(stored, packed, *[types.intp] * 7)
+    elements = 32 // packed_kind.bitwidth
+
+    def codegen(context, builder, signature, args):
+        _, _, source, source_stride, depth, columns, inverses, target, target_stride = args
+        mask = simd.lanes_below(builder, 0, columns)
+        factor = simd.load(builder, inverses, simd.vector(F32), 4) if packed_kind == types.uint8 else None
+        count = builder.sdiv(builder.add(depth, _i64(elements - 1)), _i64(elements))
+        last = builder.sub(depth, _i64(1))
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            joined = None
+            for index in range(elements):
+                row = builder.add(builder.mul(loop.index, _i64(elements)), _i64(index))
+                exists = builder.icmp_signed("<", row, depth)
+                row = builder.select(exists, row, last)
+                at = builder.add(source, builder.mul(row, source_stride))
+                word = _part_of_word(builder, _columns(builder, at, kind, columns), kind, factor)
+                nothing = ZERO_POINT if packed_kind == types.uint8 else 0
+                if elements > 1:
+                    word = builder.select(exists, word, simd.splat_constant(I32, nothing))
+                    word = builder.shl(word, simd.splat_constant(I32, index * packed_kind.bitwidth))
+                joined = word if joined is None else builder.or_(joined, word)
+            place = builder.add(target, builder.mul(loop.index, target_stride))
+            simd.masked_store(builder, joined, place, mask)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _part_of_word(builder, values, stored, factor):
+    """Stored elements as the low bits of words."""
+    if factor is not None:
+        whole = rounded(builder, simd.widen(builder, values, stored), factor)
+        return builder.add(whole, simd.splat_constant(I32, ZERO_POINT))
+    if stored == types.float32:
+        return builder.bitcast(values, _WORDS)
+    return builder.zext(values, _WORDS)
+
+
+@intrinsic
+def round_pairs(typingctx, source, count, target):
+    """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
+    even, and zeros behind them. NaN stays NaN."""
+    signature = types.void(*[types.intp] * 3)
+    shorts = 2 * LANES
+
+    def codegen(context, builder, signature, args):
+        source, count, target = args
+        halves = []
+        for first in (0, LANES):
+            mask = simd.lanes_below(builder, first, count)
+            bits = simd.masked_load(builder, simd.offset(builder, source, first * 4), mask, I32)
+            is_nan = builder.icmp_unsigned(
+                ">", builder.and_(bits, simd.splat_constant(I32, 0x7FFFFFFF)), simd.splat_constant(I32, 0x7F800000)
+            )
+            sixteen = simd.splat_constant(I32, 16)
+            odd = builder.and_(builder.lshr(bits, sixteen), simd.splat_constant(I32, 1))
+            nearest = builder.add(builder.add(bits, simd.splat_constant(I32, 0x7FFF)), odd)
+            quiet = builder.or_(bits, simd.splat_constant(I32, 0x400000))
+            upper = builder.lshr(builder.select(is_nan, quiet, nearest), sixteen)
+            halves.append(builder.trunc(upper, simd.vector(simd.I16)))
+        order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
+        simd.store(builder, builder.shuffle_vector(*halves, order), target)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def split_pairs(typingctx, source, evens, odds):
+    """LANES words of four int8 each as words of two int16: of bytes 0 and 2, and of bytes 1 and 3."""
+    signature = types.void(*[types.intp] * 3)
+
+    def codegen(context, builder, signature, args):
+        shorts = simd.vector(simd.I16, 2 * LANES)
+        eight = simd.splat_constant(simd.I16, 8, 2 * LANES)
+        words = simd.load(builder, args[0], shorts, 4)
+        simd.store(builder, builder.ashr(builder.shl(words, eight), eight), args[1])
+        simd.store(builder, builder.ashr(words, eight), args[2])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def half_word(typingctx, address):
+    """The 16 bits at ``address``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(simd.load(builder, args[0], simd.I16, 2), I32)
+
+    return types.uint32(types.intp), codegen
+
+
+@intrinsic
+def block_on_stack(typingctx):
+    """The address of LANES rows of LANES words on the stack of the function that calls it."""
+
+    def codegen(context, builder, signature, args):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, LANES))
+        memory.align = 64
+        return builder.ptrtoint(memory, I64)
+
+    return types.intp(), codegen
