@@ -8,11 +8,11 @@ puts back, so that threads never share one, and the interpreter's lock is free w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizer.automaton import Automaton
 from tokenizer.byte_level import BYTE_TO_CHAR
-from tokenizer.merge_table import MergeTable
+from tokenizer.merge_table import MergeTable, address
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,81 +41,103 @@ class ByteEncoder:
         """
         import numpy as np
 
-        nodes, roots, ids, is_special = _trie(added)
-        symbols = [symbol_of_letter.get(letter, -1) for letter in BYTE_TO_CHAR]
-        letters = [letter.encode().ljust(2, b"\0") for letter in BYTE_TO_CHAR]
-        self._has_added = bool(ids.size)
-        self._tables = (
-            automaton.classes, automaton.transitions, automaton.num_classes + 1,
-            nodes, roots, ids, is_special,
-            np.array(symbols, np.int32), table.ids, table.pairs, table.shift,
-            np.frombuffer(b"".join(letters), np.uint8).reshape(256, 2),
-            table.slots if ignores_merges else np.empty(0, np.int32), table.tokens, table.starts,
-        )  # fmt: skip
+        from tokenizer import encode_kernel as kernel
+
+        self._frombuffer, self._uint8 = np.frombuffer, np.uint8
+        nodes, roots, added_ids, added_special = _trie(added)
+        self._has_added = bool(added_ids.size)
+        letters = b"".join([letter.encode().ljust(2, b"\0") for letter in BYTE_TO_CHAR])
+        arrays = {
+            kernel.CLASSES: automaton.classes,
+            kernel.TRANSITIONS: automaton.transitions,
+            kernel.NODES: nodes,
+            kernel.ROOTS: roots,
+            kernel.ADDED_IDS: added_ids,
+            kernel.ADDED_SPECIAL: added_special,
+            kernel.BYTE_SYMBOLS: np.array([symbol_of_letter.get(letter, -1) for letter in BYTE_TO_CHAR], np.int32),
+            kernel.IDS: table.ids,
+            kernel.PAIRS: table.pairs,
+            kernel.TOKENS: table.tokens,
+            kernel.STARTS: table.starts,
+            kernel.TOKEN_SLOTS: table.slots,
+            kernel.LETTERS: np.frombuffer(letters, np.uint8),
+        }
+        self._kept = arrays
+        self._tables = np.zeros(kernel.NUM_TABLES, np.int64)
+        for place, array in arrays.items():
+            self._tables[place] = address(array)
+        self._tables[kernel.WIDTH] = automaton.num_classes + 1
+        self._tables[kernel.SHIFT] = table.shift
+        self._tables[kernel.TOKEN_MASK] = table.mask
+        self._tables[kernel.IGNORES_MERGES] = ignores_merges
         self._workspaces: list[_Workspace] = []
 
-    def encode(self, text: str, is_added_sought: bool, skips_special: bool) -> list[int]:
+    def encode(self, text: str, seeks_added: bool, skips_special: bool) -> list[int]:
         """The ids of `text`, which holds no lone surrogates.
 
-        `skips_special`: of the added tokens, those that are special are ordinary text.
+        `seeks_added`: added tokens are found; `skips_special`: but those that are special are ordinary text.
         """
-        from tokenizer.encode_kernel import POSITION, STOP, encode
-
         data = text.encode()
-        end = len(data)
-        padded = _as_array(data + _PADDING)
-        is_added_sought = is_added_sought and self._has_added
+        padded = self._frombuffer(data + _PADDING, self._uint8)
         try:
             workspace = self._workspaces.pop()
         except IndexError:
             workspace = _Workspace()
-        counters, out = workspace.counters, workspace.out
-        counters[POSITION] = 0
-        counters[STOP] = -1
-        ids: list[int] = []
-        while True:
-            count = encode(
-                padded, end, is_added_sought, skips_special, *self._tables, *workspace.arrays, counters, out
-            )
-            ids += out[:count].tolist()
-            if counters[POSITION] == end and counters[STOP] < 0:
-                break
-            if count == 0:  # a word that is too long
-                out = workspace.large_out(end)
+        ids = workspace.encode(padded, len(data), seeks_added and self._has_added, skips_special, self._tables)
         self._workspaces.append(workspace)
         return ids
 
 
 class _Workspace:
-    """What one call at a time changes: the words already encoded and their ids, and scratch."""
+    """What one call at a time changes: the words already encoded and their ids, scratch and room for the result."""
 
     def __init__(self) -> None:
         import numpy as np
 
-        from tokenizer.encode_kernel import NUM_COUNTERS, POOL_USED
-        from tokenizer.merge_kernel import LONGEST_LISTED
+        from tokenizer import encode_kernel as kernel
 
-        pool = np.zeros(_POOL_CHUNKS, np.uint64)
-        self.arrays = (
-            np.zeros((_NUM_SLOTS, 2), np.uint64), pool, pool.view(np.uint32),
-            np.empty(LONGEST_LISTED, np.int32), np.empty(LONGEST_LISTED, np.uint64),
-        )  # fmt: skip
-        self.counters = np.zeros(NUM_COUNTERS, np.int64)
-        self.counters[POOL_USED] = 1
-        self.out = np.empty(_MOST_IDS, np.uint32)
+        self._kernel = kernel.encode
+        self._position, self._stop = kernel.POSITION, kernel.STOP
+        self._slots = np.zeros((_NUM_SLOTS, 2), np.uint64)
+        self._pool = np.zeros(_POOL_CHUNKS, np.uint64)
+        self._out = np.empty(_MOST_IDS, np.uint32)
+        self._scratch = np.empty(0, np.uint32)
+        self._fields = np.zeros(kernel.NUM_FIELDS, np.int64)
+        self._fields[kernel.SLOTS] = address(self._slots)
+        self._fields[kernel.SLOT_MASK] = _NUM_SLOTS - 1
+        self._fields[kernel.POOL] = address(self._pool)
+        self._fields[kernel.POOL_CHUNKS] = _POOL_CHUNKS
+        self._fields[kernel.POOL_USED] = 1
+        self._make_room(_MOST_IDS)
 
-    @staticmethod
-    def large_out(size: int) -> Any:
-        """Room for `size` ids, which is not kept."""
+    def encode(self, text: np.ndarray, end: int, seeks_added: bool, skips_special: bool, tables: np.ndarray) -> list[int]:
+        """The ids of `text[:end]`; `end` has padding behind it."""
+        fields, encode = self._fields, self._kernel
+        fields[self._position] = 0
+        fields[self._stop] = -1
+        count = encode(text, end, seeks_added, skips_special, tables, fields)
+        ids: list[int] = self._out[:count].tolist()
+        while fields[self._stop] >= 0:  # the text goes on
+            if count == 0:  # with a word that finds no room
+                self._make_room(end)
+            count = encode(text, end, seeks_added, skips_special, tables, fields)
+            ids += self._out[:count].tolist()
+        if len(self._out) > _MOST_IDS:
+            self._make_room(_MOST_IDS)
+        return ids
+
+    def _make_room(self, size: int) -> None:
+        """Room for words of `size` bytes."""
         import numpy as np
 
-        return np.empty(size, np.uint32)
+        from tokenizer import encode_kernel as kernel
+        from tokenizer.merge_kernel import SCRATCH_BYTES
 
-
-def _as_array(data: bytes) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, np.uint8)
+        self._out = np.empty(size, np.uint32)
+        self._scratch = np.empty(SCRATCH_BYTES * size, np.uint8)
+        self._fields[kernel.OUT] = address(self._out)
+        self._fields[kernel.SCRATCH] = address(self._scratch)
+        self._fields[kernel.OUT_ROOM] = self._fields[kernel.ROOM] = size
 
 
 def _trie(added: Iterable[tuple[str, int, bool]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -144,5 +166,5 @@ def _trie(added: Iterable[tuple[str, int, bool]]) -> tuple[np.ndarray, np.ndarra
         np.array(nodes, np.int32).reshape(-1, 4),
         np.array(roots, np.int32),
         np.array(ids, np.uint32),
-        np.array(specials, np.bool_),
+        np.array(specials, np.uint8),
     )

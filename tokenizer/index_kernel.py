@@ -1,7 +1,12 @@
 """Compiled loops over a whole vocabulary: the tables of tokens and of merges, made when a tokenizer is loaded.
 
 A symbol is a token's place in the vocabulary's order. Strings come joined, each ended by the byte 0xFF, which UTF-8
-does not have.
+does not have. The tables:
+
+    tokens   uint8: the tokens' strings
+    starts   [num_tokens + 1] int64: where each begins
+    slots    [mask + 1] int32: a hash table of symbols by string; -1: empty
+    pairs    [2**(64 - shift), 2] uint64: a hash table of merges by pair of symbols: key, rank << 32 | merged symbol
 """
 
 from __future__ import annotations
@@ -9,7 +14,17 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kernels.cache import njit
-from tokenizer.kernel_support import NOTHING, are_equal, hash_bytes, pair_key, pair_slot
+from tokenizer.kernel_support import (
+    NOTHING,
+    are_equal,
+    hash_bytes,
+    i32_at,
+    i64_at,
+    pair_key,
+    pair_slot,
+    u8_at,
+    u64_at,
+)
 
 END = 0xFF
 """The byte behind each string."""
@@ -18,81 +33,85 @@ _RANK_SHIFT = np.uint64(32)
 
 
 @njit
-def index_tokens(text, starts, slots):
-    """Enter the strings of `text` into a hash table.
-
-    text    [bytes] uint8, padded by `PADDING` bytes
-    starts  [num_tokens + 1] int64, filled: where each token begins; the next one's less 1 is where it ends
-    slots   [power of two] int32 of -1, filled: symbols
-    """
-    mask = np.uint64(slots.size - 1)
-    position = 0
-    for symbol in range(starts.size - 1):
-        start = position
-        while text[position] != END:
-            position += 1
-        starts[symbol] = start
-        slot = hash_bytes(text, start, position) & mask
-        while slots[slot] >= 0:
-            slot = (slot + np.uint64(1)) & mask
-        slots[slot] = symbol
+def string_end(text, position):
+    """Where the string that begins at `position` ends."""
+    while text[position] != END:
         position += 1
-    starts[starts.size - 1] = position
+    return position
 
 
 @njit
-def find_token(text, start, end, tokens, starts, slots):
-    """The symbol of the string `text[start:end]`, or -1. The tables are those of `index_tokens`."""
-    mask = np.uint64(slots.size - 1)
+def find_token(text, start, end, tokens, starts, slots, mask):
+    """The symbol of the string `text[start:end]`, or -1. All are pointers."""
     size = end - start
-    slot = hash_bytes(text, start, end) & mask
+    slot = np.int64(hash_bytes(text, start, end) & np.uint64(mask))
     while True:
-        symbol = slots[slot]
+        symbol = np.int64(slots[slot])
         if symbol < 0:
-            return -1
+            return symbol
         if starts[symbol + 1] - 1 - starts[symbol] == size and are_equal(text, start, tokens, starts[symbol], size):
             return symbol
-        slot = (slot + np.uint64(1)) & mask
+        slot = (slot + 1) & mask
 
 
 @njit
-def index_merges(merges, num_merges, prefix_size, tokens, starts, slots, pairs, shift):
-    """Enter merges into a hash table, by pair of symbols.
+def index_tokens(tokens_address, num_tokens, starts_address, slots_address, mask):
+    """Fill `starts`, and `slots`, which is -1 throughout."""
+    tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)
+    position = 0
+    for symbol in range(num_tokens):
+        starts[symbol] = position
+        end = string_end(tokens, position)
+        slot = np.int64(hash_bytes(tokens, position, end) & np.uint64(mask))
+        while slots[slot] >= 0:
+            slot = (slot + 1) & mask
+        slots[slot] = symbol
+        position = end + 1
+    starts[num_tokens] = position
 
-    merges       [bytes] uint8, padded: left and right of each merge, two strings
+
+@njit
+def index_merges(
+    merges_address, num_merges, prefix_size, tokens_address, starts_address, slots_address, mask, pairs_address, shift
+):
+    """Fill `pairs`, which is NOTHING throughout.
+
+    merges       strings: left and right of each merge
     prefix_size  bytes of the right one that its merged token lacks
-    pairs        [2**(64 - shift), 2] uint64 of NOTHING, filled: the pair's key; rank << 32 | merged symbol
     Returns -1, or the first merge that names a token which is not in the vocabulary.
     """
-    mask = pairs.shape[0] - 1
-    joined = np.zeros(64, np.uint8)
+    merges, tokens, starts = u8_at(merges_address), u8_at(tokens_address), i64_at(starts_address)
+    slots, pairs = i32_at(slots_address), u64_at(pairs_address)
+    pair_mask = (1 << (64 - shift)) - 1
+    room = 256
+    joined_array = np.zeros(room, np.uint8)
     position = 0
     for rank in range(num_merges):
-        left_start = position
-        while merges[position] != END:
-            position += 1
-        left_end = position
-        position += 1
-        right_start = position
-        while merges[position] != END:
-            position += 1
-        right_end = position
-        position += 1
-        left_size = left_end - left_start
-        size = left_size + max(right_end - right_start - prefix_size, 0)
-        if size + 8 > joined.size:
-            joined = np.zeros(2 * size + 8, np.uint8)
-        joined[:left_size] = merges[left_start:left_end]
-        joined[left_size:size] = merges[right_start + prefix_size : right_end]
-        left = find_token(merges, left_start, left_end, tokens, starts, slots)
-        right = find_token(merges, right_start, right_end, tokens, starts, slots)
-        merged = find_token(joined, 0, size, tokens, starts, slots)
+        left_end = string_end(merges, position)
+        right_start = left_end + 1
+        right_end = string_end(merges, right_start)
+        size = left_end - position + max(right_end - right_start - prefix_size, 0)
+        if size + 8 > room:
+            room = 2 * size + 8
+            joined_array = np.zeros(room, np.uint8)
+        joined = u8_at(joined_array.ctypes.data)
+        length = 0
+        for i in range(position, left_end):
+            joined[length] = merges[i]
+            length += 1
+        for i in range(right_start + prefix_size, right_end):
+            joined[length] = merges[i]
+            length += 1
+        left = find_token(merges, position, left_end, tokens, starts, slots, mask)
+        right = find_token(merges, right_start, right_end, tokens, starts, slots, mask)
+        merged = find_token(joined, 0, size, tokens, starts, slots, mask)
         if left < 0 or right < 0 or merged < 0:
             return rank
         key = pair_key(left, right)
         slot = pair_slot(key, shift)
-        while pairs[slot, 0] != NOTHING and pairs[slot, 0] != key:
-            slot = (slot + 1) & mask
-        pairs[slot, 0] = key
-        pairs[slot, 1] = (np.uint64(rank) << _RANK_SHIFT) | np.uint64(merged)
+        while pairs[2 * slot] != NOTHING and pairs[2 * slot] != key:
+            slot = (slot + 1) & pair_mask
+        pairs[2 * slot] = key
+        pairs[2 * slot + 1] = np.uint64(rank) << _RANK_SHIFT | np.uint64(merged)
+        position = right_end + 1
     return -1

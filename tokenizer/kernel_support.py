@@ -1,6 +1,7 @@
-"""What the compiled loops share: eight bytes at once from any place, a hash of bytes, a hash of a pair.
+"""What the compiled loops share: addresses as pointers, eight bytes at once, hashes.
 
-Everything is unsigned and of 64 bits; numba would make a float of a signed and an unsigned number together.
+Arrays come in as addresses, since counting references to them costs more than the work on a word. Whoever passes an
+address keeps the array. Hashes are unsigned; numba would make a float of a signed and an unsigned number together.
 """
 
 from __future__ import annotations
@@ -16,30 +17,43 @@ from numba_kernels.cache import njit
 
 intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
 
-PADDING = 8  # bytes that must lie behind a text whose ends are read eight at a time
+PADDING = 8
+"""Bytes that lie behind every text, since its end is read eight at a time."""
 
 ZERO = np.uint64(0)
 NOTHING = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 divided by the golden ratio
-_SHIFT = np.uint64(29)
-_BITS = np.uint64(64)
-_EIGHT = np.uint64(8)
-_PAIR_SHIFT = np.uint64(32)
+_EIGHT, _TWENTY_NINE, _THIRTY_TWO = np.uint64(8), np.uint64(29), np.uint64(32)
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def at(typing_context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return at
+
+
+u8_at = _pointer_to(types.uint8)
+i32_at = _pointer_to(types.int32)
+u32_at = _pointer_to(types.uint32)
+i64_at = _pointer_to(types.int64)
+u64_at = _pointer_to(types.uint64)
 
 
 @intrinsic
-def load_u64(typing_context, array, offset):
-    """``load_u64(array, offset)``: the eight bytes at byte `offset` of a contiguous array; no bounds are checked."""
+def load_u64(typing_context, pointer, offset):
+    """``load_u64(pointer, offset)``: the eight bytes at byte `offset`."""
 
     def generate(context, builder, signature, arguments):
-        [array_type, _] = signature.args
-        held = context.make_array(array_type)(context, builder, arguments[0])
-        start = builder.bitcast(held.data, ir.IntType(8).as_pointer())
+        start = builder.bitcast(arguments[0], ir.IntType(8).as_pointer())
         place = builder.gep(start, [arguments[1]])
-        word = builder.load(builder.bitcast(place, ir.IntType(64).as_pointer()), align=1)
-        return word
+        return builder.load(builder.bitcast(place, ir.IntType(64).as_pointer()), align=1)
 
-    return types.uint64(array, types.int64), generate
+    return types.uint64(pointer, types.int64), generate
 
 
 @njit
@@ -49,25 +63,26 @@ def chunk_at(text, start, size):
 
 
 @njit
-def mix(state, value):
-    """A hash's next state."""
+def _mix(state, value):
     state = (state ^ value) * _MULTIPLIER
-    return state ^ (state >> _SHIFT)
+    return state ^ (state >> _TWENTY_NINE)
 
 
 @njit
 def hash_bytes(text, start, end):
-    """A hash of `text[start:end]`; `PADDING` bytes lie behind `end`."""
+    """A hash of `text[start:end]`."""
     state = np.uint64(end - start)
     while end - start > 8:
-        state = mix(state, load_u64(text, start))
+        state = _mix(state, load_u64(text, start))
         start += 8
-    return mix(mix(state, chunk_at(text, start, end - start)), _MULTIPLIER) if end > start else state
+    if end > start:
+        state = _mix(state, chunk_at(text, start, end - start))
+    return _mix(state, _MULTIPLIER)
 
 
 @njit
 def are_equal(text, start, other, other_start, size):
-    """Whether two runs of `size` bytes are equal; `PADDING` bytes lie behind both."""
+    """Whether two runs of `size` bytes are equal."""
     while size > 8:
         if load_u64(text, start) != load_u64(other, other_start):
             return False
@@ -80,7 +95,7 @@ def are_equal(text, start, other, other_start, size):
 @njit
 def pair_key(left, right):
     """Two symbols as one number."""
-    return (np.uint64(left) << _PAIR_SHIFT) | np.uint64(right)
+    return np.uint64(left) << _THIRTY_TWO | np.uint64(right)
 
 
 @njit

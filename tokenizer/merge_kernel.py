@@ -2,6 +2,8 @@
 
 Short words keep the rank of each neighbouring pair in an array beside the symbols and look for the least; longer ones
 keep a heap over a linked list, so that a word of n symbols costs O(n log n).
+
+Scratch for a word of at most n symbols is one block of `SCRATCH_BYTES` * n: ranks or heap, symbols, neighbours.
 """
 
 from __future__ import annotations
@@ -9,36 +11,42 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kernels.cache import njit
-from tokenizer.index_kernel import END, find_token
-from tokenizer.kernel_support import NOTHING, pair_key, pair_slot
+from tokenizer.index_kernel import find_token, string_end
+from tokenizer.kernel_support import NOTHING, i32_at, i64_at, pair_key, pair_slot, u8_at, u64_at
 
-LONGEST_LISTED = 64
-"""Symbols of the longest word that is not worth a heap."""
+SCRATCH_BYTES = 28
+"""Bytes of scratch for each symbol: two entries of the heap, the symbol, the places of both neighbours."""
 
-_RANK_SHIFT = np.uint64(32)
+_LONGEST_LISTED = 64  # symbols of the longest word that is not worth a heap
 _LOW = np.uint64(0xFFFF_FFFF)
+_HIGH = ~_LOW
 
 
 @njit
-def find_pair(left, right, pairs, shift):
-    """Rank << 32 | merged symbol of a pair, or NOTHING; `pairs`, `shift`: `index_merges`'s table."""
+def symbols_at(scratch, room):
+    """Where the symbols stand in scratch for `room` symbols."""
+    return i32_at(scratch + 16 * room)
+
+
+@njit
+def _find_pair(left, right, pairs, shift):
+    """Rank << 32 | merged symbol of a pair, or NOTHING; the table is `index_kernel`'s."""
     key = pair_key(left, right)
-    mask = pairs.shape[0] - 1
+    mask = (1 << (64 - shift)) - 1
     slot = pair_slot(key, shift)
     while True:
-        found = pairs[slot, 0]
+        found = pairs[2 * slot]
         if found == key:
-            return pairs[slot, 1]
+            return pairs[2 * slot + 1]
         if found == NOTHING:
             return NOTHING
         slot = (slot + 1) & mask
 
 
 @njit
-def merge_listed(symbols, num_symbols, ranks, pairs, shift):
-    """Merge `symbols[:num_symbols]` in place; how many are left. `ranks` is scratch of the same size."""
+def _merge_listed(symbols, num_symbols, ranks, pairs, shift):
     for i in range(num_symbols - 1):
-        ranks[i] = find_pair(symbols[i], symbols[i + 1], pairs, shift)
+        ranks[i] = _find_pair(symbols[i], symbols[i + 1], pairs, shift)
     while num_symbols > 1:
         least = NOTHING
         place = 0
@@ -53,11 +61,10 @@ def merge_listed(symbols, num_symbols, ranks, pairs, shift):
         for i in range(place + 1, num_symbols):
             symbols[i] = symbols[i + 1]
             ranks[i - 1] = ranks[i]
-        # ranks[place] is now that of the old right neighbour's pair, which has changed like the one on the left
         if place + 1 < num_symbols:
-            ranks[place] = find_pair(symbols[place], symbols[place + 1], pairs, shift)
+            ranks[place] = _find_pair(symbols[place], symbols[place + 1], pairs, shift)
         if place > 0:
-            ranks[place - 1] = find_pair(symbols[place - 1], symbols[place], pairs, shift)
+            ranks[place - 1] = _find_pair(symbols[place - 1], symbols[place], pairs, shift)
     return num_symbols
 
 
@@ -78,31 +85,34 @@ def _sift_down(heap, size, place):
 
 
 @njit
-def _sift_up(heap, place):
-    value = heap[place]
-    while place > 0:
-        parent = (place - 1) >> 1
+def _queue(heap, size, left, right, place, symbols, pairs, shift):
+    """Put the pair of symbols at `left` and `right` into the heap, if it is one; the heap's new size."""
+    found = _find_pair(symbols[left], symbols[right], pairs, shift)
+    if found == NOTHING:
+        return size
+    value = found & _HIGH | np.uint64(place)
+    at = size
+    while at > 0:
+        parent = (at - 1) >> 1
         if heap[parent] <= value:
             break
-        heap[place] = heap[parent]
-        place = parent
-    heap[place] = value
+        heap[at] = heap[parent]
+        at = parent
+    heap[at] = value
+    return size + 1
 
 
 @njit
-def merge_heaped(symbols, num_symbols, pairs, shift):
-    """The same with a heap of rank << 32 | place and a linked list; a symbol that was merged away is -1."""
-    following = np.empty(num_symbols, np.int32)
-    preceding = np.empty(num_symbols, np.int32)
-    heap = np.empty(2 * num_symbols, np.uint64)  # a merge takes one entry out and puts at most two in
+def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift):
+    """A heap entry is rank << 32 | place. A merge takes one out and puts at most two in: 2n are enough."""
     size = 0
     for i in range(num_symbols):
         following[i] = i + 1
         preceding[i] = i - 1
         if i + 1 < num_symbols:
-            found = find_pair(symbols[i], symbols[i + 1], pairs, shift)
+            found = _find_pair(symbols[i], symbols[i + 1], pairs, shift)
             if found != NOTHING:
-                heap[size] = (found & ~_LOW) | np.uint64(i)
+                heap[size] = found & _HIGH | np.uint64(i)
                 size += 1
     for i in range(size // 2 - 1, -1, -1):
         _sift_down(heap, size, i)
@@ -112,30 +122,22 @@ def merge_heaped(symbols, num_symbols, pairs, shift):
         heap[0] = heap[size]
         _sift_down(heap, size, 0)
         place = np.int64(entry & _LOW)
-        right = following[place]
+        right = np.int64(following[place])
         if symbols[place] < 0 or right == num_symbols:
             continue
-        found = find_pair(symbols[place], symbols[right], pairs, shift)
-        if found == NOTHING or (found & ~_LOW) != (entry & ~_LOW):
+        found = _find_pair(symbols[place], symbols[right], pairs, shift)
+        if found == NOTHING or found & _HIGH != entry & _HIGH:
             continue  # the pair has changed since it was queued
         symbols[place] = np.int32(found & _LOW)
-        symbols[right] = -1
-        after = following[right]
+        symbols[right] = -1  # merged away
+        after = np.int64(following[right])
         following[place] = after
         if after < num_symbols:
             preceding[after] = place
-            found = find_pair(symbols[place], symbols[after], pairs, shift)
-            if found != NOTHING:
-                heap[size] = (found & ~_LOW) | np.uint64(place)
-                _sift_up(heap, size)
-                size += 1
-        before = preceding[place]
+            size = _queue(heap, size, place, after, place, symbols, pairs, shift)
+        before = np.int64(preceding[place])
         if before >= 0:
-            found = find_pair(symbols[before], symbols[place], pairs, shift)
-            if found != NOTHING:
-                heap[size] = (found & ~_LOW) | np.uint64(before)
-                _sift_up(heap, size)
-                size += 1
+            size = _queue(heap, size, before, place, before, symbols, pairs, shift)
     kept = 0
     for i in range(num_symbols):
         if symbols[i] >= 0:
@@ -145,18 +147,26 @@ def merge_heaped(symbols, num_symbols, pairs, shift):
 
 
 @njit
-def merge_tokens(text, symbols, tokens, starts, slots, pairs, shift):
-    """Merge a word that comes as tokens: joined strings, each of the vocabulary and ended by `END`.
+def merge(scratch, room, num_symbols, pairs, shift):
+    """Merge the first `num_symbols` symbols in `scratch` (for `room`) in place; how many are left."""
+    symbols = symbols_at(scratch, room)
+    if num_symbols <= _LONGEST_LISTED:
+        return _merge_listed(symbols, num_symbols, u64_at(scratch), pairs, shift)
+    following, preceding = i32_at(scratch + 20 * room), i32_at(scratch + 24 * room)
+    return _merge_heaped(symbols, num_symbols, u64_at(scratch), following, preceding, pairs, shift)
 
-    symbols  [num_tokens] int32, filled; the first ones are the result, how many is returned
-    """
+
+@njit
+def merge_tokens(
+    text_address, num_tokens, tokens_address, starts_address, slots_address, mask, pairs_address, shift, scratch
+):
+    """Merge a word that comes as joined strings, each of the vocabulary; how many symbols there are (`symbols_at`)."""
+    text = u8_at(text_address)
+    symbols = symbols_at(scratch, num_tokens)
+    tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)
     position = 0
-    for i in range(symbols.size):
-        start = position
-        while text[position] != END:
-            position += 1
-        symbols[i] = find_token(text, start, position, tokens, starts, slots)
-        position += 1
-    if symbols.size <= LONGEST_LISTED:
-        return merge_listed(symbols, symbols.size, np.empty(symbols.size, np.uint64), pairs, shift)
-    return merge_heaped(symbols, symbols.size, pairs, shift)
+    for i in range(num_tokens):
+        end = string_end(text, position)
+        symbols[i] = find_token(text, position, end, tokens, starts, slots, mask)
+        position = end + 1
+    return merge(scratch, num_tokens, num_tokens, u64_at(pairs_address), shift)

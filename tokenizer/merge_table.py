@@ -20,12 +20,10 @@ _PADDING = b"\0" * 8  # `kernel_support.PADDING`
 class MergeTable:
     """The tables of one vocabulary, in the layouts of `index_kernel`. Immutable.
 
-    tokens       [bytes] uint8: the tokens' strings in UTF-8, each ended by 0xFF
-    starts       [num_tokens + 1] int64: where each begins
-    slots        [power of two] int32: a hash table of symbols by string
-    ids          [num_tokens] uint32: the id of each symbol
-    pairs        [2**(64 - shift), 2] uint64: a hash table of merges by pair of symbols
-    missing      -1, or the place of the first merge that names a token that is not there
+    tokens, starts, slots, mask   the tokens' strings and their hash table
+    ids                           [num_tokens] uint32: the id of each symbol
+    pairs, shift                  the merges' hash table
+    missing                       -1, or the place of the first merge that names a token that is not there
     """
 
     def __init__(self, vocab: dict[str, int], merges: str, num_merges: int, prefix: str) -> None:
@@ -41,25 +39,37 @@ class MergeTable:
         self.tokens = _packed(END.join([*vocab, ""]))
         self.starts = np.empty(len(vocab) + 1, np.int64)
         self.slots = np.full(_table_size(len(vocab)), -1, np.int32)
+        self.mask = len(self.slots) - 1
         self.ids = np.fromiter(vocab.values(), np.uint32, len(vocab))
-        index_tokens(self.tokens, self.starts, self.slots)
-        size = _table_size(num_merges)
-        self.pairs = np.full((size, 2), NOTHING, np.uint64)
-        self.shift = 65 - size.bit_length()
-        tables = self.tokens, self.starts, self.slots, self.pairs, self.shift
-        self.missing: int = index_merges(_packed(merges), num_merges, len(prefix.encode()), *tables)
+        index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
+        self.pairs = np.full((_table_size(num_merges), 2), NOTHING, np.uint64)
+        self.shift = 65 - len(self.pairs).bit_length()
+        packed_merges = _packed(merges)
+        self.missing: int = index_merges(
+            address(packed_merges), num_merges, len(prefix.encode()), *self._token_tables(), address(self.pairs), self.shift
+        )
+
+    def _token_tables(self) -> tuple[int, int, int, int]:
+        return address(self.tokens), address(self.starts), address(self.slots), self.mask
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of a word, given as the tokens to begin with; all are in the vocabulary."""
         import numpy as np
 
-        from tokenizer.merge_kernel import merge_tokens
+        from tokenizer.merge_kernel import SCRATCH_BYTES, merge_tokens
 
-        symbols = np.empty(len(tokens), np.int32)
         text = _packed(END.join([*tokens, ""]))
-        size = merge_tokens(text, symbols, self.tokens, self.starts, self.slots, self.pairs, self.shift)
-        ids: list[int] = self.ids[symbols[:size]].tolist()
+        count = len(tokens)
+        scratch = np.empty(SCRATCH_BYTES * count // 4, np.int32)
+        tables = *self._token_tables(), address(self.pairs), self.shift
+        size = merge_tokens(address(text), count, *tables, address(scratch))
+        ids: list[int] = self.ids[scratch[4 * count : 4 * count + size]].tolist()
         return ids
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array's data lies, for the compiled loops; the caller keeps the array."""
+    return int(array.ctypes.data)
 
 
 def _packed(text: str) -> np.ndarray:
