@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
+from numba_kernels.cpu.recording import NotRecordableError, current
 from runtime import tensor_ops
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.cpu_checks import fail
@@ -34,7 +35,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The generic arithmetic: ``ops.add`` and the rest."""
+    """The generic arithmetic: ``ops.add`` and the rest, numpy's on the cpu, which no recording knows of."""
+    if current() is not None and name in tensor_ops.__dict__:
+        raise NotRecordableError(f"{name} is not a kernel on the cpu")
     return getattr(tensor_ops, name)
 
 

@@ -97,7 +97,7 @@ class Tensor:
                 if self.storage.address:
                     self.address = self.storage.address + self.offset * self.dtype.itemsize
                 else:
-                    self.address = self.array.ctypes.data
+                    self.address = self.array.__array_interface__["data"][0]
                 return self.address
             if name != "array":
                 raise AttributeError(f"Tensor has no attribute {name!r}")

@@ -7,6 +7,7 @@ many layers needs little more than its widest moment. Addresses stay valid as lo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 
@@ -17,16 +18,20 @@ _SEGMENT_BYTES = 1 << 20
 class _Piece:
     """Some bytes of a segment, given back when the last array over them is gone."""
 
-    __slots__ = ("__array_interface__", "_range", "_segment")
+    __slots__ = ("__array_interface__", "end", "segment", "start")
 
     def __init__(self, segment: _Segment, start: int, end: int) -> None:
-        self._segment = segment
-        self._range = start, end
-        data = segment.memory.__array_interface__["data"][0] + start, False
-        self.__array_interface__ = {"shape": (end - start,), "typestr": "|u1", "data": data, "version": 3}
+        self.segment = segment
+        self.start = start
+        self.end = end
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        data = self.segment.first + self.start, False
+        self.__array_interface__ = {"shape": shape, "typestr": dtype.str, "data": data, "version": 3}
+        return np.asarray(self)
 
     def __del__(self) -> None:
-        self._segment.give_back(*self._range)
+        self.segment.give_back(self.start, self.end)
 
 
 class _Segment:
@@ -34,8 +39,10 @@ class _Segment:
 
     def __init__(self, size: int) -> None:
         memory = np.zeros(size + _ALIGNMENT, np.uint8)
-        first = -memory.ctypes.data % _ALIGNMENT
-        self.memory = memory[first : first + size]
+        skipped = -memory.ctypes.data % _ALIGNMENT
+        self.memory = memory[skipped : skipped + size]
+        self.first = memory.ctypes.data + skipped
+        self.end = self.first + size
         self.gaps = [(0, size)]
 
     def take(self, size: int) -> _Piece | None:
@@ -46,13 +53,14 @@ class _Segment:
         return None
 
     def give_back(self, start: int, end: int) -> None:
-        joined: list[tuple[int, int]] = []
-        for gap in sorted([*self.gaps, (start, end)]):
-            if joined and joined[-1][1] == gap[0]:
-                joined[-1] = joined[-1][0], gap[1]
-            else:
-                joined.append(gap)
-        self.gaps = joined
+        gaps = self.gaps
+        index = bisect_left(gaps, (start, end))
+        if index < len(gaps) and gaps[index][0] == end:
+            end = gaps.pop(index)[1]
+        if index > 0 and gaps[index - 1][1] == start:
+            gaps[index - 1] = gaps[index - 1][0], end
+        else:
+            gaps.insert(index, (start, end))
 
 
 class Arena:
@@ -71,33 +79,26 @@ class Arena:
     def new_array(self, shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
         """An uninitialised array on a cache line of its own. Raises MemoryError where the system has none."""
         wanted = np.dtype(dtype)
-        size_bytes = math.prod(shape) * wanted.itemsize
-        size = max(1, -(-size_bytes // _ALIGNMENT)) * _ALIGNMENT
+        size = max(1, -(-math.prod(shape) * wanted.itemsize // _ALIGNMENT)) * _ALIGNMENT
         piece = None
         for segment in self._segments:
             if (piece := segment.take(size)) is not None:
                 break
         else:
-            self._segments.append(_Segment(max(size, _SEGMENT_BYTES)))
+            self._segments.append(_Segment(max(size, _SEGMENT_BYTES, self.size_bytes)))  # few, whatever comes
             piece = self._segments[-1].take(size)
-        return np.asarray(piece)[:size_bytes].view(wanted).reshape(shape)
+        assert piece is not None
+        return piece.array(shape, wanted)
 
     def holds(self, address: int) -> bool:
         """Whether the address lies in memory of this arena."""
-        return self._find(address) is not None
+        return any(segment.first <= address < segment.end for segment in self._segments)
 
     def borrowed(self, array: np.ndarray) -> np.ndarray:
         """Another view of an array that was cut here: it keeps the arena's memory, but not the array's place in it."""
-        address = array.__array_interface__["data"][0]
-        memory = self._find(address)
-        assert memory is not None, "the array is not of this arena"
-        first = address - memory.__array_interface__["data"][0]
-        return memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
-
-    def _find(self, address: int) -> np.ndarray | None:
-        """The memory in which the address lies."""
+        address = array.ctypes.data
         for segment in self._segments:
-            first = segment.memory.__array_interface__["data"][0]
-            if first <= address < first + segment.memory.nbytes:
-                return segment.memory
-        return None
+            if segment.first <= address < segment.end:
+                at = address - segment.first
+                return segment.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+        raise ValueError("the array is not of this arena")

@@ -2,8 +2,8 @@
 
 A decode step is a hundred kernels of some ten microseconds, one right after the other; waking a sleeping thread for
 each costs more than many of them take. So a helper that has found no work keeps looking for SPIN_ROUNDS rounds (about
-half a millisecond) before it sleeps, and a launch never waits for one that sleeps: it wakes it, and meanwhile
-draws the tickets itself.
+half a millisecond) before it sleeps, and as long as a program runs. A launch never waits for one that sleeps: it wakes
+it, and meanwhile draws the tickets itself.
 
 The protocol, over the words of `_words` (each on a cache line of its own):
 
@@ -39,9 +39,9 @@ PROGRAM_COLUMNS = 4
 lock = threading.Lock()
 CLOSED = 1 << 40
 _LINE = 8  # words of 8 bytes a cache line
-NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_TICKETS, NUM_HELPERS, ASLEEP, STOP = (i * _LINE for i in range(8))
+NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_TICKETS, NUM_HELPERS, ASLEEP, STOP, BUSY = (i * _LINE for i in range(9))
 
-_words = np.zeros(9 * _LINE, np.int64)
+_words = np.zeros(10 * _LINE, np.int64)
 _words[NEXT] = CLOSED
 _I64 = ir.IntType(64)
 
@@ -171,9 +171,9 @@ def _launch_all(words, program):
 
 @njit("void(int64[::1], int64, int64)", nogil=True, cache=True)
 def _help(words, index, rounds):
-    """Takes part in jobs until ``rounds`` looks in a row found none."""
+    """Takes part in jobs until ``rounds`` looks in a row found none, and no program has jobs to come."""
     idle = 0
-    while idle < rounds and _load(words, STOP) == 0:
+    while (idle < rounds or _load(words, BUSY) != 0) and _load(words, STOP) == 0:
         if _load(words, NEXT) < _load(words, NUM_TICKETS) and index < _load(words, NUM_HELPERS):
             _add(words, ACTIVE, 1)
             _draw(words)
@@ -202,6 +202,16 @@ class _Helpers:
             _words[ASLEEP] = 0
             self.wake.notify_all()
 
+    def begin(self) -> None:
+        """Nobody goes to sleep from now on until BUSY is 0 again, and who sleeps is roused."""
+        with self.wake:
+            _words[BUSY] = 1
+            if _words[ASLEEP]:
+                _words[ASLEEP] = 0
+                self.wake.notify_all()
+        if not self.threads:
+            self.start()
+
     def stop(self) -> None:
         """Ends the threads: one that is inside compiled code must not meet the end of the interpreter."""
         _words[STOP] = 1
@@ -215,7 +225,7 @@ class _Helpers:
             _help(_words, index, SPIN_ROUNDS)
             with self.wake:
                 # A job may have been opened while this thread waited for the interpreter's lock.
-                if not _words[STOP] and _words[NEXT] >= _words[NUM_TICKETS]:
+                if not _words[STOP] and not _words[BUSY] and _words[NEXT] >= _words[NUM_TICKETS]:
                     _words[ASLEEP] += 1
                     self.wake.wait()
 
@@ -228,30 +238,27 @@ def num_helpers(num_tickets: int, num_threads: int) -> int:
     return max(0, min(num_threads, num_tickets, NUM_THREADS) - 1)
 
 
-def _ready() -> None:
-    """Sees to it that helpers are there, or on their way."""
-    if _words[ASLEEP]:
-        _helpers.rouse()
-    elif not _helpers.threads:
-        _helpers.start()
-
-
 def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
     """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
     if num_helpers(num_tickets, num_threads) == 0:
         run_alone(function, arguments, num_tickets)
         return
-    _ready()
+    if _words[ASLEEP]:
+        _helpers.rouse()
+    elif not _helpers.threads:
+        _helpers.start()
     _launch(_words, function, arguments, num_tickets, num_threads - 1)
 
 
-def run_program(program: np.ndarray) -> tuple[int, int]:
+def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
     """Runs launch after launch, all threads from one to the next, until one has set the first word of its arguments:
-    (its number, what it set), which is 0 again; or (-1, 0)."""
-    if program[:, 3].any():
-        _ready()
-    failed, status = _launch_all(_words, program)
-    return int(failed), int(status)
+    (its number, what it set), which is 0 again; or (-1, 0). No launch has more than ``most_helpers``."""
+    if most_helpers:
+        _helpers.begin()
+    try:
+        return _launch_all(_words, program)
+    finally:
+        _words[BUSY] = 0
 
 
 def _after_fork() -> None:

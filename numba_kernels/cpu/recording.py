@@ -4,6 +4,12 @@
         step(tensors)
     recording.replay()                   # they run, with the same arguments at the same addresses
 
+    with queue(arena):                   # as well, but they run once, at the end
+        step(tensors)
+
+Running a step's kernels together keeps the threads at work from the first to the last: what Python does between two of
+them, in caches that the first has swept, takes longer than many a kernel.
+
 What a kernel writes has to come from `new_array`, and what it reads has to outlive the recording: weights, pages,
 inputs that are overwritten in place. `expect` and `hold` are how operations say so. A temporary array that was not made
 by a recorded kernel (numpy's result, say) would be read after its end; that is found out when the recording ends.
@@ -56,10 +62,10 @@ def hold(array: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def record(arena: Arena) -> Iterator[Recording]:
+def record(arena: Arena, *, is_reused: bool = True) -> Iterator[Recording]:
     """Notes down what this thread's kernels would do. Raises NotRecordableError at the end, for what has no replay."""
     assert _thread.recording is None, "the thread records already"
-    recording = Recording(arena)
+    recording = Recording(arena, is_reused=is_reused)
     _thread.recording = recording
     try:
         yield recording
@@ -68,20 +74,32 @@ def record(arena: Arena) -> Iterator[Recording]:
     recording.close()
 
 
+@contextlib.contextmanager
+def queue(arena: Arena) -> Iterator[None]:
+    """Puts off what this thread's kernels do to the end of the block, where it is done all at once; their errors come
+    then. Nobody may look at a result before."""
+    with record(arena, is_reused=False) as recording:
+        yield
+    recording.replay()
+
+
 class Recording:
     """Launches in their order, with arguments of their own.
 
-    arena  where `new_array` cuts from, kept as long as this
-    held   what else has to live as long
+    arena      where `new_array` cuts from, kept as long as this
+    held       what else has to live as long
+    is_reused  whether what it reads may have changed when it is replayed
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, is_reused: bool) -> None:
         self.arena = arena
+        self.is_reused = is_reused
         self.held: list[object] = []
         self._expected: list[weakref.ref[object]] = []
         self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
+        self._num_helpers = 0
 
     def __len__(self) -> int:
         """Launches."""
@@ -98,8 +116,12 @@ class Recording:
 
     def expect(self, owner: object, address: int) -> None:
         """A kernel will read or write at ``address``, which is valid as long as ``owner`` lives."""
-        if not self.arena.holds(address):
+        if self.arena.holds(address):
+            return
+        if self.is_reused:
             self._expected.append(weakref.ref(owner))
+        else:
+            self.held.append(owner)
 
     def close(self) -> None:
         """No more launches come. Raises NotRecordableError."""
@@ -115,12 +137,13 @@ class Recording:
             self._blocks[at : at + len(arguments)] = np.frombuffer(arguments, np.uint8)
             row[:] = function, address + at, tickets, pool.num_helpers(tickets, workers)
             at += size
+        self._num_helpers = int(self._program[:, 3].max(initial=0))
         self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]
 
     def replay(self) -> None:
         """Runs it all. Raises what the first launch with a nonzero status explains; those behind it do not run."""
         with pool.lock:
-            failed, status = pool.run_program(self._program)
+            failed, status = pool.run_program(self._program, self._num_helpers)
         if failed >= 0:
             explain = self._launches[failed][-1]
             assert explain is not None, f"launch {failed} has set status {status}"

@@ -32,6 +32,9 @@ from runtime.tensor import Tensor
 TAIL_WORDS = 1 << 18
 """Room in the upload for added blocks (two words each) and the tokens of penalties: 1 MiB."""
 
+_PROGRESS = ("positions", "seq_lens", "position")
+"""Neighbouring columns that advance with each step; position: of the token to be drawn, in the output."""
+
 _NEUTRAL = {"slot_mapping": -1, "sources": -1, "top_p": 1, "repetition_penalty": 1}
 """What an empty place holds; in all other columns 0."""
 
@@ -41,8 +44,8 @@ def _columns_of(num_places: int) -> list[tuple[str, DType, int]]:
     whole = [(name, int64) for name in ("slot_mapping", "seed")]
     whole += [
         (name, int32) for name in (
-            "token_ids", "sources", "positions", "seq_lens",  # sources: the place in the step before that draws the
-            "top_k", "choice_index", "position",  # token, or -1; position: of the token to be drawn, in the output
+            "token_ids", "sources", "top_k", "choice_index",  # sources: the place in the step before that draws the
+            *_PROGRESS,  # token, or -1
         )
     ]  # fmt: skip
     whole += [
@@ -97,6 +100,8 @@ class DecodeArrays:
             self._columns[name] = self._host[offset:end].view(dtype.numpy)
             self._on_device[name] = Tensor(inputs, dtype, (count,), (1,), offset // dtype.itemsize)
             offset = end
+        first = self._columns[_PROGRESS[0]].ctypes.data - self._host.ctypes.data
+        self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32).reshape(-1, places)
         self._empty_places()
         self._neutral = self._host.copy()
         self._tail = {
@@ -112,9 +117,11 @@ class DecodeArrays:
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
         self._num_known = [0] * places  # by place: entries of the block table that the device has
+        self._has_sources = False  # whether the column holds any
         self._step: tuple[list[int], int] = ([], 0)  # rows and number of places of the step placed last
         self._rows = self._places = np.zeros(0, np.intp)  # its rows and places
         self._place_list: list[int] = []
+        self._ahead = np.zeros((len(_PROGRESS), 0), np.int64)  # those columns less ``starts``
 
     @property
     def size_bytes(self) -> int:
@@ -150,9 +157,7 @@ class DecodeArrays:
         columns = self._columns
         block, offset = np.divmod(starts, self._block_size)
         columns["slot_mapping"][places] = self._host_tables[places, block] * np.int64(self._block_size) + offset
-        columns["positions"][places] = starts
-        columns["seq_lens"][places] = starts + 1
-        columns["position"][places] = starts + 1 - self.sampler.num_prompt_tokens[self._rows]
+        self._progress[:, places] = self._ahead + starts
         return Placement(places, num_places, additions)
 
     def send(
@@ -173,7 +178,9 @@ class DecodeArrays:
         buffers.wait()  # of the step before the last: over
         columns, size = self._columns, self._size
         columns["token_ids"][placement.places] = token_ids
-        columns["sources"][placement.places] = -1 if sources is None else sources
+        if sources is not None or self._has_sources:
+            columns["sources"][placement.places] = -1 if sources is None else sources
+            self._has_sources = sources is not None
         tail: NDArray[np.int32] = buffers.upload[size:].view(np.int32)
         num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
         num_changes = self._write_additions(placement, tail[: TAIL_WORDS - num_listed])
@@ -266,6 +273,8 @@ class DecodeArrays:
             for place in new.tolist():
                 self._num_known[place] = 0
         self._rows, self._places, self._place_list = rows, places, places.tolist()
+        self._ahead = np.zeros((len(_PROGRESS), len(rows)), np.int64)
+        self._ahead[1], self._ahead[2] = 1, 1 - self.sampler.num_prompt_tokens[rows]
         self._empty_places()
         self.sampler.write_columns(self._columns, places, rows)
 

@@ -5,7 +5,8 @@ A step runs when it is waited for: in the runner's own thread where the loop is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cpu.arena import Arena
 from numba_kernels.cpu.attention import SEGMENT_TOKENS
-from numba_kernels.cpu.recording import NotRecordableError, Recording, record
+from numba_kernels.cpu.recording import NotRecordableError, Recording, queue, record
 from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.decode_device import StepBuffers, StepGraph
@@ -57,11 +58,12 @@ class CpuDecodes:
 
     def __init__(self) -> None:
         self._arena = Arena()
+        self._queue_arena = Arena()  # another, as queues and captures are different threads' where loops overlap
         self._recorded_bytes = 0
 
     @property
     def graph_bytes(self) -> int:
-        return self._arena.size_bytes + self._recorded_bytes
+        return self._arena.size_bytes + self._queue_arena.size_bytes + self._recorded_bytes
 
     def batch_sizes(self, max_num_seqs: int) -> list[int]:
         """Every number up to 32, from there on in steps of an eighth: an empty place costs as much as another."""
@@ -108,6 +110,14 @@ class CpuDecodes:
 
         cast(HostBuffers, buffers).pending = run
 
+    @contextlib.contextmanager
+    def queue(self) -> Iterator[None]:
+        try:
+            with queue(self._queue_arena):
+                yield
+        except NotRecordableError as error:
+            raise CaptureError(f"cpu: {error}") from error
+
     def release(self) -> None:
-        self._arena = Arena()
+        self._arena, self._queue_arena = Arena(), Arena()
         self._recorded_bytes = 0

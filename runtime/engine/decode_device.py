@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -82,6 +83,12 @@ class DecodeDevice(Protocol):
 
     def launch(self, graph: StepGraph, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
         """Queue a run of the graph, and the copy of the first of ``results`` to ``buffers.results``."""
+        ...
+
+    def queue(self) -> contextlib.AbstractContextManager[None]:
+        """What is asked of the device's operations within may be done at the end, all at once: where that is faster.
+
+        Raises DeviceError, before anything was done, for what has to be done at once."""
         ...
 
     def release(self) -> None:

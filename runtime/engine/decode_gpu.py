@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -91,6 +92,9 @@ class GpuDecodes:
         self._gpu.download(pinned.pinned_results, results.address, 4 * num_results)
         pinned.event.record(self._gpu.stream)
         pinned.is_under_way = True
+
+    def queue(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a stream is a queue
 
     def release(self) -> None:
         self._kept_logits.clear()

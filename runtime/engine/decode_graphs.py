@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -71,17 +72,33 @@ class DecodeRun:
         self._num_places = step.key.num_places
         self._buffers = buffers
 
-    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def wait(self) -> tuple[list[int], list[bool]]:
         """Of each sequence the drawn id, and whether there is one. Raises LaunchError where the device failed,
         InvalidArgumentError where a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
-        results, count = self._buffers.results, self._num_places
+        count = self._num_places
+        results: list[int] = self._buffers.results[: 2 * count + 1].tolist()
         if results[2 * count]:
             ops.check_ids(self._graphs.device)
-        return results[self.places], results[count + self.places] == 0
+        places: list[int] = self.places.tolist()
+        return [results[place] for place in places], [results[count + place] == 0 for place in places]
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The sequences of a step, as far as it stays the same from step to step.
+
+    is_plain  none of them has penalties or anything that may forbid ids
+    """
+
+    rows: list[int]
+    row_array: NDArray[np.intp]
+    num_places: int
+    keeps_logits: bool
+    is_plain: bool
 
 
 class DecodeGraphs:
@@ -109,6 +126,7 @@ class DecodeGraphs:
         self._wants_logprobs = np.zeros(limits.max_num_seqs, np.bool_)  # by row
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the latest step
         self._running: DecodeRun | None = None
+        self._members: _Members | None = None  # of the step prepared last, while its rows are its sequences'
 
     @property
     def num_graphs(self) -> int:
@@ -117,29 +135,39 @@ class DecodeGraphs:
     def load(self, row: int, sequence: Sequence) -> None:
         """The sequence was given the row."""
         self._wants_logprobs[row] = sequence.request.params.logprobs is not None
+        self._members = None
         if self._arrays is not None:
             self._arrays.forget(row)
 
     def prepare(self, sequences: list[Sequence], rows: list[int], starts: NDArray[np.int64]) -> DecodeStep | None:
         """Lay out the step that computes the token at ``starts [n]`` of each sequence; None: it has to run without a
         graph."""
-        row_array = np.array(rows, np.intp)
-        if self._sampler.masks(sequences, row_array, starts + 1 - self._sampler.num_prompt_tokens[row_array]):
-            return None
-        num_listed = self._sampler.num_penalty_ids(sequences, row_array)
-        if num_listed is not None and num_listed > MOST_LISTED:
-            return None
+        members = self._members
+        if members is None or members.rows != rows:
+            members = self._members = self._members_of(rows)
+        row_array = members.row_array
+        num_listed = None
+        if not members.is_plain:
+            if self._sampler.masks(sequences, row_array, starts + 1 - self._sampler.num_prompt_tokens[row_array]):
+                return None
+            num_listed = self._sampler.num_penalty_ids(sequences, row_array)
+            if num_listed is not None and num_listed > MOST_LISTED:
+                return None
         key = GraphKey(
-            num_places=self._sizes[bisect_left(self._sizes, len(rows))],
+            num_places=members.num_places,
             max_seq_len=self._lengths[bisect_left(self._lengths, int(starts.max()) + 1)],
             has_penalties=num_listed is not None,
-            keeps_logits=bool(self._wants_logprobs[row_array].any()),
+            keeps_logits=members.keeps_logits,
         )
         if key not in self._graphs:
             self._wanted = None if self._has_given_up else key
             return None
         assert self._arrays is not None
         return DecodeStep(key, row_array, starts, self._arrays.place(sequences, rows, starts, key.num_places))
+
+    def queue(self) -> AbstractContextManager[None]:
+        """See `DecodeDevice.queue`; for steps without a graph."""
+        return self._runs_on.queue()
 
     def can_lead(self, step: DecodeStep) -> bool:
         """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
@@ -209,6 +237,16 @@ class DecodeGraphs:
         self._runs_on.release()
         self._arrays = self._running = self._wanted = None
         self.reserved_bytes = 0
+
+    def _members_of(self, rows: list[int]) -> _Members:
+        row_array = np.array(rows, np.intp)
+        return _Members(
+            rows,
+            row_array,
+            num_places=self._sizes[bisect_left(self._sizes, len(rows))],
+            keeps_logits=bool(self._wants_logprobs[row_array].any()),
+            is_plain=self._sampler.are_plain(row_array),
+        )
 
     def _recorded(self, key: GraphKey) -> StepGraph:
         if self._arrays is None:

@@ -12,6 +12,7 @@ arrays of their own.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
+from runtime.device.errors import CaptureError
 from runtime.engine.config import EngineLimits
 from runtime.engine.decode_graphs import DecodeGraphs, DecodeRun, DecodeStep
 from runtime.engine.grammar_matcher import MaskComputer, PendingMasks
@@ -37,6 +39,8 @@ from runtime.engine.step import Chunk
 from runtime.kv_cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor import Tensor
+
+logger = logging.getLogger("xserv.engine")
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
@@ -158,6 +162,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.sampler)
+        self._queues = True
         max_blocks = -(-limits.max_model_len // limits.block_size)
         # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
         self._tables = [
@@ -294,6 +299,16 @@ class Runner:
 
     def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
+        if self.graphs is not None and self._queues:
+            try:
+                with self.graphs.queue():
+                    return self._run_model(step)
+            except CaptureError:
+                logger.exception("the model's operations cannot be queued: each is done at once from now on")
+                self._queues = False
+        return self._run_model(step)
+
+    def _run_model(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         assert step.layout is not None
         batch = step.layout.batch(self.model.device, exact=self.limits.exact)
         hidden = self.model.forward(batch, self.kv_cache)
@@ -316,12 +331,11 @@ class Runner:
         return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, prompt_logprobs, step.broken)
 
     def _drawn_by_graph(self, step: Prepared, run: DecodeRun) -> Drawn:
-        token_ids, ok = run.wait()
-        is_valid = ok.tolist()
+        token_ids, is_valid = run.wait()
         logprobs = None
         if run.logits is not None:
-            logprobs = self._logprobs(step.drawing, token_ids, is_valid, run.logits, run.places)
-        return Drawn(step.drawing, token_ids.tolist(), is_valid, logprobs, [])
+            logprobs = self._logprobs(step.drawing, np.array(token_ids, np.int32), is_valid, run.logits, run.places)
+        return Drawn(step.drawing, token_ids, is_valid, logprobs, [])
 
     def _logprobs(
         self,

@@ -148,6 +148,11 @@ class Sampler:
         chosen: list[int] = wanted.tolist()
         return sum(len(self._prompt_ids[rows[i]]) + sequences[i].num_output_tokens + 1 for i in chosen)
 
+    def are_plain(self, rows: NDArray[np.intp]) -> bool:
+        """Whether none of these sequences has penalties, logit bias, bad words, ``min_tokens``, allowed ids or a
+        grammar."""
+        return not self._flags.take(rows, axis=1).any()
+
     def masks(self, sequences: Sequences[Sequence], rows: NDArray[np.intp], positions: NDArray[np.int64]) -> bool:
         """Whether the draw of one of these sequences, at ``positions [n]`` of their outputs, is under a logit bias,
         allowed ids, a grammar, bad words (which may forbid none), or ids that ``min_tokens`` forbids."""
