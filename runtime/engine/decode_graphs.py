@@ -81,7 +81,7 @@ class DecodeRun:
             self._graphs.ended(self)
         count = self._num_places
         results: list[int] = self._buffers.results[: 2 * count + 1].tolist()
-        if results[2 * count]:
+        if self._graphs.device.kind != "cpu" and results[2 * count]:  # the cpu's kernels check ids where they are
             ops.check_ids(self._graphs.device)
         places: list[int] = self.places.tolist()
         return [results[place] for place in places], [results[count + place] == 0 for place in places]
