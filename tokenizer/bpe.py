@@ -10,12 +10,11 @@ It knows nothing of bytes and spaces: the words come from the pre-tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, repeat
 from typing import Any
 
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields, shown
-from tokenizer.merge_table import END, MergeTable
+from tokenizer.merge_table import MIDDLE, MergeError, MergeTable
 
 _LONGEST_CACHED = 256
 _MOST_CACHED = 1 << 16
@@ -61,21 +60,21 @@ class BpeModel:
 
     def _read_merges(self, fields: Fields) -> None:
         merges = fields.items("merges")
-        if merges and isinstance(merges[0], str):
-            merges = _checked_strings(fields, merges)
-            joined = " ".join([*merges, ""]).replace(" ", END)
-        else:
-            _check_pairs(fields, merges)
-            joined = "".join([part + END for part in chain.from_iterable(merges)])
+        is_written_as_strings = bool(merges) and isinstance(merges[0], str)
+        pairs = _without_version(fields, merges) if is_written_as_strings else _joined_pairs(fields, merges)
+        separator = " " if is_written_as_strings else MIDDLE
         try:
-            self.table = MergeTable(self.vocab, joined, len(merges), self._prefix)
+            self.table = MergeTable(self.vocab, pairs, separator, self._prefix)
         except UnicodeEncodeError:
             fields.fail("vocab", "it or the merges hold a lone surrogate")
-        if self.table.missing >= 0:
-            left, right = joined.split(END)[2 * self.table.missing :][:2]
+        except MergeError as error:
+            pair = pairs[error.place].split(separator)
+            if len(pair) != 2:
+                fields.fail(f"merges[{error.place}]", f"expected a pair of tokens, found {shown(pairs[error.place])}")
+            left, right = pair
             tokens = (left + right[len(self._prefix) :], left, right)
             missing = next(token for token in tokens if token not in self.vocab)
-            fields.fail(f"merges[{self.table.missing}]", f"the token {shown(missing)} is not in the vocabulary")
+            fields.fail(f"merges[{error.place}]", f"the token {shown(missing)} is not in the vocabulary")
 
     @property
     def is_byte_level(self) -> bool:
@@ -86,8 +85,8 @@ class BpeModel:
 
     def letter_symbols(self) -> dict[str, int]:
         """The symbols of the byte-level alphabet in `table`, as far as the vocabulary has them."""
-        letters = set(BYTE_TO_CHAR)
-        return {token: symbol for symbol, token in enumerate(self.vocab) if token in letters}
+        symbols = dict(zip(self.vocab, range(len(self.vocab))))
+        return {letter: symbols[letter] for letter in BYTE_TO_CHAR if letter in symbols}
 
     def encode_word(self, word: str) -> list[int]:
         """The ids of one word, which is not empty."""
@@ -144,7 +143,7 @@ class WordCache(dict[str, tuple[int, ...]]):
 def _read_vocab(fields: Fields) -> dict[str, int]:
     vocab: dict[str, int] = fields.object("vocab").values  # type: ignore[assignment]
     ids = vocab.values()
-    if not all(type(i) is int for i in ids) or (vocab and not 0 <= min(ids) <= max(ids) < 1 << 32):
+    if set(map(type, ids)) - {int} or (vocab and not 0 <= min(ids) <= max(ids) < 1 << 32):
         for token, i in vocab.items():
             if type(i) is not int or not 0 <= i < 1 << 32:
                 fields.fail(
@@ -154,17 +153,19 @@ def _read_vocab(fields: Fields) -> dict[str, int]:
     return vocab
 
 
-def _checked_strings(fields: Fields, merges: list[Any]) -> list[str]:
-    """Merges written "left right"."""
-    if set(map(type, merges)) != {str} or not set(map(str.count, merges, repeat(" "))) <= {1}:
-        for i, merge in enumerate(merges):
-            if not isinstance(merge, str) or (merge.count(" ") != 1 and not merge.startswith("#version")):
-                fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
-    return [merge for merge in merges if not merge.startswith("#version")]
+def _without_version(fields: Fields, merges: list[Any]) -> list[str]:
+    """Merges written "left right", without the line that names the file's version."""
+    for i, merge in enumerate(merges) if set(map(type, merges)) != {str} else ():
+        if not isinstance(merge, str):
+            fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
+    if merges[0].startswith("#version"):
+        return merges[1:]
+    return merges
 
 
-def _check_pairs(fields: Fields, merges: list[Any]) -> None:
-    """Merges written ["left", "right"], whose tokens may hold spaces."""
+def _joined_pairs(fields: Fields, merges: list[Any]) -> list[str]:
+    """Merges written ["left", "right"], whose tokens may hold spaces: each as left, `MIDDLE` and right."""
     for i, merge in enumerate(merges):
         if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(part, str) for part in merge):
             fields.fail(f"merges[{i}]", f"expected a pair of tokens, found {shown(merge)}")
+    return list(map(MIDDLE.join, merges))

@@ -110,7 +110,9 @@ class _Workspace:
         self._fields[kernel.POOL_USED] = 1
         self._make_room(_MOST_IDS)
 
-    def encode(self, text: np.ndarray, end: int, seeks_added: bool, skips_special: bool, tables: np.ndarray) -> list[int]:
+    def encode(
+        self, text: np.ndarray, end: int, seeks_added: bool, skips_special: bool, tables: np.ndarray
+    ) -> list[int]:
         """The ids of `text[:end]`; `end` has padding behind it."""
         fields, encode = self._fields, self._kernel
         fields[self._position] = 0

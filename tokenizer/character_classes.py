@@ -56,24 +56,24 @@ def classify(atoms: Sequence[str]) -> ClassTable:
     import numpy as np
     import regex  # type: ignore[import-untyped]
 
-    for name in re.findall(r"\\[pP]\{(\w+)\}", "".join(atoms)):
-        if name not in _PROPERTIES:
-            raise NotTabularError(f"property {name!r} is not supported")
+    named = set(re.findall(r"\\[pP]\{(\w+)\}", "".join(atoms)))
+    if unknown := named - _PROPERTIES:
+        raise NotTabularError(f"property {min(unknown)!r} is not supported")
     literals = _literals(atoms)
     if MOVED_LETTER in literals:
         raise NotTabularError(f"{MOVED_LETTER!r} is not supported")
     singled_out = literals | {*WHITE_SPACE, *_FOLDED_TO_ASCII, *map(chr, range(128))}
     cuts = np.array(sorted({ord(character) + step for character in singled_out for step in (0, 1)}))
-    run_starts, run_categories = _category_runs()
+    run_starts, run_groups = _runs(frozenset(named))
     starts = np.union1d(run_starts, cuts)
-    categories = run_categories[np.searchsorted(run_starts, starts, "right") - 1]
+    groups = run_groups[np.searchsorted(run_starts, starts, "right") - 1]
     intervals = np.searchsorted(cuts, starts, "right")
     matchers = [regex.compile(atom, flags=regex.VERSION0).fullmatch for atom in atoms]
-    # Between two cuts the characters of one category are all the same to the atoms: the first stands for them.
+    # Between two cuts the characters of one group are all the same to the atoms: the first stands for them.
     number_of_kind: dict[tuple[int, int], int] = {}
     number_of: dict[frozenset[int], int] = {}
     numbers = []
-    for start, kind in zip(starts.tolist(), zip(categories.tolist(), intervals.tolist())):
+    for start, kind in zip(starts.tolist(), zip(groups.tolist(), intervals.tolist())):
         if kind not in number_of_kind:
             members = frozenset(i for i, matches in enumerate(matchers) if matches(chr(start)))
             number_of_kind[kind] = number_of.setdefault(members, len(number_of))
@@ -95,23 +95,24 @@ def _literals(atoms: Sequence[str]) -> set[str]:
 
 
 @functools.cache
-def _category_runs() -> tuple[np.ndarray, np.ndarray]:
-    """Where runs of characters of one general category begin, and which it is: two arrays of int64."""
+def _runs(properties: frozenset[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Where runs of characters begin that `properties` do not tell apart, and a number for each run's kind."""
     import numpy as np
     import regex
 
-    alternatives = "|".join(f"(\\p{{{name}}}+)" for name in _CATEGORIES)
-    runs = regex.compile(f"{alternatives}|.", flags=regex.VERSION0 | regex.DOTALL)
+    groups: dict[frozenset[str], list[str]] = {}
+    for category in _CATEGORIES:
+        groups.setdefault(frozenset(name for name in properties if category.startswith(name)), []).append(category)
+    listed = ["".join(f"\\p{{{category}}}" for category in group) for group in groups.values()]
+    alternatives = "|".join(f"([{group}]+)" for group in listed)
+    matcher = regex.compile(f"{alternatives}|[^{''.join(listed)}]+", flags=regex.VERSION0)
     starts: list[int] = []
-    categories: list[int] = []
+    numbers: list[int] = []
     for first, end in _ASSIGNED:
         text = np.arange(first, end, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
-        text = text.replace(MOVED_LETTER, "a")
-        for run in runs.finditer(text):
-            category = run.lastindex or 0
-            if not categories or category != categories[-1]:
-                starts.append(first + run.start())
-                categories.append(category)
+        for run in matcher.finditer(text.replace(MOVED_LETTER, "a")):
+            starts.append(first + run.start())
+            numbers.append(run.lastindex or 0)
         starts.append(end)
-        categories.append(0)
-    return np.array(starts), np.array(categories)
+        numbers.append(0)
+    return np.array(starts), np.array(numbers)

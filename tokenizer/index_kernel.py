@@ -72,13 +72,14 @@ def index_tokens(tokens_address, num_tokens, starts_address, slots_address, mask
 
 @njit
 def index_merges(
-    merges_address, num_merges, prefix_size, tokens_address, starts_address, slots_address, mask, pairs_address, shift
-):
+    merges_address, num_merges, middle, prefix_size,
+    tokens_address, starts_address, slots_address, mask, pairs_address, shift,
+):  # fmt: skip
     """Fill `pairs`, which is NOTHING throughout.
 
-    merges       strings: left and right of each merge
+    merges       strings: left, the byte `middle` and right of each merge
     prefix_size  bytes of the right one that its merged token lacks
-    Returns -1, or the first merge that names a token which is not in the vocabulary.
+    Returns -1, or the first merge that is no pair or names a token which is not in the vocabulary.
     """
     merges, tokens, starts = u8_at(merges_address), u8_at(tokens_address), i64_at(starts_address)
     slots, pairs = i32_at(slots_address), u64_at(pairs_address)
@@ -87,9 +88,15 @@ def index_merges(
     joined_array = np.zeros(room, np.uint8)
     position = 0
     for rank in range(num_merges):
-        left_end = string_end(merges, position)
+        left_end = position
+        while merges[left_end] != middle and merges[left_end] != END:
+            left_end += 1
         right_start = left_end + 1
-        right_end = string_end(merges, right_start)
+        right_end = right_start
+        while merges[left_end] == middle and merges[right_end] != END and merges[right_end] != middle:
+            right_end += 1
+        if merges[left_end] == END or merges[right_end] == middle:
+            return rank
         size = left_end - position + max(right_end - right_start - prefix_size, 0)
         if size + 8 > room:
             room = 2 * size + 8

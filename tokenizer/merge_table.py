@@ -5,16 +5,27 @@ A symbol is a token's place in the vocabulary's order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from tokenizer.errors import TokenizerError
 
 if TYPE_CHECKING:
     import numpy as np
 
-END = "\udcff"
-"""Ends a string: becomes the byte 0xFF, which UTF-8 does not have."""
+MIDDLE = "\udcfe"
+"""May stand between left and right of a merge: becomes a byte that UTF-8 does not have, as what ends a string does."""
 
+_END = "\udcff"
 _PADDING = b"\0" * 8  # `kernel_support.PADDING`
+
+
+class MergeError(TokenizerError):
+    """A merge that is no pair, or names a token that is not there."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(f"merge {place} is not one of two known tokens")
+        self.place = place
 
 
 class MergeTable:
@@ -23,31 +34,32 @@ class MergeTable:
     tokens, starts, slots, mask   the tokens' strings and their hash table
     ids                           [num_tokens] uint32: the id of each symbol
     pairs, shift                  the merges' hash table
-    missing                       -1, or the place of the first merge that names a token that is not there
     """
 
-    def __init__(self, vocab: dict[str, int], merges: str, num_merges: int, prefix: str) -> None:
-        """`merges`: left and right of each merge, each ended by `END`; `prefix`: what the right one loses.
+    def __init__(self, vocab: dict[str, int], merges: Sequence[str], separator: str, prefix: str) -> None:
+        """`merges`: left, `separator` and right of each, by rank; `prefix`: what the right one loses.
 
-        Raises UnicodeEncodeError for a lone surrogate.
+        Raises `MergeError`, and UnicodeEncodeError for a lone surrogate.
         """
         import numpy as np
 
         from tokenizer.index_kernel import index_merges, index_tokens
         from tokenizer.kernel_support import NOTHING
 
-        self.tokens = _packed(END.join([*vocab, ""]))
+        self.tokens = _packed(vocab)
         self.starts = np.empty(len(vocab) + 1, np.int64)
         self.slots = np.full(_table_size(len(vocab)), -1, np.int32)
         self.mask = len(self.slots) - 1
         self.ids = np.fromiter(vocab.values(), np.uint32, len(vocab))
         index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
-        self.pairs = np.full((_table_size(num_merges), 2), NOTHING, np.uint64)
+        self.pairs = np.full((_table_size(len(merges)), 2), NOTHING, np.uint64)
         self.shift = 65 - len(self.pairs).bit_length()
-        packed_merges = _packed(merges)
-        self.missing: int = index_merges(
-            address(packed_merges), num_merges, len(prefix.encode()), *self._token_tables(), address(self.pairs), self.shift
-        )
+        packed = _packed(merges)
+        middle = separator.encode("utf-8", "surrogateescape")[0]
+        tables = *self._token_tables(), address(self.pairs), self.shift
+        offender = index_merges(address(packed), len(merges), middle, len(prefix.encode()), *tables)
+        if offender >= 0:
+            raise MergeError(offender)
 
     def _token_tables(self) -> tuple[int, int, int, int]:
         return address(self.tokens), address(self.starts), address(self.slots), self.mask
@@ -58,7 +70,7 @@ class MergeTable:
 
         from tokenizer.merge_kernel import SCRATCH_BYTES, merge_tokens
 
-        text = _packed(END.join([*tokens, ""]))
+        text = _packed(tokens)
         count = len(tokens)
         scratch = np.empty(SCRATCH_BYTES * count // 4, np.int32)
         tables = *self._token_tables(), address(self.pairs), self.shift
@@ -72,11 +84,12 @@ def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
 
-def _packed(text: str) -> np.ndarray:
-    """Strings that `END` ends, as bytes with what the kernels need behind them."""
+def _packed(strings: Iterable[str]) -> np.ndarray:
+    """Strings, each ended by 0xFF, as bytes with what the kernels need behind them."""
     import numpy as np
 
-    return np.frombuffer(text.encode("utf-8", "surrogateescape") + _PADDING, np.uint8)
+    joined = _END.join([*strings, ""])
+    return np.frombuffer(joined.encode("utf-8", "surrogateescape") + _PADDING, np.uint8)
 
 
 def _table_size(num_entries: int) -> int:

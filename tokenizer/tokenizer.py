@@ -346,7 +346,7 @@ class Tokenizer:
         self._post_processor = PostProcessor(([before, None, after],))
 
     def _index_tokens(self) -> None:
-        self._tokens = {token_id: token for token, token_id in self._model.vocab.items()}
+        self._tokens = dict(zip(self._model.vocab.values(), self._model.vocab))
         plain: list[tuple[str, int, AddedToken]] = []
         normalized: list[tuple[str, int, AddedToken]] = []
         for token_id, token in self._id_to_added.items():
