@@ -22,6 +22,8 @@ class Model(ABC):
     Attributes:
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
+        quantization: "none", or what the matrices of linear maps were made into: "int8". Tables that are
+            nothing else, and the KV cache, are of `dtype` then too.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
@@ -32,6 +34,7 @@ class Model(ABC):
     def __init__(self, config: ModelConfig, weights: Weights, device: Device, max_positions: int) -> None:
         self.config = config
         self.dtype: DType = weights.dtype
+        self.quantization = weights.quantization
         self.device = device
         self.max_positions = max_positions
         self._build(weights)

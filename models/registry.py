@@ -15,7 +15,7 @@ from models.weights import Weights
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
-from runtime.linear_weight import check_gemm
+from runtime.linear_weight import check_gemm, check_quantization
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -38,6 +38,7 @@ def load_model(
     max_model_len: int | None = None,
     gemm: str = "auto",
     exact: bool = False,
+    quantization: str = "none",
 ) -> Model:
     """Load the model in `folder`.
 
@@ -51,6 +52,8 @@ def load_model(
             `max_position_embeddings`, which is also the limit.
         gemm: which matrix product a GPU uses, one of `runtime.linear_weight.GEMM_TIERS`.
         exact: whether a product gives a row the same bits in any batch (attention is told by the batch).
+        quantization: what the matrices of linear maps are made into, tensor by tensor, one of
+            `runtime.linear_weight.QUANTIZATIONS`.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -64,6 +67,7 @@ def load_model(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
         )
     check_gemm(gemm, device)
+    check_quantization(quantization, device)
     config = load_config(folder)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
@@ -79,7 +83,8 @@ def load_model(
     else:
         source = open_checkpoint(folder)
         source.fit(layout)
-    return model_class(config, Weights(source, wanted, device, gemm, exact=exact), device, max_model_len or limit)
+    weights = Weights(source, wanted, device, gemm, exact=exact, quantization=quantization)
+    return model_class(config, weights, device, max_model_len or limit)
 
 
 def _float_dtype(dtype: DType | str) -> DType:

@@ -38,6 +38,8 @@ class Weights:
 
     `dtype` is the type that weights are converted to, or None to keep each as it is stored. On a GPU, where
     the activations have the weights' type, all matrices are of one: None means the checkpoint's main type.
+    `quantization` is what the matrices of linear maps are made into after that; vectors, and tables that are
+    nothing else, stay as they are.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Weights:
         gemm: str = "auto",
         *,
         exact: bool = False,
+        quantization: str = "none",
     ) -> None:
+        self.quantization = quantization
         self._source = source
         self._gemm = gemm
         self._exact = exact
@@ -72,7 +76,14 @@ class Weights:
         arrays = [self._array(f"{name}.weight", dtype) for name in names]
         weights = [Tensor.from_numpy(array.T if is_transposed else array) for array in arrays]
         biases = [Tensor.from_numpy(self._rounded(f"{name}.bias")) if has_bias else None for name in names]
-        packed = ops.prepare_linear(weights, biases, device=self._device, gemm=self._gemm, exact=self._exact)
+        packed = ops.prepare_linear(
+            weights,
+            biases,
+            device=self._device,
+            gemm=self._gemm,
+            exact=self._exact,
+            quantization=self.quantization,
+        )
         del arrays, weights
         for name in names:
             self._source.release(f"{name}.weight")

@@ -50,6 +50,7 @@ class LiveInfo(msgspec.Struct, frozen=True):
     model: str
     device: str
     dtype: str
+    quantization: str
     block_size: int
     num_blocks: int
     max_num_seqs: int
@@ -245,6 +246,7 @@ class LiveFeed:
             model=info.model_name,
             device=info.device,
             dtype=info.dtype,
+            quantization=info.quantization,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_num_seqs=info.max_num_seqs,

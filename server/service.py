@@ -197,5 +197,5 @@ def _fingerprint(client: EngineClient, model_name: str) -> str:
     """Changes with whatever may change the answer to a seeded request: the release, the model, its
     numbers."""
     info = client.info
-    parts = (release(), model_name, info.architecture, info.device, info.dtype, str(info.vocab_size))
+    parts = (release(), model_name, info.architecture, info.device, info.dtype, info.quantization, str(info.vocab_size))
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]

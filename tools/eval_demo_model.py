@@ -2,6 +2,7 @@
 
     python -m tools.eval_demo_model                      # table on stdout
     python -m tools.eval_demo_model --check              # and exit status 1 where a goal is missed
+    python -m tools.eval_demo_model --quantization int8  # as `xserv serve --quantization int8` would answer
     python -m tools.eval_demo_model --conversation 30    # that many sums in one conversation, history and all
 
 The quality gauge of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
@@ -47,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
     parser.add_argument("--device", help="the engine's choice where not given")
+    parser.add_argument("--quantization", default="none", help="of the weights: none or int8")
     parser.add_argument("--num", type=int, default=100, help="questions a task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--conversation", type=int, metavar="TURNS", help="ask two-digit sums in one conversation")
@@ -57,7 +59,9 @@ def main() -> None:
 
     from runtime import LLM
 
-    options: dict[str, Any] = {} if args.device is None else {"device": args.device}
+    options: dict[str, Any] = {"quantization": args.quantization}
+    if args.device is not None:
+        options["device"] = args.device
     llm = LLM(str(args.model), **options)
     if args.conversation:
         turns = demo_tasks.held_out_questions("sum_2", args.conversation, args.seed)

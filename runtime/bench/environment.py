@@ -33,6 +33,7 @@ def describe_engine(info: EngineInfo) -> dict[str, Any]:
         "model": info.model_name,
         "architecture": info.architecture,
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "device": info.device,
         "num_threads": int(numba.get_num_threads()),
         "max_model_len": info.max_model_len,

@@ -187,7 +187,9 @@ def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     from runtime.engine.config import EngineConfig
 
     model_arguments = {
-        name: arguments[name] for name in ("dtype", "load_format", "gemm", "max_model_len") if name in arguments
+        name: arguments[name]
+        for name in ("dtype", "load_format", "gemm", "max_model_len", "quantization")
+        if name in arguments
     }
     given = {name: value for name, value in arguments.items() if name in EngineConfig.__dataclass_fields__}
     folder = resolve_model(arguments.get("model"))

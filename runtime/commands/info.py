@@ -33,6 +33,7 @@ def info(
             "path": facts.model_path,
             "architecture": facts.architecture,
             "dtype": facts.dtype,
+            "quantization": facts.quantization,
             "device": facts.device,
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from runtime.engine.config import Batching, DecodeGraphsMode, EngineConfig, Policy, Preemption, Victim
+from runtime.engine.config import Batching, DecodeGraphsMode, EngineConfig, Policy, Preemption, Quantization, Victim
 from runtime.engine.errors import RequestError
 
 GIB = 1 << 30
@@ -33,6 +33,9 @@ class EngineOptions:
         Literal["auto", "float32", "float16", "bfloat16"],
         typer.Option(help="Type of the weights; auto: as stored."),
     ] = "auto"
+    quantization: Annotated[
+        Quantization, typer.Option(help="Of the weights while they are loaded; int8 on the cpu alone.")
+    ] = _CONFIG.quantization
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None

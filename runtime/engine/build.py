@@ -23,6 +23,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo
 from runtime.engine.vocabulary import LazyVocabulary
 from runtime.kv_cache import KVCache
+from runtime.linear_weight import check_quantization
 from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
@@ -48,6 +49,7 @@ def build_engine(
     """
     config = EngineConfig(**settings)
     target = Device.parse(device)
+    check_quantization(config.quantization, target)  # before a model is downloaded
     folder = resolve_model(None if model is None else str(model))
     logger.info("loading %s on %s", folder, target)
     loaded = load_model(
@@ -59,6 +61,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         gemm=gemm,
         exact=config.exact,
+        quantization=config.quantization,
     )
     return engine_over(loaded, folder, config, model_name(model, folder))
 
@@ -66,7 +69,8 @@ def build_engine(
 def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) -> Engine:
     """An engine over a model that is loaded from ``folder``, with a KV cache of its own.
 
-    The model's products are exact or not as it was loaded. Raises ``RequestError``, ``OutOfMemoryError``.
+    Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
+    ``OutOfMemoryError``.
     """
     target = loaded.device
     spec = loaded.kv_cache_spec(config.block_size)
@@ -85,6 +89,7 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         architecture=loaded.config.architecture,
         device=str(target),
         dtype=loaded.dtype.name,
+        quantization=loaded.quantization,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=load_generation_config(folder).eos_token_ids,
         max_model_len=limits.max_model_len,

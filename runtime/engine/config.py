@@ -31,6 +31,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
+Quantization = Literal["none", "int8"]
 
 
 class EngineSettings(TypedDict, total=False):
@@ -59,6 +60,7 @@ class EngineSettings(TypedDict, total=False):
     exact: bool
     overlap: Overlap
     decode_graphs: DecodeGraphsMode
+    quantization: Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class EngineConfig:
     exact                   the same tokens and log probabilities in any batch
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
     decode_graphs           record decode steps as graphs and replay them: "on", "off", "auto" (on)
+    quantization            of linear maps while they are loaded: "none", or "int8" (on the cpu)
     """
 
     max_model_len: int | None = None
@@ -131,6 +134,7 @@ class EngineConfig:
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
+    quantization: Quantization = "none"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_waiting_tokens"):
@@ -148,6 +152,7 @@ class EngineConfig:
         check_one_of("victim", self.victim, VICTIMS)
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
+        check_one_of("quantization", self.quantization, ("none", "int8"))
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)

@@ -161,6 +161,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids   of the generation config, else of the config
     max_waiting, max_waiting_tokens  most requests that wait, and most prompt tokens of them together
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
+    quantization    of the weights, "none" or "int8"; ``dtype`` is that of the KV cache and of what is not quantised
     kv_cache_bytes, weight_bytes  device memory held by each
     """
 
@@ -181,6 +182,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_bytes: int
     scheduling_policy: str = "priority"
     max_waiting_tokens: int = 2**63 - 1
+    quantization: str = "none"
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

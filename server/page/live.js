@@ -192,7 +192,8 @@ export class Live {
     const hits = stats?.prefix_cache_queries ? Math.round((100 * stats.prefix_cache_hits) / stats.prefix_cache_queries) : null;
     tile("hits", hits === null ? "–" : `${hits}%`, "of prompts");
     const notes = [];
-    if (info) notes.push(`${info.model} on ${info.device}, ${info.dtype}. Up to ${count(info.max_num_batched_tokens)} tokens a step.`);
+    const numbers = info?.quantization === "int8" ? `int8 weights, ${info.dtype} pages` : info?.dtype;
+    if (info) notes.push(`${info.model} on ${info.device}, ${numbers}. Up to ${count(info.max_num_batched_tokens)} tokens a step.`);
     if (stats?.num_preemptions) notes.push(`${count(stats.num_preemptions)} preemptions so far.`);
     if (this.timeline.numHidden) notes.push(`${count(this.timeline.numHidden)} earlier requests are not shown.`);
     if (this.model.numMissed) notes.push(`${count(this.model.numMissed)} steps came too fast to be shown.`);

@@ -153,3 +153,10 @@ def test_available_memory_is_what_the_cgroup_leaves_and_files_that_were_read_do_
     assert available_memory_bytes(tmp_path) == 2500 << 10
     (group / "memory.max").write_text(f"{1000 << 10}\n")
     assert available_memory_bytes(tmp_path) == 0
+
+
+def test_a_quantization_that_there_is_not_is_refused_by_name() -> None:
+    assert (EngineConfig().quantization, EngineConfig(quantization="int8").quantization) == ("none", "int8")
+    with pytest.raises(RequestError, match="int4") as caught:
+        EngineConfig(quantization="int4")  # type: ignore[arg-type]
+    assert caught.value.param == "quantization"
