@@ -1,13 +1,12 @@
 """Every benchmark, by the command line, on a tiny random GPT-2: all keys, finite numbers, sums that add up.
 
-No times are asserted. `bench peers` runs where the checkout has a `.venv-reference` with transformers.
+No times are asserted.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ from typer.testing import CliRunner
 
 from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers import Workload, bench_peers, find_peer_python
 from runtime.bench.streaming import bench_streaming
 from runtime.cli import app
 from runtime.llm import LLM
 
-ROOT = Path(__file__).resolve().parents[3]
-PEER_PYTHON = ROOT / ".venv-reference" / "bin" / "python"
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
 
 
@@ -179,69 +175,3 @@ def test_gpt2_folder_is_seeded_and_loads(folder: Path, tmp_path: Path) -> None:
         logits = llm.logits([1, 2, 3])
     assert logits.shape == (3, 97)
     assert np.isfinite(logits).all()
-
-
-def test_peer_python_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(
-        BenchmarkError, match=r"\.venv-reference.*pip install torch transformers.*--peer-python"
-    ):
-        find_peer_python(None, tmp_path)
-
-
-WORKLOADS = (
-    Workload("d", "decode", 2, 5, 4, "decode"),
-    Workload("p", "prefill", 1, 20, 1, "prefill"),
-    Workload("b", "burst", 3, 4, 3, "burst", is_also_sequential=True),
-)
-
-
-@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="no .venv-reference with torch and transformers")
-def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.bench import peers
-
-    monkeypatch.setattr(peers, "IDLE_SHARE", math.inf)  # other tests may be running beside
-    monkeypatch.setattr(peers, "MOST_ATTEMPTS", 2)
-    report = bench_peers(PEER_PYTHON, num_rounds=2, shape=SHAPE, workloads=WORKLOADS)
-    json.dumps(report, allow_nan=False)
-    assert report["logits_relative_error"] < 1e-4
-    assert [result["workload"] for result in report["results"]] == ["decode", "prefill", "burst"]
-    for result in report["results"]:
-        assert len(result["ratios"]) == 2
-        assert 2 <= result["num_rounds_tried"] <= 4
-        for side in ("ours", "peer"):
-            rates = result[side]
-            assert 0 < rates["min_tokens_per_second"] <= rates["median_tokens_per_second"]
-            assert rates["median_tokens_per_second"] <= rates["max_tokens_per_second"]
-        assert result["ratio"] == pytest.approx(
-            result["ours"]["median_tokens_per_second"] / result["peer"]["median_tokens_per_second"]
-        )
-        assert result["peer_cache"] in ("dynamic", "static")
-    burst = report["results"][2]
-    alone = burst["one_after_another"]
-    assert len(alone["tokens_per_second"]) == 2
-    assert burst["times_one_after_another"] == pytest.approx(
-        burst["ours"]["median_tokens_per_second"] / alone["median_tokens_per_second"]
-    )
-    assert "one_after_another" not in report["results"][0]
-
-
-FAKE_PEER = """#!{python}
-import json, sys
-import numpy
-for line in sys.stdin:
-    request = json.loads(line)
-    reply = {{"torch": "0", "transformers": "0", "threads": 1, "processor_s": 0.0}}
-    if request["op"] == "logits":
-        numpy.save(request["path"], numpy.full((len(request["token_ids"]), 97), {value}, numpy.float32))
-        reply["path"] = request["path"]
-    print(json.dumps(reply), flush=True)
-"""
-
-
-@pytest.mark.parametrize(("value", "words"), [("numpy.nan", "differ by nan"), ("0.5", r"differ by \d")])
-def test_a_peer_that_disagrees_is_not_timed(tmp_path: Path, value: str, words: str) -> None:
-    peer = tmp_path / "python"  # called with the peer's script, which it does not read
-    peer.write_text(FAKE_PEER.format(python=sys.executable, value=value))
-    peer.chmod(0o755)
-    with pytest.raises(BenchmarkError, match=words):
-        bench_peers(peer, num_rounds=1, shape=SHAPE, workloads=WORKLOADS[:1])
