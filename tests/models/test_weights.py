@@ -45,9 +45,12 @@ class WatchedSource:
         self._source.release(name)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", [None, bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["gpt2_gelu_erf", "qwen2_tied"])
-def test_the_source_is_released_map_by_map(tmp_path: Path, case: str, dtype: DType | None) -> None:
+def test_the_source_is_released_map_by_map(
+    tmp_path: Path, case: str, dtype: DType | None, quantization: str
+) -> None:
     folder = write_model(tmp_path, load_golden(case))
     config = load_config(folder)
     model_class = MODEL_CLASSES[config.architecture]
@@ -55,7 +58,7 @@ def test_the_source_is_released_map_by_map(tmp_path: Path, case: str, dtype: DTy
     checkpoint = open_checkpoint(folder)
     checkpoint.fit(layout)
     source = WatchedSource(checkpoint)
-    model_class(config, Weights(source, dtype), Device.parse("cpu"), 64)
+    model_class(config, Weights(source, dtype, quantization=quantization), Device.parse("cpu"), 64)
     assert source.seen == set(layout.shapes)
     assert source.held == set()
     joined = {name.rsplit(".", 2)[0] for name in source.most_held}
