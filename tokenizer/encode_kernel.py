@@ -128,7 +128,7 @@ def _find_word(text, start, size, work):
             return entry, key, slot
         if slots[2 * slot] == key and np.int64(entry >> _EIGHT & _LOW_BYTE) == size:
             chunk = np.int64(entry >> _SIXTEEN)
-            place = 0
+            place = np.int64(0)
             while place < size and pool[chunk] == chunk_at(text, start + place, min(8, size - place)):
                 chunk += 1
                 place += 8
@@ -165,19 +165,19 @@ def _encode_word(text, start, end, ids, tables, scratch, room):
     id_of = u32_at(tables[IDS])
     if tables[IGNORES_MERGES]:
         letters, spelled = u8_at(tables[LETTERS]), u8_at(scratch)
-        length = 0
+        length = np.int64(0)
         for i in range(start, end):
             letter = 2 * np.int64(text[i])
             spelled[length] = letters[letter]
             spelled[length + 1] = letters[letter + 1]
             length += 1 if letters[letter + 1] == 0 else 2
         tokens, starts, slots = u8_at(tables[TOKENS]), i64_at(tables[STARTS]), i32_at(tables[TOKEN_SLOTS])
-        found = find_token(spelled, 0, length, tokens, starts, slots, tables[TOKEN_MASK])
+        found = find_token(spelled, np.int64(0), length, tokens, starts, slots, tables[TOKEN_MASK])
         if found >= 0:
             ids[0] = id_of[found]
-            return 1
+            return np.int64(1)
     byte_symbols = i32_at(tables[BYTE_SYMBOLS])
-    count = 0
+    count = np.int64(0)
     for i in range(start, end):
         symbol = byte_symbols[text[i]]
         if symbol >= 0:

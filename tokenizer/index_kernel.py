@@ -58,7 +58,7 @@ def find_token(text, start, end, tokens, starts, slots, mask):
 def index_tokens(tokens_address, num_tokens, starts_address, slots_address, mask):
     """Fill `starts`, and `slots`, which is -1 throughout."""
     tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)
-    position = 0
+    position = np.int64(0)
     for symbol in range(num_tokens):
         starts[symbol] = position
         end = string_end(tokens, position)
@@ -73,20 +73,20 @@ def index_tokens(tokens_address, num_tokens, starts_address, slots_address, mask
 @njit
 def index_merges(
     merges_address, num_merges, middle, prefix_size,
-    tokens_address, starts_address, slots_address, mask, pairs_address, shift,
+    tokens_address, starts_address, slots_address, mask, pairs_address, shift, joined_address,
 ):  # fmt: skip
     """Fill `pairs`, which is NOTHING throughout.
 
     merges       strings: left, the byte `middle` and right of each merge
     prefix_size  bytes of the right one that its merged token lacks
+    joined       room for two tokens
     Returns -1, or the first merge that is no pair or names a token which is not in the vocabulary.
     """
     merges, tokens, starts = u8_at(merges_address), u8_at(tokens_address), i64_at(starts_address)
     slots, pairs = i32_at(slots_address), u64_at(pairs_address)
     pair_mask = (1 << (64 - shift)) - 1
-    room = 256
-    joined_array = np.zeros(room, np.uint8)
-    position = 0
+    joined = u8_at(joined_address)
+    position = np.int64(0)
     for rank in range(num_merges):
         left_end = position
         while merges[left_end] != middle and merges[left_end] != END:
@@ -97,22 +97,19 @@ def index_merges(
             right_end += 1
         if merges[left_end] == END or merges[right_end] == middle:
             return rank
-        size = left_end - position + max(right_end - right_start - prefix_size, 0)
-        if size + 8 > room:
-            room = 2 * size + 8
-            joined_array = np.zeros(room, np.uint8)
-        joined = u8_at(joined_array.ctypes.data)
-        length = 0
+        left = find_token(merges, position, left_end, tokens, starts, slots, mask)
+        right = find_token(merges, right_start, right_end, tokens, starts, slots, mask)
+        if left < 0 or right < 0:
+            return rank
+        length = np.int64(0)
         for i in range(position, left_end):
             joined[length] = merges[i]
             length += 1
         for i in range(right_start + prefix_size, right_end):
             joined[length] = merges[i]
             length += 1
-        left = find_token(merges, position, left_end, tokens, starts, slots, mask)
-        right = find_token(merges, right_start, right_end, tokens, starts, slots, mask)
-        merged = find_token(joined, 0, size, tokens, starts, slots, mask)
-        if left < 0 or right < 0 or merged < 0:
+        merged = find_token(joined, np.int64(0), length, tokens, starts, slots, mask)
+        if merged < 0:
             return rank
         key = pair_key(left, right)
         slot = pair_slot(key, shift)

@@ -105,7 +105,7 @@ def _queue(heap, size, left, right, place, symbols, pairs, shift):
 @njit
 def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift):
     """A heap entry is rank << 32 | place. A merge takes one out and puts at most two in: 2n are enough."""
-    size = 0
+    size = np.int64(0)
     for i in range(num_symbols):
         following[i] = i + 1
         preceding[i] = i - 1
@@ -120,7 +120,7 @@ def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift
         entry = heap[0]
         size -= 1
         heap[0] = heap[size]
-        _sift_down(heap, size, 0)
+        _sift_down(heap, size, np.int64(0))
         place = np.int64(entry & _LOW)
         right = np.int64(following[place])
         if symbols[place] < 0 or right == num_symbols:
@@ -138,7 +138,7 @@ def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift
         before = np.int64(preceding[place])
         if before >= 0:
             size = _queue(heap, size, before, place, before, symbols, pairs, shift)
-    kept = 0
+    kept = np.int64(0)
     for i in range(num_symbols):
         if symbols[i] >= 0:
             symbols[kept] = symbols[i]
@@ -164,7 +164,7 @@ def merge_tokens(
     text = u8_at(text_address)
     symbols = symbols_at(scratch, num_tokens)
     tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)
-    position = 0
+    position = np.int64(0)
     for i in range(num_tokens):
         end = string_end(text, position)
         symbols[i] = find_token(text, position, end, tokens, starts, slots, mask)

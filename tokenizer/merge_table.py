@@ -56,7 +56,8 @@ class MergeTable:
         self.shift = 65 - len(self.pairs).bit_length()
         packed = _packed(merges)
         middle = separator.encode("utf-8", "surrogateescape")[0]
-        tables = *self._token_tables(), address(self.pairs), self.shift
+        room = np.empty(2 * int(np.diff(self.starts).max(initial=0)) + len(_PADDING), np.uint8)
+        tables = *self._token_tables(), address(self.pairs), self.shift, address(room)
         offender = index_merges(address(packed), len(merges), middle, len(prefix.encode()), *tables)
         if offender >= 0:
             raise MergeError(offender)
