@@ -57,7 +57,8 @@ class Model(Protocol):
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """``[num_tokens, hidden_size]`` float32."""
+        """``[num_tokens, hidden_size]`` float32. By operations of ``runtime.ops`` alone: unless ``decode_graphs`` is
+        "off" they may not have been done yet when they return, so that nobody may look into a tensor."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
