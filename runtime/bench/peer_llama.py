@@ -208,6 +208,8 @@ class Peer:
             params.n_batch = max(batch_tokens, int(ubatch))
             params.n_ubatch = int(ubatch)
             params.n_threads = params.n_threads_batch = self.threads
+            if hasattr(params, "n_outputs_max_per_seq"):
+                params.n_outputs_max = params.n_outputs_max_per_seq = params.n_batch
             is_flash = attention == "flash"
             if hasattr(params, "flash_attn_type"):
                 params.flash_attn_type = int(is_flash)  # of -1 (auto), 0 and 1
