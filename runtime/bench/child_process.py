@@ -7,7 +7,7 @@ import json
 import select
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
 
@@ -19,10 +19,10 @@ class ChildProcess:
 
     One JSON object a line goes to its stdin, one comes back on its stdout; what it writes to stderr is
     kept, for the message of a failure. A child leaves when its stdin ends, hence also when this process
-    dies. `name` stands in error messages.
+    dies. `name` stands in error messages; `environment` replaces this process' own.
     """
 
-    def __init__(self, command: Sequence[str], name: str) -> None:
+    def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         try:
@@ -32,10 +32,16 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 start_new_session=True,
+                env=environment,
             )
         except OSError as error:
             self._log.close()
             raise BenchmarkError(f"cannot run {command[0]} for {name}: {error.strerror}") from error
+
+    @property
+    def pid(self) -> int:
+        """The process' number."""
+        return self._process.pid
 
     def ask(self, op: str, timeout_s: float = 600.0, **fields: Any) -> dict[str, Any]:
         """One request, one answer. Raises `BenchmarkError` with the child's words when it fails or dies."""

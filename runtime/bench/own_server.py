@@ -3,8 +3,8 @@
 In its own process so that the client's work does not take turns with the server's on one interpreter lock; the engine
 runs in a third, as `xserv serve` has it: what is measured is what users see. It speaks the protocol of `ChildProcess`:
 `start` with the arguments of `start_client` loads the model, listens on a free port of 127.0.0.1 and answers {port,
-model, vocab_size, max_model_len, environment}; `cpu` answers {cpu_s}, what this process has used so far, without its
-engine's; when stdin ends, the server ends.
+model, vocab_size, max_model_len, weight_bytes, kv_cache_bytes, environment}; `cpu` answers {cpu_s}, what this process
+has used so far, without its engine's; when stdin ends, the server ends.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def _serve(arguments: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -
                 "model": info.model_name,
                 "vocab_size": info.vocab_size,
                 "max_model_len": info.max_model_len,
+                "weight_bytes": info.weight_bytes,
+                "kv_cache_bytes": info.kv_cache_bytes,
                 "environment": describe_engine(info),
             }
         )

@@ -74,4 +74,35 @@ def peers(
         raise typer.Exit(1)
 
 
-COMMANDS = (peers,)
+def memory(
+    dtypes: Annotated[str | None, typer.Option(help="Weights: float32,bfloat16,int8; default: all.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests of the load.", min=1)] = 32,
+    cold: Annotated[bool, typer.Option("--cold", help="With an empty cache of compiled code.")] = False,
+    check: CheckFlag = False,
+    as_json: JsonFlag = False,
+    output_json: OutputJson = None,
+) -> None:
+    """Most memory that serving GPT-2 124M's shape takes over all processes, beside weights + KV cache + 400 MB."""
+    from runtime.bench.memory import bench_memory
+    from runtime.bench.peer_work import DTYPES, named
+
+    report = bench_memory(named("--dtypes", dtypes, DTYPES, DTYPES), num_prompts=num_prompts, is_cold=cold)
+    if output_json is not None:
+        output_json.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print("| weights | MB of weights | KV cache | peak | beside both | of it by process | limit | |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+        for result in report["results"]:
+            words = [
+                f"{result[key] / 1e6:,.0f}" for key in ("weight_bytes", "kv_cache_bytes", "peak_bytes", "above_bytes")
+            ]
+            words.append(" + ".join(f"{each['total'] / 1e6:,.0f}" for each in result["processes"]))
+            words += [f"{result['limit_bytes'] / 1e6:,.0f}", "met" if result["is_within"] else "missed"]
+            print(f"| {' | '.join([result['dtype'], *words])} |")
+    if check and not all(result["is_within"] for result in report["results"]):
+        raise typer.Exit(1)
+
+
+COMMANDS = (peers, memory)

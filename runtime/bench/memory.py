@@ -1,0 +1,101 @@
+"""`bench memory`: what serving a model takes, over all processes, beside its weights and its KV cache.
+
+Our own server is started on a folder of GPT-2's shape (`own_server`: the server's process and the engine's, as `xserv
+serve` has them), and gets prompts that together fill most of the cache. From its start to the last token the whole
+process tree is sampled; the most that it held must stay below weights + KV cache + `ALLOWANCE_BYTES`.
+
+A cold start compiles the kernels first, which takes memory too: with `is_cold` the server gets an empty cache folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.bench.child_process import ChildProcess
+from runtime.bench.environment import describe_machine
+from runtime.bench.gpt2_folder import Gpt2Shape
+from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.peer_work import GPT2, Group
+from runtime.bench.process_memory import MemoryWatch
+from runtime.bench.samples import random_samples
+from runtime.bench.serving import Load, bench_serve
+
+ALLOWANCE_BYTES = 400_000_000
+KV_CACHE_BYTES = 128 << 20
+
+
+def bench_memory(
+    dtypes: Sequence[str],
+    *,
+    shape: Gpt2Shape | None = None,
+    kv_cache_bytes: int = KV_CACHE_BYTES,
+    num_prompts: int = 32,
+    input_len: int = 64,
+    output_len: int = 16,
+    is_cold: bool = False,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> dict[str, Any]:
+    """Serves the model once for each type of weights, "float32", "bfloat16" or "int8".
+
+    `results[i]` has `weight_bytes` and `kv_cache_bytes` as the engine counts them, `limit_bytes`, `peak_bytes`,
+    `above_bytes` (of the peak, beside weights and cache), `is_within`, and of the peak each process' `total`,
+    `anonymous` and `file` bytes. `idle_bytes` is what remained after the load. Raises `BenchmarkError` where a request
+    fails or the system does not tell.
+    """
+    report: dict[str, Any] = {"is_cold": is_cold, "allowance_bytes": ALLOWANCE_BYTES, "results": []}
+    for dtype in dtypes:
+        say(f"{GPT2}, {dtype}: {'cold' if is_cold else 'warm'} start, load")
+        with tempfile.TemporaryDirectory(prefix="xserv-memory-") as name:
+            group = Group(GPT2, dtype, ())
+            group.write(Path(name) / "model", shape or Gpt2Shape(), seed)
+            arguments: dict[str, Any] = {
+                "model": str(Path(name) / "model"),
+                "device": "cpu",
+                "dtype": group.stored_dtype,
+                "kv_cache_bytes": kv_cache_bytes,
+                **({"quantization": "int8"} if dtype == "int8" else {}),
+            }
+            environment = {**os.environ, "XDG_CACHE_HOME": str(Path(name) / "cache")} if is_cold else None
+            samples = random_samples(
+                num_prompts, input_len=input_len, output_len=output_len, vocab_size=97, seed=seed
+            )
+            report["results"].append({"dtype": dtype, **_serve_once(arguments, environment, samples, seed)})
+    report["environment"] = describe_machine()
+    check_finite(report)
+    return report
+
+
+def _serve_once(
+    arguments: dict[str, Any], environment: dict[str, str] | None, samples: Sequence[Any], seed: int
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", "runtime.bench.own_server"]
+    with (
+        ChildProcess(command, "our server", environment) as server,
+        MemoryWatch(server.pid) as watch,
+    ):
+        started = server.ask("start", **arguments)
+        address = f"http://127.0.0.1:{started['port']}"
+        served = asyncio.run(bench_serve(address, Load(seed=seed), samples, model=started["model"]))
+        if served["failed"]:
+            raise BenchmarkError(f"{served['failed']} requests failed: {served['error_counts']}")
+        idle = watch.sample()
+    held = started["weight_bytes"] + started["kv_cache_bytes"]
+    return {
+        "weight_bytes": started["weight_bytes"],
+        "kv_cache_bytes": started["kv_cache_bytes"],
+        "limit_bytes": held + ALLOWANCE_BYTES,
+        "peak_bytes": watch.peak.total,
+        "above_bytes": watch.peak.total - held,
+        "is_within": watch.peak.total <= held + ALLOWANCE_BYTES,
+        "idle_bytes": idle.total,
+        "processes": watch.peak.processes,
+        "num_samples": watch.num_samples,
+        "total_output_tokens": served["total_output_tokens"],
+    }
