@@ -15,6 +15,7 @@ from runtime.commands.bench_kernels import COMMANDS as KERNEL_COMMANDS
 from runtime.commands.bench_peers import COMMANDS as PEER_COMMANDS
 from runtime.commands.bench_scheduling import COMMANDS as SCHEDULING_COMMANDS
 from runtime.commands.bench_serve import COMMANDS as SERVE_COMMANDS
+from runtime.commands.bench_tokenizer import COMMANDS as TOKENIZER_COMMANDS
 from runtime.commands.chat import chat
 from runtime.commands.generate import generate
 from runtime.commands.group import CommandGroup
@@ -39,7 +40,7 @@ def _program(
 
 for _command in (chat, generate, serve, tokenize, info):
     app.command()(with_options(_command))
-for _benchmark in PEER_COMMANDS + SERVE_COMMANDS + SCHEDULING_COMMANDS + KERNEL_COMMANDS:
+for _benchmark in PEER_COMMANDS + TOKENIZER_COMMANDS + SERVE_COMMANDS + SCHEDULING_COMMANDS + KERNEL_COMMANDS:
     bench.command()(with_options(_benchmark))
 app.add_typer(kernels)
 app.add_typer(bench)

@@ -18,6 +18,7 @@ SCRATCH_BYTES = 28
 """Bytes of scratch for each symbol: two entries of the heap, the symbol, the places of both neighbours."""
 
 _LONGEST_LISTED = 64  # symbols of the longest word that is not worth a heap
+_CHILDREN = 8  # of an entry of the heap: they fill a cache line
 _LOW = np.uint64(0xFFFF_FFFF)
 _HIGH = ~_LOW
 
@@ -72,14 +73,18 @@ def _merge_listed(symbols, num_symbols, ranks, pairs, shift):
 def _sift_down(heap, size, place):
     value = heap[place]
     while True:
-        child = 2 * place + 1
-        if child >= size:
+        first = _CHILDREN * place + 1
+        if first >= size:
             break
-        if child + 1 < size and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= value:
+        least = heap[first]
+        child = first
+        for i in range(first + 1, min(first + _CHILDREN, size)):
+            if heap[i] < least:
+                least = heap[i]
+                child = i
+        if least >= value:
             break
-        heap[place] = heap[child]
+        heap[place] = least
         place = child
     heap[place] = value
 
@@ -93,7 +98,7 @@ def _queue(heap, size, left, right, place, symbols, pairs, shift):
     value = found & _HIGH | np.uint64(place)
     at = size
     while at > 0:
-        parent = (at - 1) >> 1
+        parent = (at - 1) // _CHILDREN
         if heap[parent] <= value:
             break
         heap[at] = heap[parent]
@@ -114,7 +119,7 @@ def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift
             if found != NOTHING:
                 heap[size] = found & _HIGH | np.uint64(i)
                 size += 1
-    for i in range(size // 2 - 1, -1, -1):
+    for i in range((size - 2) // _CHILDREN, -1, -1):
         _sift_down(heap, size, i)
     while size > 0:
         entry = heap[0]

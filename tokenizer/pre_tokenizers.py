@@ -23,7 +23,7 @@ Step = Callable[[list[str], bool], tuple[list[str], bool]]
 """(pieces, is_at_start) → (pieces, is_at_start)."""
 
 # openai/gpt-2, encoder.py
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _TYPES = (
     "ByteLevel",
@@ -124,7 +124,7 @@ def _build_byte_level(fields: Fields) -> list[Step]:
     if fields.boolean("add_prefix_space"):
         steps.append(_prefix_space)
     if fields.boolean("use_regex", True):
-        steps.append(_split_step(compile_pattern(_GPT2_PATTERN), "Isolated"))
+        steps.append(_split_step(compile_pattern(GPT2_PATTERN), "Isolated"))
     steps.append(byte_level_step)
     return steps
 

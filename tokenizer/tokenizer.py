@@ -219,6 +219,8 @@ class Tokenizer:
     def bytes_of(self, ids: Iterable[int], skipped: frozenset[int]) -> bytes:
         """The bytes of the ids that are not `skipped`, as `token_bytes` gives them."""
         table = self._bytes
+        if not skipped:
+            return b"".join(map(table.__getitem__, ids))
         return b"".join([table[token_id] for token_id in ids if token_id not in skipped])
 
     def tokens_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[str]:
