@@ -34,9 +34,10 @@ def bench_load(folder: Path, num_rounds: int) -> dict[str, Any]:
         num_tensors = len(views)
         if sum(view.nbytes for view in views) + (1 << 20) < file.stat().st_size:
             raise BenchmarkError(f"the views of {file.name} hold less than the file")
-    return host_row(
-        "load", 1e3 * statistics.median(seconds), file_bytes=file.stat().st_size, num_tensors=num_tensors
-    )
+    size = file.stat().st_size
+    milliseconds = 1e3 * statistics.median(seconds)
+    said = f"{size / 1e6:.0f} MB, {num_tensors} tensors"
+    return host_row("load", milliseconds, said=said, file_bytes=size, num_tensors=num_tensors)
 
 
 def bench_pack(folder: Path, num_rounds: int) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def bench_pack(folder: Path, num_rounds: int) -> dict[str, Any]:
     return host_row(
         "pack",
         pack_s / copy_s,
+        said=f"{pack_s:.3f} s, copying {copy_s:.3f} s, {num_bytes / 1e6:.0f} MB",
         pack_s=pack_s,
         copy_s=copy_s,
         matrix_bytes=num_bytes,

@@ -82,7 +82,8 @@ HOST_GOALS = {
 }
 
 
-def host_row(key: str, value: float, **details: Any) -> dict[str, Any]:
-    """A report's row for one of `HOST_GOALS`."""
+def host_row(key: str, value: float | None, **details: Any) -> dict[str, Any]:
+    """A report's row for one of `HOST_GOALS`; without a value the verdict is "unknown"."""
     goal = HOST_GOALS[key]
-    return {"workload": key, **asdict(goal), "value": value, "verdict": goal.verdict(value), **details}
+    verdict = "unknown" if value is None else goal.verdict(value)
+    return {"workload": key, **asdict(goal), "value": value, "verdict": verdict, **details}

@@ -20,16 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.hub import resolve_model
 from runtime.bench.child_process import ChildProcess
 from runtime.bench.cpu_limits import CpuLimits, ModelSize, limit_rate, measure_limits
 from runtime.bench.environment import describe_engine
 from runtime.bench.gpt2_folder import Gpt2Shape
 from runtime.bench.loading import bench_load, bench_pack
 from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.bench.peer_goals import PEER_GOALS
+from runtime.bench.peer_goals import PEER_GOALS, host_row
 from runtime.bench.peer_rounds import compare_logits, measure_workload
 from runtime.bench.peer_sides import PEER_ENGINES, OurSide, PeerEngine, PeerSide
 from runtime.bench.peer_work import GPT2, Group
+from runtime.bench.tokenizer import tokenizer_rows
+from runtime.bench.tokenizer_sides import NAMES
 
 KV_CACHE_BYTES = 512 << 20
 
@@ -112,7 +115,21 @@ def failures(report: Mapping[str, Any]) -> list[str]:
 def _host_rows(key: str, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
     if key == "load":
         return [bench_load(folder, num_rounds)]
-    return [bench_pack(folder, num_rounds)]
+    if key == "pack":
+        return [bench_pack(folder, num_rounds)]
+    bundled = Path(resolve_model(None)) / "tokenizer.json"
+    return [tokenizer_row(row) for row in tokenizer_rows([bundled], num_rounds=num_rounds)]
+
+
+def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `bench tokenizer` beside its goal: the prompt's is a time, the others' a ratio to tiktoken."""
+    medians = {name: row[name]["median"] for name in NAMES if name in row}
+    said = ", ".join(f"{name} {median:.3g}" for name, median in medians.items()) + f" {row['unit']}"
+    details = {"what": row["work"], "said": f"{row['work']}: {said}", "medians": medians, "unit": row["unit"]}
+    if row["unit"] == "us":
+        return host_row("tokenizer_prompt", medians["ours"], **details)
+    ratio = medians["ours"] / medians["tiktoken"] if "tiktoken" in medians else None
+    return host_row("tokenizer_encode", ratio, **details)
 
 
 def _measure_group(

@@ -17,7 +17,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report["results"]:
         parts.append(_table((*_HEAD, "verdict", "limit", "share"), [_row(result) for result in report["results"]]))
     if report["host_results"]:
-        head = ("of the host", "measured", "must", "ahead", "verdict")
+        head = ("of the host", "measured", "in numbers", "must", "ahead", "verdict")
         parts.append(_table(head, [_host_row(result) for result in report["host_results"]]))
     parts += [_burst(result) for result in report["results"] if result["measure"] == "burst"]
     parts += [_concurrent(result) for result in report["results"] if "one_after_another" in result]
@@ -74,7 +74,8 @@ def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
 def _host_row(result: Mapping[str, Any]) -> tuple[str, ...]:
     sign = "≤" if result["is_most"] else "≥"
     bounds = (f"{sign} {result['must']:g}", f"{sign} {result['ahead']:g}")
-    return (result["work"], f"{result['value']:.3g} {result['measure']}", *bounds, result["verdict"])
+    value = "–" if result["value"] is None else f"{result['value']:.3g} {result['measure']}"
+    return (result["work"], value, result.get("said", ""), *bounds, result["verdict"])
 
 
 def _burst(result: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peer_goals import PEER_GOALS, host_row
 from runtime.bench.peer_sides import LLAMA, PEER_ENGINES, TRANSFORMERS
 from runtime.bench.peer_work import DTYPES, GPT2, WORKLOADS, Workload, groups_of, named
-from runtime.bench.peers import bench_peers, failures
+from runtime.bench.peers import bench_peers, failures, tokenizer_row
 from runtime.bench.peers_report import markdown
 from runtime.bench.prompts import random_prompts
 from runtime.cli import app
@@ -291,6 +291,21 @@ def test_loading_and_packing(tmp_path: Path) -> None:
     assert pack["matrix_bytes"] == 4 * matrices
     assert pack["value"] == pytest.approx(pack["pack_s"] / pack["copy_s"])
     assert pack["resident_mapped_bytes"] is None or pack["resident_mapped_bytes"] < 1 << 20
+
+
+def test_tokenizer_rows() -> None:
+    spread = {name: {"median": median} for name, median in (("ours", 30.0), ("tokenizers", 5.0), ("tiktoken", 15.0))}
+    encode = tokenizer_row({"work": "encode, prose", "unit": "MB/s", **spread})
+    assert (encode["value"], encode["verdict"]) == (2.0, "ahead")
+    assert encode["said"] == "encode, prose: ours 30, tokenizers 5, tiktoken 15 MB/s"
+    del spread["tiktoken"]
+    alone = tokenizer_row({"work": "encode, prose", "unit": "MB/s", **spread})
+    assert (alone["value"], alone["verdict"]) == (None, "unknown")
+    prompt = tokenizer_row({"work": "a prompt", "unit": "us", "ours": {"median": 19.0}})
+    assert (prompt["value"], prompt["verdict"]) == (19.0, "met")
+    report = {"results": [], "refused": [], "limits": None, "peers": {}, "host_results": [encode, alone, prompt]}
+    assert markdown(report).count("| unknown |") == 1
+    assert len(failures(report)) == 1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
