@@ -26,7 +26,7 @@ _CATEGORIES = (
     "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf",
 )  # fmt: skip
 _PROPERTIES = {*_CATEGORIES, *"LMNPSZC"}
-_ASSIGNED = ((0, 0x33480), (0xE0000, 0xE0200))  # outside, all characters are of one kind: C
+_ASSIGNED = ((0, 0x40000), (0xE0000, 0xE0200))  # outside, all characters are of one kind: C
 _MOST_CLASSES = 255
 _FOLDED_TO_ASCII = "\u017f\u212a"  # long s and the Kelvin sign: what lies beyond ASCII and folds to one letter of it
 
