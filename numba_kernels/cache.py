@@ -20,6 +20,8 @@ from typing import Any
 import llvmlite
 import numba
 
+from numba_kernels.closure_cache import kept_cfunc, kept_njit
+
 _ROOT = Path(__file__).resolve().parent.parent
 _IMPORT = re.compile(
     r"^\s*(?:from\s+((?:numba_kernels|runtime|tokenizer)[\w.]*)\s+import\s+(\([^)]*\)|[^\n(]+)"
@@ -90,10 +92,10 @@ def _kept_for(function: Callable[..., Any]) -> Iterator[None]:
 def njit(function: Callable[..., Any]) -> Any:
     """``numba.njit`` for host code: cached, without the interpreter's lock, C's error model."""
     with _kept_for(function):
-        return numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False)(function)
+        return kept_njit(function, nogil=True, error_model="numpy", boundscheck=False)
 
 
 def compile_c_function(function: Callable[..., None], signature: Any) -> Any:
     """``numba.cfunc`` of the same kind, compiled (or read from disk) now; `.address` is its entry."""
     with _kept_for(function):
-        return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)
+        return kept_cfunc(signature, function, error_model="numpy")

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import llvmlite.ir as ir
 import numba
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from numba_kernels.closure_cache import kept_cfunc
 from numba_kernels.cpu import pool
 from numba_kernels.cpu.recording import Explain, current, hold, new_array
 
@@ -61,7 +62,7 @@ class Kernel:
 
     def __init__(self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False) -> None:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
-        self._compiled = cfunc(signature, nopython=True, cache=True, error_model="numpy", fastmath=fastmath)(body)
+        self._compiled = kept_cfunc(signature, body, error_model="numpy", fastmath=fastmath)
         self._address = self._compiled.address
         self._packer = fields.packer
 
