@@ -130,7 +130,7 @@ def run_alone(function, arguments, num_tickets):
         _call(function, arguments, ticket)
 
 
-@njit("void(int64[::1])", nogil=True)
+@njit(nogil=True)
 def _draw(words):
     """Draws and runs tickets until none is left."""
     ticket = _add(words, NEXT, 1)
