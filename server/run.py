@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import ssl
+import threading
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from server.logs import close_log, open_log
 from server.origins import hosts_for
 from server.protocol import RESERVED_CONNECTIONS, uvicorn_config
 from server.tracing import open_tracing
+from tokenizer.warm_up import warm_up as warm_up_tokenizer
 
 
 class ServerStartError(XservError):
@@ -76,6 +78,8 @@ def serve(
         check_files(config)
         listener = stack.enter_context(closing(listen(host, port)))
         allow_connections(config.max_connections)
+        if not in_process:  # while the engine's process starts, this one would wait
+            threading.Thread(target=warm_up_tokenizer, name="tokenizer", daemon=True).start()
         client = start_client(model, in_process=in_process, **engine_options)
         stack.callback(client.close)
         name = served_model_name or client.info.model_name

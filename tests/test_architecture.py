@@ -25,6 +25,7 @@ FLOORS = {
     "tokenizer": 1,
     "numba_kernels": 2,
     "numba_kernels.cache": 1,
+    "numba_kernels.closure_cache": 1,
     "numba_kernels.cuda": 2,
     "numba_kernels.cpu": 2,
     "runtime.device": 3,

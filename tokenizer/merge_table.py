@@ -57,13 +57,12 @@ class MergeTable:
         packed = _packed(merges)
         middle = separator.encode("utf-8", "surrogateescape")[0]
         room = np.empty(2 * int(np.diff(self.starts).max(initial=0)) + len(_PADDING), np.uint8)
-        tables = *self._token_tables(), address(self.pairs), self.shift, address(room)
-        offender = index_merges(address(packed), len(merges), middle, len(prefix.encode()), *tables)
+        token_tables = address(self.tokens), address(self.starts), address(self.slots), self.mask
+        self._tables = *token_tables, address(self.pairs), self.shift
+        prefix_size = len(prefix.encode())
+        offender = index_merges(address(packed), len(merges), middle, prefix_size, *self._tables, address(room))
         if offender >= 0:
             raise MergeError(offender)
-
-    def _token_tables(self) -> tuple[int, int, int, int]:
-        return address(self.tokens), address(self.starts), address(self.slots), self.mask
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of a word, given as the tokens to begin with; all are in the vocabulary."""
@@ -74,8 +73,7 @@ class MergeTable:
         text = _packed(tokens)
         count = len(tokens)
         scratch = np.empty(SCRATCH_BYTES * count // 4, np.int32)
-        tables = *self._token_tables(), address(self.pairs), self.shift
-        size = merge_tokens(address(text), count, *tables, address(scratch))
+        size = merge_tokens(address(text), count, *self._tables, address(scratch))
         ids: list[int] = self.ids[scratch[4 * count : 4 * count + size]].tolist()
         return ids
 

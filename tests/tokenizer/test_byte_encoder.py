@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -275,3 +277,13 @@ def test_threads_have_words_of_their_own() -> None:
     with ThreadPoolExecutor(6) as pool:
         for found in pool.map(lambda _: [tokenizer.encode(text) for text in texts], range(12)):
             assert found == expected
+
+
+def test_warming_up_runs_the_loops_of_encoding() -> None:
+    command = (
+        "from tokenizer.warm_up import warm_up; warm_up(); from tokenizer import encode_kernel, index_kernel;"
+        "loops = encode_kernel.encode, index_kernel.index_tokens, index_kernel.index_merges;"
+        "print(*[len(loop.signatures) for loop in loops])"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1", "1"]

@@ -1,0 +1,20 @@
+"""What a process may do before it needs its tokenizer: compiled loops are read from disk, or compiled."""
+
+from __future__ import annotations
+
+from tokenizer.byte_level import BYTE_TO_CHAR
+from tokenizer.json_fields import Fields
+from tokenizer.loading import TokenizerFiles
+from tokenizer.tokenizer import Tokenizer
+
+
+def warm_up() -> None:
+    """Run each compiled loop once: half a second, and some seconds where no compiled code is on disk yet.
+
+    A thread may do it while the process waits for something else.
+    """
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    vocab = {letter: i for i, letter in enumerate(BYTE_TO_CHAR)}
+    model = {"type": "BPE", "vocab": vocab | {"ab": 256}, "merges": ["a b"]}
+    content = {"version": "1.0", "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    Tokenizer(TokenizerFiles(Fields(content, "warm_up"))).encode("ab")
