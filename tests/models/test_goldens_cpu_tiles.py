@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from numba_kernels.cpu.target import TILES, VARIABLE, available_tiles
 
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCES = {"F32-none": 1e-5, "F32-int8": 3e-2, "BF16-none": 1e-5, "BF16-int8": 3e-2}
 ROUNDED = 2e-2  # of bfloat16, where activations are rounded to it, too
 
@@ -22,8 +24,8 @@ EACH_TIME = next((tiles for tiles in ("avx2", "portable") if tiles in available_
 def forced(tiles: str, *arguments: str) -> str:
     """What `python -m arguments` prints with these tiles."""
     run = subprocess.run(
-        [sys.executable, "-m", *arguments], env={**os.environ, VARIABLE: tiles}, capture_output=True, text=True,
-        timeout=1800,
+        [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, VARIABLE: tiles},
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
