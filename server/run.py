@@ -29,7 +29,7 @@ from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.start import start_client
 from runtime.errors import XservError
-from runtime.text.load import load_tokenizer
+from runtime.text.load import has_tokenizer, load_tokenizer
 from server.app import Application, create_app
 from server.auth import ApiKeys
 from server.config import ServerConfig, ServerConfigError
@@ -78,7 +78,8 @@ def serve(
         check_files(config)
         listener = stack.enter_context(closing(listen(host, port)))
         allow_connections(config.max_connections)
-        if not in_process:  # while the engine's process starts, this one would wait
+        is_textless = model is not None and Path(model).is_dir() and not has_tokenizer(Path(model))
+        if not in_process and not is_textless:  # while the engine's process starts, this one would wait
             threading.Thread(target=warm_up_tokenizer, name="tokenizer", daemon=True).start()
         client = start_client(model, in_process=in_process, **engine_options)
         stack.callback(client.close)
