@@ -143,9 +143,15 @@ def _find_sequence(group_starts, num_seqs, group):
     return low
 
 
+def span_of(block_size: int) -> int:
+    """The kernel's ``span`` for pages of so many tokens."""
+    return LANES if block_size % LANES == 0 else HALF_TOKENS
+
+
 @functools.cache
-def attention_kernel(stored: type) -> Kernel:
-    """For pages of ``stored``. A ticket is one row group and KV head, or with ``num_segments > 1`` one segment of them.
+def attention_kernel(stored: type, span: int) -> Kernel:
+    """For pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one row group and
+    KV head, or with ``num_segments > 1`` one segment of them.
 
     ``group_starts [num_seqs + 1]`` counts the row groups before each sequence; ``window`` 0 = all. With segments, the
     sums of each ticket go to ``partial [tickets, group_tokens * share, value_width + 2]``.
@@ -177,7 +183,7 @@ def attention_kernel(stored: type) -> Kernel:
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
-        work = np.zeros(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity, np.float32)
+        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity, np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -185,33 +191,38 @@ def attention_kernel(stored: type) -> Kernel:
         sums_at = maxima_at + capacity * 4
         factors_at = sums_at + capacity * 4
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
-        total = out_at + sizes[2] * 4, factors_at + capacity * 4, factors_at + 2 * capacity * 4
-        tables = np.empty(2 * _HALVES + capacity, np.int64)
+        tables = np.empty(3 * _HALVES + capacity, np.int64)
         keys_at = address(tables)  # where the keys of each half of a chunk begin
         values_at = keys_at + _HALVES * 8
-        ends_at = values_at + _HALVES * 8  # the key behind the last one that each row sees
-        ends = tables[2 * _HALVES :]
+        next_at = values_at + _HALVES * 8  # the keys of the next chunk, or the same
+        ends_at = next_at + _HALVES * 8  # the key behind the last one that each row sees
+        ends = tables[3 * _HALVES :]
         for token in range(tokens):
             ends[token * share : (token + 1) * share] = first_position + token + 1
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale))
-        _clear(total, rows, width)
 
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
             first_segment, last_segment = segment, min(segment + 1, last_segment)
+        is_merged = last_segment - first_segment > 1
+        total = part  # a lone segment is the total
+        if is_merged:
+            total = out_at + sizes[2] * 4, factors_at + capacity * 4, factors_at + 2 * capacity * 4
+        _clear(total, capacity, width)
         for current in range(first_segment, last_segment):
             start = max(first_key // CHUNK_TOKENS * CHUNK_TOKENS, current * SEGMENT_TOKENS)
             stop = min(last_key, (current + 1) * SEGMENT_TOKENS)
             if start >= stop:
                 continue
-            _clear(part, capacity, width)
+            if is_merged:
+                _clear(part, capacity, width)
             entry, inside = start // a.block_size, start % a.block_size
             for chunk in range(start, stop, CHUNK_TOKENS):
                 for half in range(_HALVES):
                     token = chunk + half * HALF_TOKENS
-                    block = np.int64(0)  # whatever lies there is masked
-                    if token < last_key and token + HALF_TOKENS > first_key:
+                    block = np.int64(0)  # whatever lies there is masked; but a span is read from its first half's block
+                    if token < last_key and token // span * span + span > first_key:
                         block = np.int64(table[entry])
                         if block < 0 or block >= a.num_blocks:
                             a.status = BAD_BLOCK
@@ -222,6 +233,17 @@ def attention_kernel(stored: type) -> Kernel:
                     inside += HALF_TOKENS
                     if inside == a.block_size:
                         entry, inside = entry + 1, 0
+                ahead, ahead_inside = entry, inside
+                for half in range(_HALVES):
+                    tables[2 * _HALVES + half] = tables[half]
+                    if chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
+                        page = np.int64(table[ahead]) * a.kv_heads + head  # only asked for: need not exist
+                        tables[2 * _HALVES + half] = (
+                            a.k_cache + (page * a.head_dim * a.block_size + ahead_inside) * itemsize
+                        )
+                    ahead_inside += HALF_TOKENS
+                    if ahead_inside == a.block_size:
+                        ahead, ahead_inside = ahead + 1, 0
                 for tile in range(0, rows, TILE_ROWS):
                     height = _height(rows - tile)
                     tile_rows = min(height, rows - tile)
@@ -230,8 +252,8 @@ def attention_kernel(stored: type) -> Kernel:
                         continue
                     tile_scores = scores_at + tile * CHUNK_TOKENS * 4
                     score_tile(
-                        stored, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim, tile_scores,
-                        min(CHUNK_TOKENS, tile_last), height,
+                        stored, span, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim,
+                        tile_scores, min(CHUNK_TOKENS, tile_last), values_at, height,
                     )  # fmt: skip
                     softmax_tile(
                         tile_scores, ends_at + tile * 8, chunk, a.window, maxima_at + tile * 4, sums_at + tile * 4,
@@ -247,9 +269,10 @@ def attention_kernel(stored: type) -> Kernel:
                     value_tile(
                         stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
                         min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
-                        out_at + tile * width * 4, width // LANES, height,
+                        out_at + tile * width * 4, width // LANES, next_at, height,
                     )  # fmt: skip
-            _merge(total, part, rows, width)
+            if is_merged:
+                _merge(total, part, rows, width)
 
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 from numba.core import cgutils, types
+from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
@@ -18,9 +19,22 @@ from numba_kernels.cpu.target import LANES, TILE_ROWS, TILE_VECTORS
 
 CHUNK_TOKENS = 64
 HALF_TOKENS = 8  # tokens that are sure to lie side by side: block sizes are multiples of it
+_HALVES = CHUNK_TOKENS // HALF_TOKENS
+_FETCHING_ROWS = 4  # the highest tile that waits for memory more than it computes
+_FULL_WIDTH = 4  # vectors of the output that are summed together
+_LINE_BYTES = 64
 _ACCUMULATORS = 16 if TILE_VECTORS > 1 else 4
 STATE_ROWS = TILE_ROWS  # rows whose maxima and sums are updated as one vector
 HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
+
+
+def _fetch(builder, start, turn, kind):
+    """Asks for as many cache lines as an element has bytes, those with number ``turn`` from an address on: in as many
+    turns as a head has dimensions a whole chunk is asked for, when the turns go round its pages or halves."""
+    size = kind.bitwidth // 8
+    at = builder.add(start, builder.mul(turn, _constant(size * _LINE_BYTES)))
+    for line in range(size):
+        simd.prefetch(builder, simd.offset(builder, at, line * _LINE_BYTES))
 
 
 def _constant(value: int) -> ir.Constant:
@@ -50,19 +64,24 @@ def _entry(builder, table, index):
 
 
 @intrinsic
-def score_tile(typingctx, stored, q, keys, key_stride, head_dim, scores, tokens, rows):
+def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, tokens, values, rows):
     """``scores[r, t] = sum_d q[d, r] * key[d, t]`` for ``rows`` (one of HEIGHTS) rows and at least the first ``tokens``
     of a chunk (what lies behind them is left undefined).
 
     ``q`` is ``[head_dim, rows]``; ``keys`` a table of addresses, one for each HALF_TOKENS tokens, of their first
-    dimension, the next being ``key_stride`` bytes further; ``scores`` is ``[rows, CHUNK_TOKENS]``.
+    dimension, the next being ``key_stride`` bytes further; ``scores`` is ``[rows, CHUNK_TOKENS]``. ``span`` tokens,
+    a literal, HALF_TOKENS or LANES, are sure to lie side by side. A low tile, which waits for memory, meanwhile fetches
+    the chunk's values from where the table ``values`` says.
     """
     kind = stored.instance_type
     index = types.intp
-    signature = types.void(stored, index, index, index, index, index, index, index)
+    if not isinstance(span, types.IntegerLiteral):
+        raise RequireLiteralValue("span must be a literal")
+    is_whole = span.literal_value == LANES
+    signature = types.void(stored, span, index, index, index, index, index, index, index, index)
 
     def codegen(context, builder, signature, args):
-        _, q, keys, key_stride, head_dim, scores, tokens, rows = args
+        _, _, q, keys, key_stride, head_dim, scores, tokens, values, rows = args
         join = ir.Constant(simd.vector(simd.I32), list(range(LANES)))
 
         def emit(height):
@@ -72,17 +91,23 @@ def score_tile(typingctx, stored, q, keys, key_stride, head_dim, scores, tokens,
             turns = builder.sdiv(builder.add(tokens, _constant(span - 1)), _constant(span))
             with cgutils.for_range(builder, turns, intp=I64) as loop:
                 first = builder.mul(loop.index, _constant(units))
-                halves = [
+                pieces = [
                     _entry(builder, keys, builder.add(builder.mul(first, _constant(2)), _constant(h)))
-                    for h in range(2 * units)
+                    for h in range(0, 2 * units, 2 if is_whole else 1)
                 ]
                 for row in sums:
                     for register in row:
                         builder.store(simd.splat_constant(F32, 0.0), register)
                 with cgutils.for_range(builder, head_dim, intp=I64) as inner:
                     at = builder.mul(inner.index, key_stride)
-                    loaded = [simd.load_wide(builder, builder.add(h, at), kind, HALF_TOKENS) for h in halves]
-                    vectors = [builder.shuffle_vector(loaded[2 * u], loaded[2 * u + 1], join) for u in range(units)]
+                    if height <= _FETCHING_ROWS:
+                        half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
+                        _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), kind)
+                    lanes = LANES if is_whole else HALF_TOKENS
+                    vectors = [simd.load_wide(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
+                    if not is_whole:
+                        pairs = zip(vectors[::2], vectors[1::2])
+                        vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
                     q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
                     for r, row in enumerate(sums):
                         value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
@@ -186,18 +211,22 @@ def _origin(builder, largest):
 
 
 @intrinsic
-def value_tile(typingctx, stored, weights, values, value_stride, first, last, factors, out, out_vectors, rows):
+def value_tile(
+    typingctx, stored, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows
+):  # fmt: skip
     """``out[r, c] = out[r, c] * factors[r] + sum_t weights[r, t] * value[t, c]`` over tokens [first, last) of a chunk.
 
     ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
-    first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32.
+    first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32. A
+    low tile meanwhile fetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
+    ``next_keys``.
     """
     kind = stored.instance_type
     index = types.intp
-    signature = types.void(stored, index, index, index, index, index, index, index, index, index)
+    signature = types.void(stored, index, index, index, index, index, index, index, index, index, index)
 
     def codegen(context, builder, signature, args):
-        _, weights, values, value_stride, first, last, factors, out, out_vectors, rows = args
+        _, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows = args
         vector_bytes = LANES * kind.bitwidth // 8
 
         def columns(height, width, start):
@@ -216,6 +245,10 @@ def value_tile(typingctx, stored, weights, values, value_stride, first, last, fa
                 half = _entry(builder, values, builder.lshr(token, _constant(3)))
                 row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
                 at = builder.add(builder.add(half, row), start_bytes)
+                if height <= _FETCHING_ROWS:
+                    turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
+                    page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
+                    _fetch(builder, _entry(builder, next_keys, page), builder.udiv(turn, _constant(_HALVES // 2)), kind)
                 vectors = [
                     simd.load_wide(builder, simd.offset(builder, at, c * vector_bytes), kind) for c in range(width)
                 ]
@@ -231,7 +264,7 @@ def value_tile(typingctx, stored, weights, values, value_stride, first, last, fa
                     simd.store(builder, builder.load(register), place)
 
         def emit(height):
-            width = max(1, min(4, _ACCUMULATORS // height))
+            width = max(1, min(_FULL_WIDTH, _ACCUMULATORS // height))
             whole = builder.sdiv(out_vectors, _constant(width))
             with cgutils.for_range(builder, whole, intp=I64) as loop:
                 columns(height, width, builder.mul(loop.index, _constant(width)))

@@ -408,7 +408,8 @@ def attention(
         limit = plan.table_width * block_size
         return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
 
-    _attention.attention_kernel(STORED[k_cache.dtype])(groups * segments, workers, *arguments, explain=explain)
+    span = _attention.span_of(block_size)
+    _attention.attention_kernel(STORED[k_cache.dtype], span)(groups * segments, workers, *arguments, explain=explain)
     if segments > 1:
         _attention.merge_kernel()(groups, workers, *arguments)
     return result
