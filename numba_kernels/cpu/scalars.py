@@ -53,7 +53,8 @@ def load_f32(typingctx, stored, address, index):
             return builder.uitofp(value, F32)
         if kind == types.uint16:
             return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
-        return builder.fpext(builder.bitcast(value, ir.HalfType()), F32)
+        one = simd.widen(builder, builder.bitcast(value, simd.vector(I16, 1)), kind, 1)
+        return builder.extract_element(one, ir.Constant(I32, 0))
 
     return types.float32(stored, types.intp, types.intp), codegen
 
@@ -68,11 +69,37 @@ def store_f32(typingctx, stored, address, index, value):
         if kind == types.uint16:
             value = _to_bfloat16(builder, value)
         elif kind == types.int16:
-            value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
+            value = _to_float16(builder, value)
         builder.store(value, _place(builder, kind, address, index))
         return context.get_dummy_value()
 
     return types.void(stored, types.intp, types.intp, types.float32), codegen
+
+
+def _to_float16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Without an instruction for it, in integers: what is too small for a whole mantissa is rounded by adding a half,
+    whose last bit is worth as much as float16's least number."""
+    if simd.HAS_HALF:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
+
+    def number(value: int) -> ir.Constant:
+        return ir.Constant(I32, value)
+
+    bits = builder.bitcast(value, I32)
+    magnitude = builder.and_(bits, number(0x7FFFFFFF))
+    last = builder.and_(builder.lshr(magnitude, number(13)), number(1))
+    rounded = builder.add(builder.add(magnitude, number(0xFFF)), last)
+    normal = builder.lshr(builder.sub(rounded, number((127 - 15) << 23)), number(13))
+    half = number(126 << 23)
+    added = builder.fadd(builder.bitcast(magnitude, F32), builder.bitcast(half, F32))
+    small = builder.sub(builder.bitcast(added, I32), half)
+    finite = builder.select(builder.icmp_unsigned("<", magnitude, number((127 - 14) << 23)), small, normal)
+    is_finite = builder.icmp_unsigned("<", rounded, number((127 + 16) << 23))  # below 2^16 after rounding
+    nan = builder.or_(number(0x7E00), builder.and_(builder.lshr(magnitude, number(13)), number(0x3FF)))
+    is_nan = builder.icmp_unsigned(">", magnitude, number(0x7F800000))
+    result = builder.select(is_nan, nan, builder.select(is_finite, finite, number(0x7C00)))
+    sign = builder.lshr(builder.and_(bits, number(0x80000000)), number(16))
+    return builder.trunc(builder.or_(result, sign), I16)
 
 
 def _to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:

