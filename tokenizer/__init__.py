@@ -7,8 +7,8 @@
     decoder = IncrementalDecoder(tokenizer, prompt_ids=ids)
     text = decoder.push([9906]) + decoder.flush()
 
-Nothing here knows of models, engines or servers. `regex` and `jinja2` are imported when they are first
-needed.
+Nothing here knows of models, engines or servers. `regex`, `jinja2`, numpy and numba are imported when they are
+first needed.
 """
 
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerError, TokenizerFileError
