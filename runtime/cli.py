@@ -6,16 +6,10 @@ else is imported when a command runs.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.bench import bench
-from runtime.commands.bench_kernels import COMMANDS as KERNEL_COMMANDS
-from runtime.commands.bench_peers import COMMANDS as PEER_COMMANDS
-from runtime.commands.bench_scheduling import COMMANDS as SCHEDULING_COMMANDS
-from runtime.commands.bench_serve import COMMANDS as SERVE_COMMANDS
-from runtime.commands.bench_tokenizer import COMMANDS as TOKENIZER_COMMANDS
 from runtime.commands.chat import chat
 from runtime.commands.generate import generate
 from runtime.commands.group import CommandGroup
@@ -25,8 +19,23 @@ from runtime.commands.options import with_options
 from runtime.commands.serve import serve
 from runtime.commands.tokenize import tokenize
 
+
+class Program(CommandGroup):
+    """All commands; those of `bench` are imported when one of them, or the help, is asked for."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [*super().list_commands(ctx), "bench"]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        if cmd_name != "bench":
+            return super().get_command(ctx, cmd_name)
+        from runtime.commands.benchmarks import bench
+
+        return typer.main.get_command(bench)
+
+
 app = typer.Typer(
-    cls=CommandGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=Program, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
 
@@ -40,10 +49,7 @@ def _program(
 
 for _command in (chat, generate, serve, tokenize, info):
     app.command()(with_options(_command))
-for _benchmark in PEER_COMMANDS + TOKENIZER_COMMANDS + SERVE_COMMANDS + SCHEDULING_COMMANDS + KERNEL_COMMANDS:
-    bench.command()(with_options(_benchmark))
 app.add_typer(kernels)
-app.add_typer(bench)
 
 
 def main() -> None:

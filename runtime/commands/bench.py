@@ -15,6 +15,7 @@ bench = typer.Typer(
     name="bench",
     help="Measure: latency, throughput, serve, streaming, peers, allocator, exact, overhead.",
     rich_markup_mode=None,
+    add_completion=False,
 )
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]

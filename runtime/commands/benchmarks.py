@@ -1,0 +1,16 @@
+"""`xserv bench` with all its commands; a module of its own, since most of the program's flags are theirs."""
+
+from __future__ import annotations
+
+from runtime.commands.bench import bench
+from runtime.commands.bench_kernels import COMMANDS as KERNEL_COMMANDS
+from runtime.commands.bench_peers import COMMANDS as PEER_COMMANDS
+from runtime.commands.bench_scheduling import COMMANDS as SCHEDULING_COMMANDS
+from runtime.commands.bench_serve import COMMANDS as SERVE_COMMANDS
+from runtime.commands.bench_tokenizer import COMMANDS as TOKENIZER_COMMANDS
+from runtime.commands.options import with_options
+
+__all__ = ["bench"]
+
+for _command in PEER_COMMANDS + TOKENIZER_COMMANDS + SERVE_COMMANDS + SCHEDULING_COMMANDS + KERNEL_COMMANDS:
+    bench.command()(with_options(_command))
