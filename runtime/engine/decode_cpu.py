@@ -65,7 +65,8 @@ class CpuDecodes:
     def graph_bytes(self) -> int:
         return self._arena.size_bytes + self._queue_arena.size_bytes + self._recorded_bytes
 
-    def batch_sizes(self, max_num_seqs: int) -> list[int]:
+    @staticmethod
+    def batch_sizes(max_num_seqs: int) -> list[int]:
         """Every number up to 32, from there on in steps of an eighth: an empty place costs as much as another."""
         sizes, size = [], 1
         while size < max_num_seqs:
@@ -73,7 +74,8 @@ class CpuDecodes:
             size += 1 if size < 32 else (1 << (size.bit_length() - 1)) // 8
         return [*sizes, max_num_seqs]
 
-    def sequence_lengths(self, max_model_len: int, *, exact: bool) -> list[int]:
+    @staticmethod
+    def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
         """A short one, and the segments of attention doubled again and again; results are the same in all."""
         lengths, length = [], SHORT_SEQUENCES
         while length < max_model_len:

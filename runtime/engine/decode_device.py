@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.device.device import Device
 from runtime.tensor import Tensor
 
 
@@ -94,13 +93,3 @@ class DecodeDevice(Protocol):
     def release(self) -> None:
         """Give back what graphs share; none is run any more."""
         ...
-
-
-def open_decode_device(device: Device, vocab_size: int) -> DecodeDevice:
-    if device.kind == "cpu":
-        from runtime.engine.decode_cpu import CpuDecodes
-
-        return CpuDecodes()
-    from runtime.engine.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
-
-    return GpuDecodes(device, vocab_size)

@@ -53,11 +53,13 @@ class GpuDecodes:
         kept = sum(tensor.size_bytes for tensor in self._kept_logits.values())
         return kept + (0 if self._pool is None else self._pool.reserved_bytes)
 
-    def batch_sizes(self, max_num_seqs: int) -> list[int]:
+    @staticmethod
+    def batch_sizes(max_num_seqs: int) -> list[int]:
         """1, 2, 4, 8, 16, 24, 32 ... and the most that there may be."""
         return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
 
-    def sequence_lengths(self, max_model_len: int, *, exact: bool) -> list[int]:
+    @staticmethod
+    def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
         """The longest that is never cut, and the longest that there may be. In exact mode none is cut."""
         if exact or max_model_len <= MIN_PART_KEYS:
             return [max_model_len]

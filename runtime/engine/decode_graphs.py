@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
+from runtime.device.device import Device
 from runtime.device.errors import LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
-from runtime.engine.decode_device import StepBuffers, StepGraph, open_decode_device
+from runtime.engine.decode_device import DecodeDevice, StepBuffers, StepGraph
 from runtime.engine.sampler import Sampler
 from runtime.engine.sequence import Sequence
 from runtime.errors import DeviceError, OutOfMemoryError
@@ -39,6 +40,17 @@ logger = logging.getLogger("xserv.engine")
 
 MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
+
+
+def open_decode_device(device: Device, vocab_size: int) -> DecodeDevice:
+    """What graphs over ``vocab_size`` ids need of this device."""
+    if device.kind == "cpu":
+        from runtime.engine.decode_cpu import CpuDecodes
+
+        return CpuDecodes()
+    from runtime.engine.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
+
+    return GpuDecodes(device, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from runtime.device.device import Device
 from runtime.engine import decode_arrays
 from runtime.engine.config import EngineLimits
 from runtime.engine.decode_arrays import DecodeArrays
-from runtime.engine.decode_device import open_decode_device
+from runtime.engine.decode_graphs import open_decode_device
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.sequence import Request, Sequence

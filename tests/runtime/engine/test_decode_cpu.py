@@ -133,7 +133,7 @@ def test_graphs_share_their_memory(tmp_path: Path) -> None:
 
 
 def test_sizes() -> None:
-    decodes = CpuDecodes()
+    decodes = CpuDecodes
     assert decodes.batch_sizes(1) == [1]
     assert decodes.batch_sizes(34) == [*range(1, 33), 34]
     assert decodes.batch_sizes(256)[31:] == [32, 36, 40, 44, 48, 52, 56, 60, *range(64, 129, 8), *range(144, 257, 16)]

@@ -379,8 +379,7 @@ def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
 
 
 def test_sizes() -> None:
-    decodes = GpuDecodes(new_gpu(index=2).device, 1)
-    batch_sizes, sequence_lengths = decodes.batch_sizes, decodes.sequence_lengths
+    batch_sizes, sequence_lengths = GpuDecodes.batch_sizes, GpuDecodes.sequence_lengths
     assert batch_sizes(1) == [1]
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(8) == [1, 2, 4, 8]
