@@ -43,6 +43,17 @@ def describe(value: Any) -> str:
     return f"function {function.__module__}.{function.__qualname__} {bytecode} {describe(cells)}"
 
 
+def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts what tells a factory's functions apart into the name, which becomes the linker's symbol.
+
+    Numba tells them apart by a counter of the process, so that two functions from the disk, which two processes
+    compiled, may have one symbol: the second to be loaded would then run the first one's code.
+    """
+    words = hashlib.sha256(describe(function).encode()).hexdigest()[:16]
+    function.__qualname__ = f"{function.__qualname__}_{words}"
+    return function
+
+
 class ClosureCache(FunctionCache):  # type: ignore[misc]
     """Numba's own, but for the key."""
 
@@ -58,6 +69,7 @@ class _KeptCFunc(CFunc):  # type: ignore[misc]
 
 def kept_cfunc(signature: Any, function: Callable[..., Any], **options: Any) -> Any:
     """``numba.cfunc(signature, nopython=True, cache=True, **options)(function)``, found again in the next process."""
+    name_by_content(function)
     compiled = _KeptCFunc(function, sigutils.normalize_signature(signature), {}, {"nopython": True, **options})
     compiled.enable_caching()
     compiled.compile()

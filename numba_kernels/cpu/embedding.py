@@ -13,6 +13,7 @@ import functools
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at
 from numba_kernels.cpu.operands import ELEMENTS_A_WORD
 from numba_kernels.cpu.scalars import load_f32
@@ -34,6 +35,7 @@ def embedding_kernel(stored: type) -> Kernel:
     panel_step = PANEL_COLUMNS * elements
 
     @njit(nogil=True)
+    @name_by_content
     def element(a, index, place):
         value = load_f32(stored, a.table, place)
         if is_int8:

@@ -2,8 +2,8 @@
 
 The first tickets of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and multiply.
 A product with few rows streams the panels once, which is all that memory allows; with many rows each panel is cut along
-K into blocks that stay in the second-level cache while all row tiles pass over them, and the tiles fetch the next block
-meanwhile.
+K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles fetch the next block
+into the second level meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu import atomic
 from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
 from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, new_array
@@ -27,7 +28,7 @@ from numba_kernels.cpu.operands import (
 from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, PANEL_COLUMNS
 from numba_kernels.cpu.words import GROUP_WORDS
 
-MAX_BLOCK_WORDS = 1024  # of K in a block: 192 KB of panel
+MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 TICKET_ROWS = 128  # at most about so many
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
@@ -61,6 +62,7 @@ def linear_kernel(stored: type) -> Kernel:
     span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
 
     @njit(nogil=True)
+    @name_by_content
     def arrange(a, tile, words):
         first = tile * a.tile_rows
         rows = min(a.tile_rows, a.num_rows - first)
@@ -74,6 +76,7 @@ def linear_kernel(stored: type) -> Kernel:
             arrange_floats(x, a.depth, rows, words * elements, target)
 
     @njit(nogil=True)
+    @name_by_content
     def multiply(a, ticket, words):
         num_panels = -(-a.width // PANEL_COLUMNS)
         row_tickets = -(-a.num_rows // a.rows_a_ticket)
@@ -85,44 +88,34 @@ def linear_kernel(stored: type) -> Kernel:
         row_bytes = (-(-words // span)) * span_row_words * 4
         panel_stride = words * _PANEL_ROW_BYTES
         rows = last_row - first_row
-        if rows <= a.tile_rows:  # one pass over the weight, as fast as memory delivers it
-            panel = first_panel
-            while panel < last_panel:
-                panels = _AT_ONCE[rows] if panel + _AT_ONCE[rows] <= last_panel else 1
-                column = panel * PANEL_COLUMNS
-                weight = a.panels + panel * panel_stride
-                gemm_tile(
-                    stored, a.operands + first_row * row_bytes, words, weight, panel_stride, a.scales + column * 4,
-                    a.bias + column * 4, _moved(a.residual, (first_row * a.width + column) * 4),
-                    a.out + (first_row * a.width + column) * 4, a.width * 4,
-                    min(panels * PANEL_COLUMNS, a.width - column),
-                    0, True, True, weight + STREAM_AHEAD_BYTES, _PANEL_ROW_BYTES, panels, rows,
-                )  # fmt: skip
-                panel += panels
-            return
-
-        num_blocks = max(1, -(-words // MAX_BLOCK_WORDS))
+        is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
+        num_blocks = 1 if is_lone else max(1, -(-words // MAX_BLOCK_WORDS))
         block_words = max(1, -(-words // (num_blocks * span))) * span
-        partial_rows = np.empty((rows, PANEL_COLUMNS), np.float32)
-        step = -(-_PANEL_ROW_BYTES * a.tile_rows // rows)  # all row tiles together prefetch the next block
-        for panel in range(first_panel, last_panel):
+        partial_rows = np.empty((0 if is_lone else rows, PANEL_COLUMNS), np.float32)
+        step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
+        panel = first_panel
+        while panel < last_panel:
+            panels = _AT_ONCE[rows] if is_lone and panel + _AT_ONCE[rows] <= last_panel else 1
             column = panel * PANEL_COLUMNS
-            columns = min(PANEL_COLUMNS, a.width - column)
+            columns = min(panels * PANEL_COLUMNS, a.width - column)
             for start in range(0, max(1, words), block_words):
                 count = min(block_words, words - start)
                 weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
-                ahead = weight + count * _PANEL_ROW_BYTES
+                # all row tiles together prefetch the next block
+                ahead = weight + (STREAM_AHEAD_BYTES if is_lone else count * _PANEL_ROW_BYTES)
                 partial = address(partial_rows)
                 for row in range(first_row, last_row, a.tile_rows):
                     height = min(a.tile_rows, last_row - row)
+                    at = row * a.width + column
                     gemm_tile(
                         stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4, count,
-                        weight, 0, a.scales + column * 4, a.bias + column * 4,
-                        _moved(a.residual, (row * a.width + column) * 4), a.out + (row * a.width + column) * 4,
-                        a.width * 4, columns, partial, start == 0, start + count >= words, ahead, step, 1, height,
+                        weight, panel_stride, a.scales + column * 4, a.bias + column * 4, _moved(a.residual, at * 4),
+                        a.out + at * 4, a.width * 4, columns, partial, start == 0, start + count >= words,
+                        ahead, step, panels, height,
                     )  # fmt: skip
                     ahead += count * step
                     partial += height * PANEL_COLUMNS * 4
+            panel += panels
 
     def linear(arguments, ticket):
         block = carray(arguments, 1)

@@ -171,8 +171,8 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Asks for the cache line at ``address`` for reading; any address is allowed."""
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    """Asks for the cache line at ``address`` for reading, in the second-level cache; any address is allowed."""
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 

@@ -1,0 +1,43 @@
+"""The int8 matrix product as it is defined: which integers, which scales; sums in float64.
+
+Rounding to integers is done in float32, as the kernels do it, so that ties fall the same way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+GROUP = 64
+SMALLEST = np.float32(1e-30)
+
+
+def _rounded(values, axis):
+    """(integers, scales with the axis kept) of float32 values."""
+    magnitude = np.abs(values).max(axis, keepdims=True, initial=np.float32(0))
+    usable = (magnitude >= SMALLEST) & (magnitude < np.inf)
+    inverse = np.where(usable, np.float32(127) / np.where(usable, magnitude, np.float32(1)), np.float32(0))
+    with np.errstate(invalid="ignore"):
+        product = values * inverse
+    return np.rint(np.where(np.isnan(product), np.float32(0), product)), magnitude / np.float32(127)
+
+
+def weight(rows):
+    """(integers ``[N, K]``, scales ``[N]``) of a weight."""
+    integers, scales = _rounded(np.asarray(rows).astype(np.float32), 1)
+    return integers, scales[:, 0]
+
+
+def linear(x, rows, bias=None, residual=None):
+    """``x [T, K]`` times the int8 weight made from ``rows [N, K]``, float64."""
+    integers, scales = weight(rows)
+    depth = x.shape[1]
+    padded = np.zeros((x.shape[0], -(-depth // GROUP) * GROUP), np.float32)
+    padded[:, :depth] = x
+    groups, group_scales = _rounded(padded.reshape(x.shape[0], padded.shape[1] // GROUP, GROUP), 2)
+    values = (groups * group_scales.astype(np.float64)).reshape(padded.shape)[:, :depth]
+    out = (values @ integers.astype(np.float64).T) * scales.astype(np.float64)
+    if bias is not None:
+        out += bias
+    if residual is not None:
+        out += residual
+    return out
