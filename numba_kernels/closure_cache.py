@@ -78,6 +78,8 @@ def kept_cfunc(signature: Any, function: Callable[..., Any], **options: Any) -> 
 
 def kept_njit(function: Callable[..., Any], **options: Any) -> Any:
     """``numba.njit(cache=True, **options)(function)``, found again in the next process."""
+    if function.__closure__:
+        name_by_content(function)
     dispatcher = numba.njit(**options)(function)
     dispatcher._cache = ClosureCache(function)
     return dispatcher
