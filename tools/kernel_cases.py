@@ -26,6 +26,7 @@ from numba_kernels.cuda import (
     sampling,
     softmax,
 )
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.sampling_arrays import SamplingArrays
@@ -41,6 +42,8 @@ class Case:
         work: the least that it has to do.
         run: uploads and launches.
         scattered_because: why its accesses cannot fill whole sectors; "" where they should.
+        tiled_bytes: the least that its tiling moves, without tables and lengths; 0 where that is not held against it.
+        is_on_tensor_cores: whether they should do its products.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Case:
     work: Work
     run: Callable[[Bench], None]
     scattered_because: str = ""
+    tiled_bytes: int = 0
+    is_on_tensor_cores: bool = False
 
 
 def cases() -> Iterator[Case]:
@@ -68,24 +73,27 @@ _ONE_COLUMN_A_LANE = (
 
 
 def _gemms() -> Iterator[Case]:
-    for tier, dtype in (
-        ("naive", "f32"), ("tiled", "f32"), ("register", "f32"),
-        ("naive", "bf16"), ("tiled", "bf16"), ("register", "bf16"), ("tensor_core", "bf16"),
-    ):  # fmt: skip
-        reason = _ONE_COLUMN_A_LANE if tier == "naive" else ""
-        yield _gemm(tier, 256, 256, 256, dtype, reason)
+    for tier, dtype in (("naive", "f32"), ("tiled", "f32"), ("naive", "bf16"), ("tiled", "bf16")):
+        yield _gemm(tier, (256, 256, 256), dtype, reason=_ONE_COLUMN_A_LANE if tier == "naive" else "")
+    for tier, dtype in (("register", "f32"), ("register", "bf16"), ("tensor_core", "bf16")):
+        yield _gemm(tier, (256, 256, 256), dtype, (64, 64))
     for dtype in ("bf16", "f32"):
-        yield _gemm("gemv", 1, 1024, 1024, dtype)
+        yield _gemm("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
-        yield _gemm("few_rows", rows, 1024, 1024, "bf16")
-    # The large tile, as where many multiprocessors are full; the small one; a sum split among a cluster.
-    for m, n, k, num_multiprocessors in ((512, 512, 256, 2), (256, 256, 256, 132), (128, 256, 1024, 132)):
-        yield _gemm("hopper", m, n, k, "bf16", num_multiprocessors=num_multiprocessors)
+        yield _gemm("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
+    # The large tile, of two blocks, as where many multiprocessors are full; the small one; a sum split among four.
+    yield _gemm("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
+    yield _gemm("hopper", (256, 256, 256), "bf16", (128, 128))
+    yield _gemm("hopper", (128, 256, 1024), "bf16", (64, 128))
 
 
 def _gemm(
-    tier: str, m: int, n: int, k: int, dtype: str, reason: str = "", *, num_multiprocessors: int = 132
+    tier: str, sizes: tuple[int, int, int], dtype: str, tile: tuple[int, int] = (0, 0), *, reason: str = "",
+    num_multiprocessors: int = 132,
 ) -> Case:  # fmt: skip
+    """`tile`: rows and columns of the result for which x and the weight are read together."""
+    m, n, k = sizes
+
     def run(bench: Bench) -> None:
         launch = gemm.plan(
             tier, m, n, k, dtype, num_multiprocessors=num_multiprocessors, arch=bench.gpu.arch, has_residual=False,
@@ -96,7 +104,12 @@ def _gemm(
 
     size = ITEM_BYTES[dtype]
     work = Work((m + n) * k * size, m * n * size, 2 * m * n * k, dtype != "f32")
-    return Case(f"gemm {tier} {dtype} m={m}", "gemm", f"{m} x {n} x {k}", work, run, reason)
+    tiled_bytes = 0
+    if tile != (0, 0):
+        tiled_bytes = (-(-n // tile[1]) * m + -(-m // tile[0]) * n) * k * size + m * n * size
+    has_tensor_cores = tier in ("tensor_core", "few_rows", "hopper")
+    name, shape = f"gemm {tier} {dtype} m={m}", f"{m} x {n} x {k}"
+    return Case(name, "gemm", shape, work, run, reason, tiled_bytes, has_tensor_cores)
 
 
 # Attention
@@ -156,7 +169,17 @@ def _attention(
     unsplit = " unsplit" if num_sms == 1 else ""
     shape = f"{seqs} x {queries} queries, {length} keys, {num_heads}/{kv_heads} heads of {head_dim}"
     name = f"attention {tier} {dtype}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
-    return Case(name, "attention", shape, work, run, _KEY_A_LANE if tier == "naive" else "")
+    share = num_heads // kv_heads
+    if tier == "naive":
+        return Case(name, "attention", shape, work, run, _KEY_A_LANE)
+    if tier == "decode":  # parts of at least MIN_PART_KEYS leave a record for each row, which is read again
+        records = 0 if num_sms == 1 else seqs * num_heads * (length // MIN_PART_KEYS)
+        tiled_bytes = work.least_bytes + 2 * records * 4 * record(head_dim)
+    else:  # a tile of 128 rows (64 of float32) reads the keys that its last query sees
+        queries_each = (128 if dtype != "f32" else 64) // share
+        keys = sum(context + min(queries, first + queries_each) for first in range(0, queries, queries_each))
+        tiled_bytes = 2 * rows + 2 * seqs * keys * kv_heads * head_dim * size
+    return Case(name, "attention", shape, work, run, "", tiled_bytes, dtype != "f32" and tier != "decode")
 
 
 # What works along rows

@@ -24,7 +24,11 @@ from runtime.device.kernel import launch_config
 from runtime.device.kernel_cache import identifier
 
 PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
-LEAST_SECTOR_EFFICIENCY = 0.9
+LEAST_SECTOR_EFFICIENCY = 0.95
+MOST_TILED_BYTES = 1.05
+"""Times the least of its tiling that a kernel may move."""
+LEAST_TENSOR_SHARE = 0.95
+"""Of the additions and multiplications of a kernel for tensor cores, those that they do."""
 
 NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 

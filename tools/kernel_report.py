@@ -5,8 +5,9 @@
 
 Prints tables; `--ladders` renews those within a page. With `--check` it names whatever no kernel may have, and exits
 with 1 if there is anything: spills, local memory, ptxas's remarks C75xx, float64, device memory read or written with
-less than 90 % of each sector used where neighbouring lanes should take neighbouring bytes, and bank conflicts in a
-loop. `EXCEPTIONS` holds what is allowed.
+less than 95 % of each sector used where neighbouring lanes should take neighbouring bytes, more than 1.05 times the
+bytes that a product's or attention's tiling has to move, less than 95 % of their arithmetic on tensor cores where those
+are meant to do it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from numba_kernels.cuda.registry import specialisations  # noqa: E402
 from runtime.bench.counted import Counts  # noqa: E402
 from tools import kernel_plots as page  # noqa: E402
 from tools.kernel_cases import Case, cases  # noqa: E402
-from tools.kernel_counts import LEAST_SECTOR_EFFICIENCY, PRODUCTS, Bench  # noqa: E402
+from tools.kernel_counts import (  # noqa: E402
+    LEAST_SECTOR_EFFICIENCY,
+    LEAST_TENSOR_SHARE,
+    MOST_TILED_BYTES,
+    PRODUCTS,
+    Bench,
+)
 from tools.kernel_goals import carried  # noqa: E402
 from tools.kernel_static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
@@ -66,6 +73,10 @@ def offences_of(case: Case, counts: Counts) -> list[str]:
     efficiency = counts.sector_efficiency
     if not case.scattered_because and not efficiency >= LEAST_SECTOR_EFFICIENCY:
         found.append(f"{case.name}: sectors: {100 * efficiency:.1f} % of their bytes are used")
+    if case.tiled_bytes and not counts.data_bytes <= MOST_TILED_BYTES * case.tiled_bytes:
+        found.append(f"{case.name}: bytes: {counts.data_bytes / case.tiled_bytes:.3f} times the least of its tiling")
+    if case.is_on_tensor_cores and not counts.tensor_share >= LEAST_TENSOR_SHARE:
+        found.append(f"{case.name}: tensor cores: {100 * counts.tensor_share:.1f} % of the arithmetic")
     if counts.loop_conflicts:
         found.append(
             f"{case.name}: banks: {counts.loop_conflicts} conflicts in a loop ({counts.wavefronts} wavefronts)"
@@ -94,6 +105,8 @@ def as_json(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]
     for case, counts in measured:
         derived = {
             "family": case.family, "shape": case.shape, "least_bytes": case.work.least_bytes,
+            "tiled_bytes": case.tiled_bytes, "data_bytes": counts.data_bytes,
+            "tensor_share": round(counts.tensor_share, 4),
             "moved_bytes": counts.moved_bytes, "flops": case.work.flops,
             "sectors_per_request": round(counts.sectors_per_request, 3),
             "sector_efficiency": round(counts.sector_efficiency, 4), "scattered_because": case.scattered_because,

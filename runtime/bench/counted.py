@@ -23,6 +23,7 @@ _KINDS = {  # an opcode's first part: the column of the instruction mix
 }
 KINDS = ("tensor", "float", "integer", "global", "shared", "move", "control")
 _WORD = re.compile(r"ld\.(?:\w+\.)*global(?:\.(?!v\d)[\w:]+)*\.[bus]32")
+_SCALAR_FLOPS = {"fma": 2, "add": 1, "sub": 1, "mul": 1}
 _WAITS = (
     "bar.sync", "bar.cta.sync", "bar.red", "bar.cta.red", "barrier.sync", "barrier.cta.sync", "barrier.red",
     "barrier.cta.red", "barrier.cluster.wait", "mbarrier.try_wait", "mbarrier.test_wait",
@@ -45,6 +46,7 @@ class Counts:
         barriers: warp instructions at which a warp waits for other warps or for TMA: barriers of the block and of the
             cluster, mbarriers. Arrivals that do not wait, and what synchronises lanes of one warp, are left out.
         tensor_flops: done by tensor cores, padding included.
+        scalar_flops: additions and multiplications of float32 done elsewhere, by 32 lanes each; a multiply-add is two.
         wasted_by, conflicts_by: instruction ("kernel:index opcode"): sectors that need not have been, and conflicts.
     """
 
@@ -63,6 +65,7 @@ class Counts:
     loop_conflicts: int = 0
     barriers: int = 0
     tensor_flops: int = 0
+    scalar_flops: int = 0
     wasted_by: dict[str, int] = field(default_factory=dict)
     conflicts_by: dict[str, int] = field(default_factory=dict)
 
@@ -73,6 +76,17 @@ class Counts:
     @property
     def sectors_per_request(self) -> float:
         return self.sectors / self.requests if self.requests else 0.0
+
+    @property
+    def data_bytes(self) -> int:
+        """What was moved but for tables and lengths."""
+        return (self.sectors - self.word_sectors) * SECTOR_BYTES
+
+    @property
+    def tensor_share(self) -> float:
+        """Of all additions and multiplications, those that tensor cores did."""
+        flops = self.tensor_flops + self.scalar_flops
+        return self.tensor_flops / flops if flops else 0.0
 
     @property
     def sector_efficiency(self) -> float:
@@ -88,6 +102,9 @@ class Counts:
             if opcode.startswith(("mma.", "wgmma.mma_async.")) and (shape := _MMA_SHAPE.search(opcode + ".")):
                 flops = number * 2 * int(shape[1]) * int(shape[2]) * int(shape[3])
                 self.tensor_flops += flops if opcode.startswith("mma.") else flops // 4  # one for each of four warps
+            first, *rest = opcode.split(".")
+            if first in _SCALAR_FLOPS and rest and rest[-1] == "f32":
+                self.scalar_flops += number * 32 * _SCALAR_FLOPS[first]
         in_loop = loops(kernel.instructions, kernel.labels)
         for site, traffic in counters.traffic.items():
             self.requests += traffic.global_requests
