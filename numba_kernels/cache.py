@@ -64,11 +64,12 @@ def sources_digest(*sources: Path) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
-def cache_folder(source: Path) -> Path:
-    """The folder for a source file's code, made now; one of this process alone where the home cannot be written."""
-    versions = f"{numba.__version__} {llvmlite.__version__} "
-    digest = hashlib.sha256((versions + sources_digest(source)).encode())
+def folder_for(what: str) -> Path:
+    """The folder for code that ``what`` (sources, settings) and the compiler's versions determine, made now.
+
+    Where the home cannot be written it is one of this process alone.
+    """
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {what}".encode())
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "xserv" / "numba" / digest.hexdigest()[:16]
     try:
@@ -76,6 +77,12 @@ def cache_folder(source: Path) -> Path:
     except OSError:
         return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
     return folder
+
+
+@functools.cache
+def cache_folder(source: Path) -> Path:
+    """The folder for a source file's code."""
+    return folder_for(sources_digest(source))
 
 
 @contextmanager

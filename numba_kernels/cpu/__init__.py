@@ -8,34 +8,11 @@ and kind of tile (`target`), because numba's own cache does not notice a change 
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from pathlib import Path
 
-import llvmlite
 import numba
 
+from numba_kernels.cache import folder_for, sources_digest
 from numba_kernels.cpu.target import TILES
 
-
-def _digest() -> str:
-    """Of the sources here, of the compiler that reads them and of what it may compile for."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {TILES}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    """The folder for this digest, made now; a folder of this process alone where the home cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "xserv" / "numba" / _digest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
-    return folder
-
-
-numba.config.CACHE_DIR = str(_cache_folder())
+numba.config.CACHE_DIR = str(folder_for(f"{sources_digest(*Path(__file__).parent.glob('*.py'))} {TILES}"))
