@@ -93,14 +93,27 @@ def test_static_offences_are_named(changes: dict[str, object], words: str) -> No
 
 def test_counted_offences_are_named() -> None:
     case = next(case for case in cases() if not case.scattered_because)
-    good = Counts(case.name, ("k",), warp_instructions=1, requests=1, sectors=10, useful_sectors=9.0, conflicts=3)
+    good = Counts(case.name, ("k",), warp_instructions=1, requests=1, sectors=20, useful_sectors=19.0, conflicts=3)
     assert offences_of(case, good) == []
-    for useful in (8.9, float("nan")):
+    for useful in (18.9, float("nan")):
         (found,) = offences_of(case, dataclasses.replace(good, useful_sectors=useful))
         assert "sectors" in found
         assert offences_of(dataclasses.replace(case, scattered_because="x"), good) == []
     (found,) = offences_of(case, dataclasses.replace(good, loop_conflicts=2, wavefronts=9))
     assert "2 conflicts in a loop" in found
+
+
+def test_a_tiling_and_its_tensor_cores_are_held() -> None:
+    case = next(case for case in cases() if case.is_on_tensor_cores)
+    sectors = case.tiled_bytes // 32
+    good = Counts(case.name, ("k",), sectors=sectors, useful_sectors=sectors, tensor_flops=95, scalar_flops=5)
+    assert offences_of(case, good) == []
+    words = dataclasses.replace(good, sectors=2 * sectors, useful_sectors=2 * sectors, word_sectors=sectors)
+    assert offences_of(case, words) == []
+    (found,) = offences_of(case, dataclasses.replace(words, word_sectors=sectors * 9 // 10))
+    assert "1.100 times the least of its tiling" in found
+    (found,) = offences_of(case, dataclasses.replace(good, scalar_flops=6))
+    assert "tensor cores: 94.1 %" in found
 
 
 def test_exceptions_are_few_and_let_only_their_own_pass(monkeypatch: pytest.MonkeyPatch) -> None:
