@@ -99,7 +99,7 @@ SINKS = [
 SINK_DECODES = [([(500, 1), (3, 1), (257, 1)], 8, 2, None), ([(300, 1), (20, 1)], 4, 2, 16), ([(251, 1)], 24, 3, 130)]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("tier", ["naive", "flash", "decode"])
 def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(5)
