@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import threading
 
 import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from numba_kernels.cpu.atomic import pause
 
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
@@ -77,19 +77,6 @@ def _add(typingctx, words, index, value):
         return builder.atomic_rmw("add", _word(context, builder, signature, args), args[2], "seq_cst")
 
     return types.int64(words, types.intp, types.int64), codegen
-
-
-@intrinsic
-def _pause(typingctx):
-    """Tells the core that this is a waiting loop, where LLVM has a word for it."""
-
-    def codegen(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 @intrinsic
@@ -149,7 +136,7 @@ def _launch(words, function, arguments, num_tickets, num_helpers):
     _draw(words)
     _store(words, NEXT, CLOSED)
     while _load(words, ACTIVE) != 0:
-        _pause()
+        pause()
 
 
 @njit("UniTuple(int64, 2)(int64[::1], int64[:, ::1])", nogil=True, cache=True)
@@ -180,7 +167,7 @@ def _help(words, index, rounds):
             _add(words, ACTIVE, -1)
             idle = 0
         else:
-            _pause()
+            pause()
             idle += 1
 
 

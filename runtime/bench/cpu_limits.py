@@ -81,6 +81,7 @@ def measure_limits(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = L
             def run(iterations: int) -> float:
                 return together(lambda _: loop(iterations))
 
+            run(1)  # compiles it, which must not count as a long run
             iterations = 1000
             while run(iterations) < loop_s:
                 iterations *= 2
