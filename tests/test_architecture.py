@@ -26,6 +26,7 @@ FLOORS = {
     "numba_kernels": 2,
     "numba_kernels.cache": 1,
     "numba_kernels.closure_cache": 1,
+    "numba_kernels.pointers": 1,
     "numba_kernels.cuda": 2,
     "numba_kernels.cpu": 2,
     "runtime.device": 3,
@@ -52,14 +53,14 @@ FLOORS = {
     "runtime.cli": 9,
 }  # fmt: skip
 
-SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache"}
-"""What the tokenizer takes from the rest: where compiled code is kept."""
+SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
+"""What the tokenizer takes from the rest: where compiled code is kept, and how it sees memory."""
 
 LATE = {("runtime.tensor", "runtime.ops")}
 """Tensor's operators reach the door of the operations when they are called: the one named exception."""
 
-PEERS = {"runtime.bench.peer_transformers", "runtime.bench.peer_llama"}
-"""Scripts that another Python runs, against other engines. Nobody imports them."""
+PEERS = {"runtime.bench.peer_child", "runtime.bench.peer_transformers", "runtime.bench.peer_llama"}
+"""Scripts that another Python runs, against other engines. Nobody else imports them."""
 
 FOREIGN = {"torch", "transformers", "tensorflow", "jax", "llama_cpp", "gguf"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

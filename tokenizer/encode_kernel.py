@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i32_at, i64_at, u8_at, u32_at, u64_at
 from tokenizer.index_kernel import find_token
-from tokenizer.kernel_support import ZERO, chunk_at, hash_bytes, i32_at, i64_at, u8_at, u32_at, u64_at
+from tokenizer.kernel_support import ZERO, chunk_at, hash_bytes
 from tokenizer.merge_kernel import merge, symbols_at
 
 CLASSES = 0  # [0x110000] uint8: `Automaton.classes`

@@ -14,17 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kernels.cache import njit
-from tokenizer.kernel_support import (
-    NOTHING,
-    are_equal,
-    hash_bytes,
-    i32_at,
-    i64_at,
-    pair_key,
-    pair_slot,
-    u8_at,
-    u64_at,
-)
+from numba_kernels.pointers import i32_at, i64_at, u8_at, u64_at
+from tokenizer.kernel_support import NOTHING, are_equal, hash_bytes, pair_key, pair_slot
 
 END = 0xFF
 """The byte behind each string."""

@@ -1,21 +1,17 @@
-"""What the compiled loops share: addresses as pointers, eight bytes at once, hashes.
+"""What the compiled loops share: eight bytes at once, hashes.
 
-Arrays come in as addresses, since counting references to them costs more than the work on a word. Whoever passes an
-address keeps the array. Hashes are unsigned; numba would make a float of a signed and an unsigned number together.
+Texts and tables come in as addresses (`numba_kernels.pointers`). Hashes are unsigned; numba would make a float of a
+signed and an unsigned number together.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic as _intrinsic
 
 from numba_kernels.cache import njit
-
-intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
+from numba_kernels.pointers import intrinsic
 
 PADDING = 8
 """Bytes that lie behind every text, since its end is read eight at a time."""
@@ -24,24 +20,6 @@ ZERO = np.uint64(0)
 NOTHING = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 divided by the golden ratio
 _EIGHT, _TWENTY_NINE, _THIRTY_TWO = np.uint64(8), np.uint64(29), np.uint64(32)
-
-
-def _pointer_to(element: Any) -> Any:
-    @intrinsic
-    def at(typing_context, address):
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), generate
-
-    return at
-
-
-u8_at = _pointer_to(types.uint8)
-i32_at = _pointer_to(types.int32)
-u32_at = _pointer_to(types.uint32)
-i64_at = _pointer_to(types.int64)
-u64_at = _pointer_to(types.uint64)
 
 
 @intrinsic

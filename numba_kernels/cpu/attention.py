@@ -143,6 +143,23 @@ def _find_sequence(group_starts, num_seqs, group):
     return low
 
 
+@functools.cache
+def group_starts_kernel() -> Kernel:
+    """Writes ``group_starts [num_seqs + 1]``: row groups of up to ``group_tokens`` tokens before each sequence of the
+    batch whose tokens begin at ``query_start [num_seqs + 1]``; one ticket."""
+
+    def group_starts(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        query_start = int32_at(a.query_start, a.num_seqs + 1)
+        starts = int32_at(a.group_starts, a.num_seqs + 1)
+        starts[0] = 0
+        for seq in range(a.num_seqs):
+            length = np.int64(query_start[seq + 1] - query_start[seq])
+            starts[seq + 1] = starts[seq] + -(-length // a.group_tokens)
+
+    return Kernel(group_starts, Fields("query_start group_starts num_seqs group_tokens"))
+
+
 def span_of(block_size: int) -> int:
     """The kernel's ``span`` for pages of so many tokens."""
     return LANES if block_size % LANES == 0 else HALF_TOKENS
@@ -153,8 +170,9 @@ def attention_kernel(stored: type, span: int) -> Kernel:
     """For pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one row group and
     KV head, or with ``num_segments > 1`` one segment of them.
 
-    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence; ``window`` 0 = all. With segments, the
-    sums of each ticket go to ``partial [tickets, group_tokens * share, value_width + 2]``.
+    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, tickets of more groups than there are do
+    nothing; ``window`` 0 = all. With segments, the sums of each ticket go to
+    ``partial [tickets, group_tokens * share, value_width + 2]``.
     """
     itemsize = np.dtype(stored).itemsize
 
@@ -166,6 +184,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
         head = ticket // a.num_segments % a.kv_heads
         group = ticket // a.num_segments // a.kv_heads
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
+        if group >= group_starts[a.num_seqs]:
+            return
         seq = _find_sequence(group_starts, a.num_seqs, group)
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         query_len = np.int64(query_start[seq + 1] - query_start[seq])
@@ -298,6 +318,8 @@ def merge_kernel() -> Kernel:
         width = a.value_width
         head, group = ticket % a.kv_heads, ticket // a.kv_heads
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
+        if group >= group_starts[a.num_seqs]:
+            return
         seq = _find_sequence(group_starts, a.num_seqs, group)
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         first_token = (group - group_starts[seq]) * a.group_tokens

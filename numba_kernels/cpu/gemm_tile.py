@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.int8_tile import Int8Sums
 from numba_kernels.cpu.simd import F32, I32, I64
-from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, LANES, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, LANES, PANEL_COLUMNS, TILE_VECTORS, compiled_for
 
 _MAX_PANELS = 4
 _WORDS = simd.vector(I32)
@@ -100,26 +100,52 @@ class Sums:
             self._add(builder, at, weights_at(loop.index))
 
     def _add(self, builder, x_at, weight_places):
-        weights = [self._widened(builder, place) for place in weight_places]
+        """Registers are scarce: the accumulators take most of them. So only one element of each word is at hand, and
+        either all rows' values or all vectors, whichever are fewer."""
         for element in range(self.elements):
-            for r in range(self.height):
-                place = simd.offset(builder, x_at, (element * self.height + r) * 4)
-                value = simd.splat(builder, simd.load(builder, place, F32, 4))
-                for v in range(self.vectors):
-                    register = self.registers[r, v]
-                    builder.store(simd.fma(builder, value, weights[v][element], builder.load(register)), register)
+            if element:
+                simd.forget_loads(builder)
 
-    def _widened(self, builder, place):
-        """The elements of each lane's word, as vectors of floats."""
+            def value(r, element=element):
+                place = simd.offset(builder, x_at, (element * self.height + r) * 4)
+                return simd.splat(builder, simd.load(builder, place, F32, 4))
+
+            def weight(v, element=element):
+                return self._widened(builder, weight_places[v], element)
+
+            def add(r, v, value, weight):
+                register = self.registers[r, v]
+                builder.store(simd.fma(builder, value, weight, builder.load(register)), register)
+
+            if self.vectors <= self.height:
+                weights = [weight(v) for v in range(self.vectors)]
+                for r in range(self.height):
+                    row = value(r)
+                    for v in range(self.vectors):
+                        add(r, v, row, weights[v])
+            else:
+                values = [value(r) for r in range(self.height)]
+                for v in range(self.vectors):
+                    column = weight(v)
+                    for r in range(self.height):
+                        add(r, v, values[r], column)
+
+    def _widened(self, builder, place, element):
+        """An element of each lane's word, as a vector of floats."""
         if self.stored == types.float32:
-            return [simd.load(builder, place, simd.vector(F32), 4)]
+            return simd.load(builder, place, simd.vector(F32), 4)
+        if self.stored == types.uint16 and element and compiled_for("avx512bw"):  # a load that leaves the rest out
+            upper = ir.Constant(simd.vector(simd.I1, 2 * LANES), [0, 1] * LANES)
+            return builder.bitcast(simd.masked_load(builder, place, upper, simd.I16), simd.vector(F32))
         words = simd.load(builder, place, _WORDS, 4)
         sixteen = simd.splat_constant(I32, 16)
         if self.stored == types.uint16:
-            halves = builder.shl(words, sixteen), builder.and_(words, simd.splat_constant(I32, 0xFFFF0000))
-            return [builder.bitcast(half, simd.vector(F32)) for half in halves]
-        halves = words, builder.lshr(words, sixteen)
-        return [simd.widen(builder, builder.trunc(half, simd.vector(simd.I16)), self.stored) for half in halves]
+            mask = simd.splat_constant(I32, 0xFFFF0000)
+            return builder.bitcast(
+                builder.and_(words, mask) if element else builder.shl(words, sixteen), simd.vector(F32)
+            )
+        half = builder.lshr(words, sixteen) if element else words
+        return simd.widen(builder, builder.trunc(half, simd.vector(simd.I16)), self.stored)
 
 
 class BF16Sums(Sums):

@@ -67,16 +67,31 @@ class Int8Sums:
                 builder.store(simd.fma(builder, scale, total, builder.load(register)), register)
 
     def _add_word(self, builder, x_at, weight_places):
-        words = [simd.load(builder, place, _WORDS, 4) for place in weight_places]
-        parts = [_parts_of_weights(builder, word) for word in words]
-        for r in range(self.height):
-            for index in range(DOT_WORDS // GROUP_WORDS):
-                at = simd.offset(builder, x_at, (index * self.height + r) * 4)
-                x = simd.load(builder, at, I32, 4)
-                values = _parts_of_x(builder, x)
-                for v in range(self.vectors):
-                    total = builder.load(self.whole[r, v])
-                    builder.store(_dot(builder, total, parts[v], values, index), self.whole[r, v])
+        def weight(v):
+            return _parts_of_weights(builder, simd.load(builder, weight_places[v], _WORDS, 4))
+
+        def value(r, index):
+            at = simd.offset(builder, x_at, (index * self.height + r) * 4)
+            return _parts_of_x(builder, simd.load(builder, at, I32, 4))
+
+        def add(r, v, weight, value, index):
+            total = builder.load(self.whole[r, v])
+            builder.store(_dot(builder, total, weight, value, index), self.whole[r, v])
+
+        indices = range(DOT_WORDS // GROUP_WORDS)
+        if self.vectors <= self.height:  # registers are scarce: see gemm_tile.Sums
+            weights = [weight(v) for v in range(self.vectors)]
+            for r in range(self.height):
+                for index in indices:
+                    row = value(r, index)
+                    for v in range(self.vectors):
+                        add(r, v, weights[v], row, index)
+        else:
+            values = {(r, index): value(r, index) for r in range(self.height) for index in indices}
+            for v in range(self.vectors):
+                column = weight(v)
+                for (r, index), row in values.items():
+                    add(r, v, column, row, index)
 
 
 def _parts_of_weights(builder, words):

@@ -4,9 +4,6 @@
         step(tensors)
     recording.replay()                   # they run, with the same arguments at the same addresses
 
-    with queue(arena):                   # as well, but they run once, at the end
-        step(tensors)
-
 Running a step's kernels together keeps the threads at work from the first to the last: what Python does between two of
 them, in caches that the first has swept, takes longer than many a kernel.
 
@@ -62,10 +59,10 @@ def hold(array: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def record(arena: Arena, *, is_reused: bool = True) -> Iterator[Recording]:
+def record(arena: Arena) -> Iterator[Recording]:
     """Notes down what this thread's kernels would do. Raises NotRecordableError at the end, for what has no replay."""
     assert _thread.recording is None, "the thread records already"
-    recording = Recording(arena, is_reused=is_reused)
+    recording = Recording(arena)
     _thread.recording = recording
     try:
         yield recording
@@ -74,26 +71,15 @@ def record(arena: Arena, *, is_reused: bool = True) -> Iterator[Recording]:
     recording.close()
 
 
-@contextlib.contextmanager
-def queue(arena: Arena) -> Iterator[None]:
-    """Puts off what this thread's kernels do to the end of the block, where it is done all at once; their errors come
-    then. Nobody may look at a result before."""
-    with record(arena, is_reused=False) as recording:
-        yield
-    recording.replay()
-
-
 class Recording:
     """Launches in their order, with arguments of their own.
 
-    arena      where `new_array` cuts from, kept as long as this
-    held       what else has to live as long
-    is_reused  whether what it reads may have changed when it is replayed
+    arena  where `new_array` cuts from, kept as long as this
+    held   what else has to live as long
     """
 
-    def __init__(self, arena: Arena, *, is_reused: bool) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.is_reused = is_reused
         self.held: list[object] = []
         self._expected: list[weakref.ref[object]] = []
         self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
@@ -116,12 +102,8 @@ class Recording:
 
     def expect(self, owner: object, address: int) -> None:
         """A kernel will read or write at ``address``, which is valid as long as ``owner`` lives."""
-        if self.arena.holds(address):
-            return
-        if self.is_reused:
+        if not self.arena.holds(address):
             self._expected.append(weakref.ref(owner))
-        else:
-            self.held.append(owner)
 
     def close(self) -> None:
         """No more launches come. Raises NotRecordableError."""

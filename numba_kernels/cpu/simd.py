@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
@@ -177,6 +178,13 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
 
+def forget_loads(builder: ir.IRBuilder) -> None:
+    """What was loaded before is loaded again where it is needed again, instead of being kept in a register."""
+    llvm.initialize_native_asmparser()
+    nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+    builder.call(nothing, [])
+
+
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
     """The mask of the lanes whose column ``first + lane`` is below ``count`` (i64)."""
     columns = ir.Constant(vector(I64), [first + lane for lane in range(LANES)])
@@ -190,10 +198,11 @@ def masked_load(
     builder: ir.IRBuilder, address: ir.Value, mask: ir.Value, element: ir.Type = F32, align: int = 4
 ) -> ir.Value:
     """Zero where the mask is not set; memory is not touched there."""
-    kind = vector(element)
+    lanes = mask.type.count
+    kind = vector(element, lanes)
     pointer = builder.inttoptr(address, kind.as_pointer())
-    zero = ir.Constant(kind, [0.0 if element is F32 else 0] * LANES)
-    name = f"llvm.masked.load.v{LANES}{_NAMES[element]}.p0"
+    zero = ir.Constant(kind, [0.0 if element is F32 else 0] * lanes)
+    name = f"llvm.masked.load.v{lanes}{_NAMES[element]}.p0"
     return call(builder, name, kind, [pointer, ir.Constant(I32, align), mask, zero])
 
 

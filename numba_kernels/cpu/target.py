@@ -93,5 +93,5 @@ HAS_BF16_DOT = compiled_for("avx512bf16")  # vdpbf16ps: sums of products of pair
 DOT = "vnni" if compiled_for("avx512vnni") else "madd" if compiled_for("avx2") else "portable"  # of int8
 HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
 TILE_ROWS, TILE_VECTORS = (8, 3) if _HAS_AVX512 else (4, 1)
-GEMM_ROWS = 9 if _HAS_AVX512 else 6 if compiled_for("avx2") else 4
+GEMM_ROWS = 8 if _HAS_AVX512 else 6 if compiled_for("avx2") else 4  # 9 would leave none of 32 registers for bfloat16
 PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds

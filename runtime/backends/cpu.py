@@ -290,6 +290,7 @@ class _AttentionPlan:
     """How a batch is cut into row groups, worked out and checked once for all layers."""
 
     group_tokens: int  # most tokens of a row group
+    num_groups: int  # row groups, or more
     group_starts: NDArray  # [num_seqs + 1] int32: row groups before each sequence
     num_keys: int  # query tokens times the keys of their sequence, at most what is attended to
     longest: int  # tokens of the longest sequence
@@ -308,9 +309,9 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
     starts = check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
     seq_lens = check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
     table = check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
-    recording = current()
-    if recording is not None and recording.is_reused:
-        return _recorded_plan(batch, group, tokens, share, table.shape[1])
+    if current() is not None:
+        batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
+        return plan
     query_lens = np.diff(starts)
     if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
         raise fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
@@ -327,6 +328,7 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
         plan = _AttentionPlan(
             group_tokens,
+            int(group_starts[-1]),
             group_starts,
             num_keys=int(np.dot(query_lens.astype(np.int64), seq_lens)),
             longest=int(seq_lens.max()),
@@ -338,17 +340,26 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
 
 
 def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
-    """For decodes of any lengths up to the batch's longest: what the arrays hold is another matter in each replay."""
+    """For any chunks of at least one token, of sequences up to the batch's longest: what the arrays hold is another
+    matter in each replay."""
     seqs = batch.num_seqs
-    if tokens != seqs or batch.max_query_len != 1:
-        raise fail("attention", "batch", f"records {seqs} sequences of one token each, not {tokens} tokens")
-    group_starts = np.arange(seqs + 1, dtype=np.int32)
-    hold(group_starts)
+    if not 0 < seqs <= tokens:
+        raise fail("attention", "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")
+    group_tokens = max(1, _attention.GROUP_ROWS // share)
+    if seqs == tokens:
+        group_starts = np.arange(seqs + 1, dtype=np.int32)
+        hold(group_starts)
+    else:
+        group_starts = new_array((seqs + 1,), np.int32)
+        _attention.group_starts_kernel()(
+            1, 1, batch.query_start.address, address_of(group_starts), seqs, group_tokens
+        )
     tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
     return _AttentionPlan(
-        max(1, _attention.GROUP_ROWS // share),
+        group_tokens,
+        seqs + (tokens - seqs) // group_tokens,
         group_starts,
-        num_keys=seqs * batch.max_seq_len,
+        num_keys=tokens * batch.max_seq_len,
         longest=batch.max_seq_len,
         table_width=table_width,
         addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
@@ -387,7 +398,7 @@ def attention(
     result = _output(op, None, (tokens, q_heads * head_dim))
     if plan is None:
         return result
-    groups = int(plan.group_starts[-1]) * kv_heads
+    groups = plan.num_groups * kv_heads
     workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else _num_workers
     segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
     if workers == 1 or groups >= 2 * workers:

@@ -1,8 +1,8 @@
 """A peer of `bench peers`: llama.cpp behind JSON lines, a script for a Python with llama-cpp-python, gguf and numpy.
 
-Nothing of ours is imported here. The protocol is that of `peer_transformers`: one JSON object a line in, one out.
-`load` writes a GGUF file beside the folder's safetensors, from the same weights, and opens it; a `variant` is "flash"
-or "plain" (flash attention or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
+The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` writes a GGUF file
+beside the folder's safetensors, from the same weights, and opens it; a `variant` is "flash" or "plain" (flash attention
+or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
 
 Batches go through the low-level API as llama.cpp's own batched benchmark makes them: every sequence has its own part of
 the cache, logits are asked for where a token is drawn, and drawn by numpy's argmax, which is faster than a greedy
@@ -13,10 +13,8 @@ clock starts.
 import ctypes
 import json
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,30 +268,7 @@ class Peer:
         }
 
 
-def main() -> None:
-    """Answers requests until `quit` or until stdin ends, which it does when the parent dies."""
-    del sys.path[0]  # this folder, whose names must not hide anybody's modules
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no answer
-    peer = Peer()
-    answers: dict[str, Callable[..., dict[str, Any]]] = {
-        "clock": dict,
-        "load": peer.load,
-        "logits": peer.logits,
-        "generate": peer.generate,
-    }
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        if op == "quit":
-            return
-        try:
-            reply = answers[op](**request)
-        except Exception as error:  # reported to the parent, which ends the benchmark
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        reply["processor_s"] = time.process_time()
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    import peer_child  # type: ignore[import-not-found]  # from this script's folder, the first of the path
+
+    peer_child.answer(Peer())

@@ -1,30 +1,14 @@
 """The peer of `bench peers`: Hugging Face transformers behind JSON lines, a script for a Python with torch.
 
-Nothing of ours is imported here: the peer's interpreter has torch, transformers and numpy, and need not have
-this project's dependencies. One JSON object a line comes in on stdin, one goes out on stdout; everything that
-libraries print goes to stderr. While no request is under way the process waits in `readline`, and torch's
-threads sleep.
-
-Requests (`op`):
-
-- `load` {folder, threads, dtype} → {torch, transformers, threads, num_parameters, variants}
-- `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
-- `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
-  of the peer's, here the KV cache: "dynamic" or "static"
-- `clock` → {}
-- `quit`
-
-Every reply has `processor_s`, the processor time that this process has used since it started.
+The interpreter has torch, transformers and numpy, and need not have this project's dependencies; the protocol is
+`peer_child`'s, the variants of `generate` are the KV caches "dynamic" and "static".
 
 Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
 leanest that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once
 at the end, no `generate()` machinery around it.
 """
 
-import json
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 
@@ -93,29 +77,7 @@ class Peer:
         }
 
 
-def main() -> None:
-    """Answers requests until `quit` or until stdin ends, which it does when the parent dies."""
-    del sys.path[0]  # this folder, whose names must not hide anybody's modules
-    replies, sys.stdout = sys.stdout, sys.stderr
-    peer = Peer()
-    answers: dict[str, Callable[..., dict[str, Any]]] = {
-        "clock": dict,
-        "load": peer.load,
-        "logits": peer.logits,
-        "generate": peer.generate,
-    }
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        if op == "quit":
-            return
-        try:
-            reply = answers[op](**request)
-        except Exception as error:  # reported to the parent, which ends the benchmark
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        reply["processor_s"] = time.process_time()
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    import peer_child  # type: ignore[import-not-found]  # from this script's folder, the first of the path
+
+    peer_child.answer(Peer())

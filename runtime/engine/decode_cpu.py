@@ -5,8 +5,7 @@ A step runs when it is waited for: in the runner's own thread where the loop is 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,10 +13,13 @@ from numpy.typing import NDArray
 
 from numba_kernels.cpu.arena import Arena
 from numba_kernels.cpu.attention import SEGMENT_TOKENS
-from numba_kernels.cpu.recording import NotRecordableError, Recording, queue, record
+from numba_kernels.cpu.recording import NotRecordableError, Recording, record
 from runtime.device.errors import CaptureError
 from runtime.dtype import float32
-from runtime.engine.decode_device import StepBuffers, StepGraph
+from runtime.engine.config import EngineLimits
+from runtime.engine.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.layout import Layout
+from runtime.engine.recorded_forwards import RecordedForwards
 from runtime.errors import OutOfMemoryError
 from runtime.tensor import Tensor
 
@@ -56,14 +58,15 @@ class CpuDecodes:
 
     can_lead = False
 
-    def __init__(self) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self._arena = Arena()
-        self._queue_arena = Arena()  # another, as queues and captures are different threads' where loops overlap
+        lengths = self.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._forwards = RecordedForwards(limits, lengths)  # another thread's than captures, where loops overlap
         self._recorded_bytes = 0
 
     @property
     def graph_bytes(self) -> int:
-        return self._arena.size_bytes + self._queue_arena.size_bytes + self._recorded_bytes
+        return self._arena.size_bytes + self._recorded_bytes + self._forwards.size_bytes
 
     @staticmethod
     def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -112,14 +115,13 @@ class CpuDecodes:
 
         cast(HostBuffers, buffers).pending = run
 
-    @contextlib.contextmanager
-    def queue(self) -> Iterator[None]:
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
         try:
-            with queue(self._queue_arena):
-                yield
+            return self._forwards.run(layout, forward)
         except NotRecordableError as error:
             raise CaptureError(f"cpu: {error}") from error
 
     def release(self) -> None:
-        self._arena, self._queue_arena = Arena(), Arena()
+        self._arena = Arena()
+        self._forwards.clear()
         self._recorded_bytes = 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.batch import Batch
+from runtime.engine.layout import Layout
 from runtime.tensor import Tensor
+
+Forward: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | None]]
+"""A model's forward pass: the hidden states of all tokens, and the logits that are wanted, if any."""
 
 
 class StepGraph(Protocol):
@@ -84,10 +88,11 @@ class DecodeDevice(Protocol):
         """Queue a run of the graph, and the copy of the first of ``results`` to ``buffers.results``."""
         ...
 
-    def queue(self) -> contextlib.AbstractContextManager[None]:
-        """What is asked of the device's operations within may be done at the end, all at once: where that is faster.
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """What ``forward`` makes of a step that no graph is for, at the latest where it is looked at; valid until the
+        next one. A device may record it on the way, and replay it for the next layout of the same shape.
 
-        Raises DeviceError, before anything was done, for what has to be done at once."""
+        Raises CaptureError, before anything was done, for what cannot be done this way."""
         ...
 
     def release(self) -> None:

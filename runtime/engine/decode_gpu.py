@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,7 +13,9 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
-from runtime.engine.decode_device import StepBuffers, StepGraph
+from runtime.engine.config import EngineLimits
+from runtime.engine.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.layout import Layout
 from runtime.tensor import Tensor
 
 
@@ -41,8 +42,9 @@ class GpuDecodes:
 
     can_lead = True
 
-    def __init__(self, device: Device, vocab_size: int) -> None:
+    def __init__(self, device: Device, limits: EngineLimits, vocab_size: int) -> None:
         self._device = device
+        self._exact = limits.exact
         self._gpu = Gpu.of(device)
         self._vocab_size = vocab_size
         self._pool: GraphPool | None = None  # with the first graph
@@ -95,8 +97,8 @@ class GpuDecodes:
         pinned.event.record(self._gpu.stream)
         pinned.is_under_way = True
 
-    def queue(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # a stream is a queue
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        return forward(layout.batch(self._device, exact=self._exact))
 
     def release(self) -> None:
         self._kept_logits.clear()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +25,8 @@ from runtime.device.device import Device
 from runtime.device.errors import LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
-from runtime.engine.decode_device import DecodeDevice, StepBuffers, StepGraph
+from runtime.engine.decode_device import DecodeDevice, Forward, StepBuffers, StepGraph
+from runtime.engine.layout import Layout
 from runtime.engine.sampler import Sampler
 from runtime.engine.sequence import Sequence
 from runtime.errors import DeviceError, OutOfMemoryError
@@ -42,15 +42,15 @@ MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
 
 
-def open_decode_device(device: Device, vocab_size: int) -> DecodeDevice:
+def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int) -> DecodeDevice:
     """What graphs over ``vocab_size`` ids need of this device."""
     if device.kind == "cpu":
         from runtime.engine.decode_cpu import CpuDecodes
 
-        return CpuDecodes()
+        return CpuDecodes(limits)
     from runtime.engine.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
 
-    return GpuDecodes(device, vocab_size)
+    return GpuDecodes(device, limits, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +116,17 @@ class _Members:
 class DecodeGraphs:
     """The graphs of one model and KV cache. Belongs to the engine's loop.
 
-    num_steps       that graphs have run
-    reserved_bytes  of the device's memory, for the graphs and their arrays
+    num_steps  that graphs have run
     """
 
     def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, sampler: Sampler) -> None:
         self.device = model.device
         self.num_steps = 0
-        self.reserved_bytes = 0
         self._model = model
         self._kv_cache = kv_cache
         self._limits = limits
         self._sampler = sampler
-        self._runs_on = runs_on = open_decode_device(model.device, sampler.vocab_size)
+        self._runs_on = runs_on = open_decode_device(model.device, limits, sampler.vocab_size)
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}
@@ -143,6 +141,11 @@ class DecodeGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the device's memory, for all that is recorded and its arrays."""
+        return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
 
     def load(self, row: int, sequence: Sequence) -> None:
         """The sequence was given the row."""
@@ -177,9 +180,9 @@ class DecodeGraphs:
         assert self._arrays is not None
         return DecodeStep(key, row_array, starts, self._arrays.place(sequences, rows, starts, key.num_places))
 
-    def queue(self) -> AbstractContextManager[None]:
-        """See `DecodeDevice.queue`; for steps without a graph."""
-        return self._runs_on.queue()
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """See `DecodeDevice.run_forward`."""
+        return self._runs_on.run_forward(layout, forward)
 
     def can_lead(self, step: DecodeStep) -> bool:
         """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
@@ -248,7 +251,6 @@ class DecodeGraphs:
         self._graphs.clear()
         self._runs_on.release()
         self._arrays = self._running = self._wanted = None
-        self.reserved_bytes = 0
 
     def _members_of(self, rows: list[int]) -> _Members:
         row_array = np.array(rows, np.intp)
@@ -265,12 +267,7 @@ class DecodeGraphs:
             self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._sampler)
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
-        try:
-            return self._runs_on.capture(
-                partial(self._run, key), num_rows=key.num_places, keeps_logits=key.keeps_logits
-            )
-        finally:
-            self.reserved_bytes = self._runs_on.graph_bytes + self._arrays.size_bytes
+        return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=key.keeps_logits)
 
     def _run(self, key: GraphKey) -> Tensor:
         """What is recorded. Its result is the logits."""

@@ -26,6 +26,7 @@ class Layout:
     block_tables: NDArray[np.int32]
     logits_indices: NDArray[np.int32]
     max_query_len: int
+    max_seq_len: int
 
     def batch(self, device: Device, *, exact: bool) -> Batch:
         """On a device."""
@@ -43,7 +44,7 @@ class Layout:
             block_tables=(tables,),
             logits_indices=indices,
             max_query_len=self.max_query_len,
-            max_seq_len=int(self.seq_lens.max()),
+            max_seq_len=self.max_seq_len,
             exact=exact,
         )
 
@@ -93,15 +94,17 @@ def lay_out(
     slots = block_tables[sequence_of_token, block].astype(np.int64)
     slots *= block_size
     slots += offset
+    seq_lens = (starts + counts).astype(np.int32)
     return Layout(
         token_ids,
         positions.astype(np.int32),
         query_start,
-        (starts + counts).astype(np.int32),
+        seq_lens,
         slots,
         block_tables,
         logits_indices,
         max_query_len,
+        int(seq_lens.max()),
     )
 
 

@@ -163,7 +163,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.sampler)
-        self._queues = True
+        self._records_forward = True
         max_blocks = -(-limits.max_model_len // limits.block_size)
         # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
         self._tables = [
@@ -300,20 +300,18 @@ class Runner:
 
     def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
-        if self.graphs is not None and self._queues:
-            try:
-                with self.graphs.queue():
-                    return self._run_model(step)
-            except CaptureError:
-                logger.exception("the model's operations cannot be queued: each is done at once from now on")
-                self._queues = False
-        return self._run_model(step)
-
-    def _run_model(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         assert step.layout is not None
-        batch = step.layout.batch(self.model.device, exact=self.limits.exact)
+        if self.graphs is not None and self._records_forward:
+            try:
+                return self.graphs.run_forward(step.layout, self._run_model)
+            except CaptureError:
+                logger.exception("the model's operations cannot be recorded: each is done at once from now on")
+                self._records_forward = False
+        return self._run_model(step.layout.batch(self.model.device, exact=self.limits.exact))
+
+    def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         hidden = self.model.forward(batch, self.kv_cache)
-        if not step.drawing:
+        if not batch.logits_indices.shape[0]:
             return hidden, None
         return hidden, self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
 

@@ -54,6 +54,29 @@ def golden_tensors(golden: Golden, stored_as: str = "F32") -> dict[str, Array]:
     return {name: rounded_to_bfloat16(array).astype(_NUMPY[stored_as]) for name, array in tensors.items()}
 
 
+def write_tiny_qwen3(folder: Path, *, vocab_size: int, eos_token_id: int, max_position_embeddings: int) -> None:
+    """The config of a Qwen3 of two layers, whose weights `load_format="dummy"` makes."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": eos_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_safetensors(
     path: Path, tensors: dict[str, Array], header_changes: dict[str, Any] | None = None
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from runtime import LLM, SamplingParams
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, RequestError
 from runtime.llm import Logprob, RequestOutput
+from tests.models.folders import write_tiny_qwen3
 from tests.runtime.text.tokenizers import SPECIAL, byte_level_content, byte_level_tokenizer, write
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models"
@@ -31,26 +32,9 @@ def write_folder(folder: Path, *, has_tokenizer: bool = True) -> Path:
     """A Qwen3 with two layers, whose weights `load_format="dummy"` makes; EOS is the special token."""
     tokenizer = byte_level_tokenizer()
     eos = tokenizer.token_to_id(SPECIAL)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": tokenizer.vocab_size,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "eos_token_id": eos,
-    }
+    assert eos is not None
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_tiny_qwen3(folder, vocab_size=tokenizer.vocab_size, eos_token_id=eos, max_position_embeddings=256)
     if has_tokenizer:
         write(folder, byte_level_content())
         (folder / "tokenizer_config.json").write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from runtime.engine.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from tests.models.folders import write_tiny_qwen3
 from tests.server.byte_tokenizer import END_OF_TURN, write_byte_tokenizer
 from tests.server.running import running
 
@@ -39,25 +39,7 @@ class Real:
 
 def write_tiny_model(folder: Path) -> None:
     """A Qwen3 of two layers for `load_format="dummy"`, whose tokens are bytes."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 259,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "eos_token_id": END_OF_TURN,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_tiny_qwen3(folder, vocab_size=259, eos_token_id=END_OF_TURN, max_position_embeddings=4096)
     write_byte_tokenizer(folder)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u8_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.clocks import SCOPE_GPU, strong_read, strong_write
 from runtime.device.emulator.context import (
     BLOCK_PROXY,
@@ -38,7 +39,7 @@ from runtime.device.emulator.locate import (
     mark_written,
 )
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i64_at, stack_longs, u8_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.pointers import stack_longs
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.races import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
 from runtime.device.emulator.traffic import count_access

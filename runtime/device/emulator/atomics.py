@@ -13,6 +13,7 @@ import numpy as np
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import f32_at, f64_at, i64_at, u32_at, u64_at
 from runtime.device.emulator.access import (
     IS_RELEASE,
     IS_STRONG,
@@ -49,7 +50,7 @@ from runtime.device.emulator.locate import (
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.modifiers import Modifiers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, f32_at, f64_at, i64_at, stack_longs, u32_at, u64_at
+from runtime.device.emulator.pointers import address_of, stack_longs
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import TYPE_BYTES, Instruction, Operand, Sink, Vector
 from runtime.device.emulator.reduction import bf16_of_float, float_of_bf16, float_of_half, half_of_float

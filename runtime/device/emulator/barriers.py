@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.clocks import on_arrive, on_barrier
 from runtime.device.emulator.context import (
     BLOCK_BARRIERS,
@@ -27,7 +28,7 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, i64_at, popcount, trailing_zeros
+from runtime.device.emulator.pointers import address_of, popcount, trailing_zeros
 from runtime.device.emulator.proxy import barrier_passed
 
 Warp = Any

@@ -10,6 +10,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.bulk_traffic import count_run
 from runtime.device.emulator.clocks import release
 from runtime.device.emulator.context import (
@@ -24,7 +25,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, Value, lowers
 from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, i64_at
+from runtime.device.emulator.pointers import address_of
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Operand, Vector
 from runtime.device.emulator.queue import land_groups, new_record

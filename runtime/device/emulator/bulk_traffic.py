@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import LAUNCH_TRAFFIC, WARP_LAUNCH
-from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.traffic import GLOBAL_BYTES, GLOBAL_REQUESTS, GLOBAL_SECTORS, TRAFFIC_FIELDS
 
 

@@ -17,8 +17,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import BLOCK_LAUNCH, LAUNCH_GLOBAL_RACES, WARP_CLOCK
-from runtime.device.emulator.pointers import address_of, i64_at
+from runtime.device.emulator.pointers import address_of
 
 SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU = 1, 2, 3
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
     BLOCK_EXITED_WARPS,
@@ -21,7 +22,6 @@ from runtime.device.emulator.context import (
 from runtime.device.emulator.cp_async import close_copies
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.queue import drop, finish, first_into, first_unread
 from runtime.device.emulator.wgmma import close_wgmma
 from runtime.device.emulator.window import free

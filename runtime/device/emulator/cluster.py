@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.clocks import acquire, complete, release
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
@@ -38,7 +39,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import progress
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i64_at, trailing_zeros
+from runtime.device.emulator.pointers import trailing_zeros
 from runtime.device.emulator.proxy import fence, synchronised
 from runtime.device.emulator.ptx import Instruction, Pair, Sink
 from runtime.device.emulator.window import is_shared

@@ -6,6 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from numba_kernels.pointers import i32_at
 from runtime.device.emulator import barriers, gathering  # noqa: F401 (registers their operations)
 from runtime.device.emulator.blocks import targets_of
 from runtime.device.emulator.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
@@ -13,7 +14,7 @@ from runtime.device.emulator.context import DONE, DONE_BUT_YIELD, WARP_PCS
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i32_at, trailing_zeros
+from runtime.device.emulator.pointers import trailing_zeros
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Operand, Symbol, Vector
 from runtime.device.emulator.vectors import WORD
 

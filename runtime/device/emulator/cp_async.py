@@ -12,6 +12,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import (
     BLOCK_NUM_WARPS,
     BLOCK_SHARED,
@@ -28,7 +29,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import add_pending, arrive, locate
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, stack_longs
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, stack_longs
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Integer, Register
 from runtime.device.emulator.races import STORE

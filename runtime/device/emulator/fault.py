@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import (
     BLOCK_LINEAR,
     LAUNCH_FAULT,
@@ -17,7 +18,6 @@ from runtime.device.emulator.context import (
     WARP_INDEX,
     WARP_LAUNCH,
 )
-from runtime.device.emulator.pointers import i64_at
 from runtime.errors import DeviceError
 
 RECORD_FIELDS = 16

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i32_at
 from runtime.device.emulator.context import (
     DONE,
     FAILED,
@@ -24,7 +25,7 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i32_at, trailing_zeros
+from runtime.device.emulator.pointers import trailing_zeros
 
 Warp = Any
 

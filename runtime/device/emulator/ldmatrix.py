@@ -11,11 +11,12 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u16_at, u32_at
 from runtime.device.emulator.context import DONE, FAILED, FULL_MASK, LAUNCH_TRAFFIC, WARP_BLOCK, WARP_LAUNCH
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at, stack_longs, u16_at, u32_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, stack_longs
 from runtime.device.emulator.proxy import wrote
 from runtime.device.emulator.ptx import Instruction, Vector
 from runtime.device.emulator.races import LOAD, STORE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba_kernels.pointers import u8_at
 from runtime.device.emulator import context, quick_access
 from runtime.device.emulator.access import (
     IS_HALF,
@@ -35,7 +36,7 @@ from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.memory import IS_INITIALISED
 from runtime.device.emulator.modifiers import Modifiers
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import stack_longs, u8_at
+from runtime.device.emulator.pointers import stack_longs
 from runtime.device.emulator.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Symbol, Vector
 from runtime.device.emulator.vectors import I32, I64, INTEGERS, Value, splat
 

@@ -8,6 +8,7 @@ as the program sees them (shared and local ones are offsets).
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u8_at
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
     BLOCK_EXITED_WARPS,
@@ -39,7 +40,6 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.memory import IS_ALLOCATED, IS_BEING_READ, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_INITIALISED
-from runtime.device.emulator.pointers import i64_at, u8_at
 from runtime.device.emulator.races import ATOMIC as ATOMIC
 from runtime.device.emulator.races import LOAD as LOAD
 from runtime.device.emulator.races import STORE as STORE

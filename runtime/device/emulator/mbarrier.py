@@ -13,6 +13,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.clocks import acquire
 from runtime.device.emulator.context import (
     BLOCK_PROGRESS,
@@ -37,7 +38,6 @@ from runtime.device.emulator.mbarrier_state import (
     pending_of,
 )
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.proxy import synchronised
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Sink
 from runtime.device.emulator.queue import land_for

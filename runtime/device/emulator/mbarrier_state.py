@@ -9,10 +9,10 @@ plus 2^21, 62 the phase's parity, 63 set while the object is valid. All arithmet
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.clocks import complete, release
 from runtime.device.emulator.context import BLOCK_CLUSTER, BLOCK_PROGRESS, LAUNCH_CLUSTER_SIZE, WARP_BLOCK, WARP_LAUNCH
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import i64_at
 from runtime.device.emulator.window import (
     IS_IN_FLIGHT,
     IS_INITIALISED,

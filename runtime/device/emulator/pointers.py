@@ -1,7 +1,4 @@
-"""Addresses as pointers, and atomics on them, for the compiled operations: `p = u32_at(address)`, then `p[i]`.
-
-A pointer here is a bare ``CPointer``: no bounds, no reference count, no array object. Whoever makes one has checked it.
-"""
+"""Atomics, copies and calls at addresses, for the compiled operations; pointers are `numba_kernels.pointers`'."""
 
 from __future__ import annotations
 
@@ -10,34 +7,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
 
-intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
+from numba_kernels.pointers import intrinsic
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-
-def _pointer_to(element: Any) -> Any:
-    @intrinsic
-    def at(typing_context, address):
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), generate
-
-    return at
-
-
-u8_at = _pointer_to(types.uint8)
-i8_at = _pointer_to(types.int8)
-u16_at = _pointer_to(types.uint16)
-i16_at = _pointer_to(types.int16)
-u32_at = _pointer_to(types.uint32)
-i32_at = _pointer_to(types.int32)
-u64_at = _pointer_to(types.uint64)
-i64_at = _pointer_to(types.int64)
-f32_at = _pointer_to(types.float32)
-f64_at = _pointer_to(types.float64)
 
 
 @intrinsic

@@ -15,6 +15,7 @@ what the race checker is for.
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at
 from runtime.device.emulator.context import (
     BLOCK_NUM_WARPS,
     BLOCK_PROXY,
@@ -27,7 +28,6 @@ from runtime.device.emulator.context import (
     WARP_PROXY_SEEN,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import i64_at, u32_at
 from runtime.device.emulator.ptx import Kernel
 
 _MISSING_FENCE = int(FaultKind.MISSING_PROXY_FENCE)

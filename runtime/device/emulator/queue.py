@@ -15,6 +15,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import (
     BLOCK_ASYNC,
     BLOCK_CLUSTER,
@@ -24,7 +25,7 @@ from runtime.device.emulator.context import (
 )
 from runtime.device.emulator.indirect import by_address
 from runtime.device.emulator.mbarrier_state import add_transactions
-from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
+from runtime.device.emulator.pointers import address_of, copy_bytes
 from runtime.device.emulator.races import ATOMIC
 from runtime.device.emulator.ranges import global_range
 from runtime.device.emulator.records import (

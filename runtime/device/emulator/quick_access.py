@@ -9,6 +9,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.access import IS_SIGNED, IS_STORE, IS_STRONG, extend_sign
 from runtime.device.emulator.context import (
     BLOCK_PROXY,
@@ -35,7 +36,7 @@ from runtime.device.emulator.lane_vectors import load_lanes, store_lanes
 from runtime.device.emulator.locate import CONST, GENERIC, GLOBAL, SHARED, SHARED_CLUSTER
 from runtime.device.emulator.operations import OPERATIONS as OPERATIONS
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, i64_at, trailing_zeros
+from runtime.device.emulator.pointers import address_of, trailing_zeros
 from runtime.device.emulator.races import warp_is_fine
 from runtime.device.emulator.stream_touch import touch_lanes
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.device.emulator.clocks import (
     CLOCK_CLUSTER,
     CLOCK_FLOOR,
@@ -45,7 +46,6 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import i64_at, u32_at, u64_at
 from runtime.device.emulator.race_vectors import (
     CHUNK,
     count_16_longs,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.clocks import CALL_LANE, CALL_RUN, CALL_WARP, CLOCK_RACES, RACES_CALLS, call_address
 from runtime.device.emulator.context import WARP_CLOCK
-from runtime.device.emulator.pointers import address_of, i64_at
+from runtime.device.emulator.pointers import address_of
 from runtime.device.emulator.ptx import TYPE_BYTES, Instruction
 
 IN_SHARED, IN_GLOBAL = 0, 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.access import check_range, note_range
 from runtime.device.emulator.context import (
     LAUNCH_PARAMETER_BYTES,
@@ -23,7 +24,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.indirect import by_symbol
 from runtime.device.emulator.locate import GLOBAL, PARAM, SHADOW, check_bytes, global_place
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, i64_at, stack_longs
+from runtime.device.emulator.pointers import address_of, stack_longs
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.window import is_shared, shared_block, shared_host
 

@@ -15,19 +15,10 @@ from numba import types
 from numba.extending import intrinsic as _intrinsic
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import f32_at, f64_at, i32_at, i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.indirect import by_address
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import (
-    address_of,
-    f32_at,
-    f64_at,
-    i32_at,
-    i64_at,
-    stack_longs,
-    u16_at,
-    u32_at,
-    u64_at,
-)
+from runtime.device.emulator.pointers import address_of, stack_longs
 from runtime.device.emulator.tensor_map import BF16, F16, F32, F64, S32, S64, U32, U64
 
 intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call

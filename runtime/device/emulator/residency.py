@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at
 from runtime.device.emulator.barriers import BARRIERS_BYTES, reset_barriers
 from runtime.device.emulator.clocks import start_block
 from runtime.device.emulator.context import (
@@ -56,7 +57,7 @@ from runtime.device.emulator.context import (
     YIELDED,
 )
 from runtime.device.emulator.context import WARP_STATE as WARP_STATE
-from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u32_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes
 
 # --- slot header ---
 S_IS_RUNNING = 0

@@ -9,9 +9,9 @@ address of the work's vector clock (uint32 a slot), its epoch. Or it is 0, where
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at
 from runtime.device.emulator.context import LAUNCH_STREAM_ORDER, WARP_LAUNCH
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import i64_at, u32_at
 
 ORDER_CELLS, ORDER_ARENA, ORDER_ARENA_BYTES, ORDER_CLOCK, ORDER_EPOCH = range(5)
 ORDER_FIELDS = 5

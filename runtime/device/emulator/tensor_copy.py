@@ -7,6 +7,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.bulk import (
     HINT,
     MBARRIER,
@@ -34,7 +35,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.mbarrier_state import locate
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, copy_bytes, i64_at
+from runtime.device.emulator.pointers import address_of, copy_bytes
 from runtime.device.emulator.ptx import Address, Instruction, Integer, Operand, Vector
 from runtime.device.emulator.ranges import read_any, write_any
 from runtime.device.emulator.records import (

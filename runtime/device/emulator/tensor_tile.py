@@ -12,10 +12,11 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.bulk_traffic import count_run
 from runtime.device.emulator.context import LAUNCH_TRAFFIC, WARP_LAUNCH
 from runtime.device.emulator.operations import operation
-from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, u16_at, u32_at, u64_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes
 from runtime.device.emulator.races import ATOMIC, LOAD, STORE
 from runtime.device.emulator.ranges import global_range
 from runtime.device.emulator.records import (

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
 from runtime.device.emulator.context import BLOCK_SHARED, LAUNCH_TRAFFIC, WARP_LAUNCH
-from runtime.device.emulator.pointers import i64_at, stack_longs
+from runtime.device.emulator.pointers import stack_longs
 
 GLOBAL_REQUESTS, GLOBAL_SECTORS, GLOBAL_BYTES = 0, 1, 2
 SHARED_REQUESTS, SHARED_WAVEFRONTS, SHARED_IDEAL, SHARED_BYTES = 3, 4, 5, 6

@@ -18,6 +18,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at
 from runtime.device.emulator.clocks import (
     ACQUIRE,
     CLOCK_CLUSTER,
@@ -90,7 +91,7 @@ from runtime.device.emulator.context import (
     WARP_CLOCK,
     WARP_FIELDS,
 )
-from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, i64_at, popcount, u32_at
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes, popcount
 
 
 @njit

@@ -9,6 +9,7 @@ nothing of it has moved, it is a deadlock: what warps block on is their own clus
 from __future__ import annotations
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i32_at, i64_at
 from runtime.device.emulator.barriers import settle_barriers
 from runtime.device.emulator.context import (
     BLOCK_EXITED_WARPS,
@@ -32,15 +33,7 @@ from runtime.device.emulator.context import (
     YIELDED,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import (
-    address_of,
-    atomic_add_u64,
-    call_operation,
-    call_run,
-    i32_at,
-    i64_at,
-    trailing_zeros,
-)
+from runtime.device.emulator.pointers import address_of, atomic_add_u64, call_operation, call_run, trailing_zeros
 from runtime.device.emulator.residency import (
     P_BLOCKS,
     P_WARPS,

@@ -23,6 +23,7 @@ from typing import Any
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import f32_at, i32_at, i64_at, u8_at, u16_at, u32_at, u64_at
 from runtime.device.emulator.context import (
     BLOCK_NUM_WARPS,
     BLOCK_SHARED,
@@ -42,18 +43,7 @@ from runtime.device.emulator.fault import FaultKind, report
 from runtime.device.emulator.indirect import by_address
 from runtime.device.emulator.lowering import Lowering, lowers
 from runtime.device.emulator.operations import made_from_name, operation
-from runtime.device.emulator.pointers import (
-    address_of,
-    copy_bytes,
-    f32_at,
-    fill_bytes,
-    i32_at,
-    i64_at,
-    u8_at,
-    u16_at,
-    u32_at,
-    u64_at,
-)
+from runtime.device.emulator.pointers import address_of, copy_bytes, fill_bytes
 from runtime.device.emulator.proxy import check_read
 from runtime.device.emulator.ptx import Instruction, Integer, Register, Vector
 from runtime.device.emulator.races import LOAD

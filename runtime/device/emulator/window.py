@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u8_at
 from runtime.device.emulator.context import (
     BLOCK_CLUSTER,
     BLOCK_EXITED_WARPS,
@@ -29,7 +30,6 @@ from runtime.device.emulator.context import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.fault import FaultKind, report
-from runtime.device.emulator.pointers import i64_at, u8_at
 
 IS_ALLOCATED, IS_INITIALISED = 1, 2
 IS_IN_FLIGHT, IS_BEING_READ = 16, 32

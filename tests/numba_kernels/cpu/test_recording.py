@@ -9,7 +9,7 @@ import pytest
 
 from numba_kernels.cpu import pool
 from numba_kernels.cpu.arena import Arena
-from numba_kernels.cpu.recording import NotRecordableError, current, queue, record
+from numba_kernels.cpu.recording import NotRecordableError, current, record
 from runtime import ops
 from runtime.batch import Batch
 from runtime.errors import InvalidArgumentError
@@ -53,7 +53,7 @@ def layers(x: Tensor, norm: Tensor, weights: list[ops.LinearWeight]) -> Tensor:
     return x
 
 
-def test_replays_and_queues_equal_what_is_done_at_once():
+def test_replays_equal_what_is_done_at_once():
     """Also after the helpers went to sleep, with inputs that have changed, and with little memory."""
     rng = np.random.default_rng(1)
     norm = tensor(normal(rng, 256))
@@ -74,12 +74,9 @@ def test_replays_and_queues_equal_what_is_done_at_once():
             pool._helpers.rouse()
         recording.replay()
         assert np.array_equal(result.array, expected)
-        with queue(Arena()):
-            queued = layers(x, norm, weights)
-        assert np.array_equal(queued.array, expected)
 
 
-def test_errors_come_out_of_replays_and_queues():
+def test_errors_come_out_of_replays():
     rng = np.random.default_rng(2)
     table = tensor(normal(rng, (10, 8)))
     ids = tensor(np.array([3, 0, 9], np.int32))
@@ -93,9 +90,6 @@ def test_errors_come_out_of_replays_and_queues():
         with pytest.raises(InvalidArgumentError, match=r"embedding: token_ids holds .* must lie in 0 to 9"):
             recording.replay()
         assert np.array_equal(doubled.array, before), "a launch after the failed one has run"
-        with pytest.raises(InvalidArgumentError, match="token_ids holds"), queue(Arena()):
-            ops.embedding(ids, table)
-        assert current() is None
         ids.array[1] = 4
         recording.replay()
         assert np.array_equal(rows.array, table.array[[3, 4, 9]])
@@ -111,9 +105,6 @@ def test_temporary_arrays_cannot_be_recorded():
     with pytest.raises(ZeroDivisionError), record(Arena()):
         raise ZeroDivisionError
     assert current() is None
-    with queue(Arena()):  # runs before the array is gone
-        result = ops.silu(tensor(x.array * 2))
-    assert np.array_equal(result.array, ops.silu(tensor(x.array * 2)).array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -142,3 +133,24 @@ def test_attention_is_recorded_for_any_lengths(dtype):
     lengths.array[1] = longest + 100
     with pytest.raises(InvalidArgumentError, match=f"seq_lens holds {longest + 100}, limit 2304"):
         recording.replay()
+
+
+def test_attention_is_recorded_for_any_chunks():
+    """One recording serves every cut of 40 tokens into three sequences' chunks, whatever stands before them."""
+    rng = np.random.default_rng(5)
+    longest = 1100
+    case = paged_case(rng, [(longest - 38, 38), (longest - 1, 1), (longest - 1, 1)], heads=8, kv_heads=4, head_dim=16)
+    k_cache, v_cache = case.cache.layer(0)
+    q, lengths, starts = tensor(case.queries), case.batch.seq_lens, case.batch.query_start
+    fields = {name: getattr(case.batch, name) for name in Batch.__slots__ if name not in ("plans", "max_query_len")}
+
+    def attend() -> Tensor:
+        return ops.attention(q, k_cache, v_cache, Batch(**fields, max_query_len=38), 0, scale=0.3)
+
+    with record(Arena()) as recording:
+        result = attend()
+    for chunks in ((38, 1, 1), (1, 1, 38), (20, 17, 3), (1, 38, 1), (16, 16, 8)):
+        starts.array[1:] = np.cumsum(chunks)
+        lengths.array[:] = [rng.integers(count, longest + 1) for count in chunks]
+        recording.replay()
+        assert np.array_equal(result.array, attend().array), chunks

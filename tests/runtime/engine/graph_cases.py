@@ -69,3 +69,25 @@ def check_equal(ours: dict[str, Collected], theirs: dict[str, Collected]) -> Non
     for name, collected in ours.items():
         for index in (0, 1):
             assert [comparable(o) for o in collected.of(index)] == [comparable(o) for o in theirs[name].of(index)], name
+
+
+def check_replay_equals_eager(folder: Path, device: str, **settings: Any) -> None:
+    """To the bit, with arrivals, ends, prefix hits, preemption (of the kind that the settings name), and every kind of
+    draw."""
+    answers = {}
+    for mode in ("on", "off"):
+        engine = new_engine(folder, device, exact=True, decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
+        answers[mode] = serve(engine, mixed_requests(len(KINDS), engine.info.vocab_size))
+        stats = engine.stats()
+        if mode == "on":
+            assert stats.num_graph_steps > 5
+            assert 0 < stats.num_decode_graphs < stats.num_graph_steps
+            assert stats.decode_graph_bytes > 1 << 20
+            assert stats.prefix_cache_hits > 0
+            if "preemption" in settings:
+                assert stats.num_preemptions > 0
+                assert (stats.num_swaps > 0) == (settings["preemption"] == "swap")
+        else:
+            assert (stats.num_graph_steps, stats.num_decode_graphs, stats.decode_graph_bytes) == (0, 0, 0)
+        engine.close()
+    check_equal(answers["on"], answers["off"])

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.engine import recorded_forwards
 from runtime.engine.decode_cpu import CpuDecodes
 from runtime.engine.engine import Engine
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import change_config, load_golden, write_model
 from tests.runtime.engine.fakes import request, run_to_end
-from tests.runtime.engine.graph_cases import KINDS, check_equal, mixed_requests, new_engine, serve
+from tests.runtime.engine.graph_cases import check_equal, check_replay_equals_eager, new_engine
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -26,24 +27,8 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
     ],
 )
 def test_replay_equals_eager(tmp_path: Path, golden: str, stored_as: str, settings: dict[str, Any]) -> None:
-    """With arrivals, ends, prefix hits, preemption of both kinds, and every kind of draw; eager steps are queued in the
-    one and done operation by operation in the other."""
-    folder = write_model(tmp_path, load_golden(golden), stored_as)
-    answers = {}
-    for mode in ("on", "off"):
-        engine = new_engine(folder, "cpu", exact=mode == "on", decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
-        answers[mode] = serve(engine, mixed_requests(len(KINDS), engine.info.vocab_size))
-        stats = engine.stats()
-        if mode == "on":
-            assert stats.num_graph_steps > 5
-            assert 0 < stats.num_decode_graphs < stats.num_graph_steps
-            assert stats.decode_graph_bytes > 1 << 20
-            assert stats.num_preemptions > 0
-            assert (stats.num_swaps > 0) == (settings["preemption"] == "swap")
-        else:
-            assert (stats.num_graph_steps, stats.num_decode_graphs, stats.decode_graph_bytes) == (0, 0, 0)
-        engine.close()
-    check_equal(answers["on"], answers["off"])
+    """Every step is recorded in the one engine, and done operation by operation in the other."""
+    check_replay_equals_eager(write_model(tmp_path, load_golden(golden), stored_as), "cpu", **settings)
 
 
 def test_batches_of_1_to_9_across_every_boundary() -> None:
@@ -100,7 +85,7 @@ def test_what_a_kernel_finds_wrong_is_raised_by_the_replay(
 
 
 def test_arithmetic_on_tensors_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that scales its logits by numpy: no graph, no queue, the right tokens."""
+    """A model that scales its logits by numpy: no graph, no recording, the right tokens."""
     folder = write_model(tmp_path, load_golden("llama_default"))
     answers = {}
     for mode in ("auto", "off"):
@@ -130,6 +115,43 @@ def test_graphs_share_their_memory(tmp_path: Path) -> None:
     assert engine.stats().decode_graph_bytes < held + (200 << 10)
     engine.close()
     assert engine.stats().decode_graph_bytes == 0
+
+
+def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks beside decodes: one recording for all of its chunks whose sequences are as long, and the
+    answers of the engine that records nothing; of many shapes the latest are kept."""
+    monkeypatch.setattr(recorded_forwards, "NUM_KEPT", 4)
+    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    change_config(folder, max_position_embeddings=300)
+    made: list[Any] = []
+    record = recorded_forwards.RecordedForwards._record
+
+    def count(self: Any, shape: Any, forward: Any) -> Any:
+        if shape.num_tokens > shape.num_seqs:  # no step of decodes that lacked its graph
+            made.append(shape)
+        return record(self, shape, forward)
+
+    answers = {}
+    for mode in ("on", "off"):
+        settings = {"max_num_batched_tokens": 6, "max_model_len": 300, "num_blocks": 90}
+        engine = new_engine(folder, "cpu", decode_graphs=mode, **settings)
+        for i in range(2):
+            engine.add(request(f"r{i}", range(3 + i, 9), max_tokens=60, ignore_eos=True))
+        for _ in range(6):
+            engine.step()
+        monkeypatch.setattr(recorded_forwards.RecordedForwards, "_record", count)
+        engine.add(request("long", [3 + place % 40 for place in range(200)], max_tokens=2))
+        answers[mode] = run_to_end(engine)
+        if mode == "on":
+            assert len(made) == 3, "up to 128 tokens; from there on; the last chunk, which draws"
+            for length in range(2, 7):
+                engine.add(request(f"p{length}", [20 + length] * length, max_tokens=1))
+                run_to_end(engine)
+            assert len(made) == 3 + 5
+            assert engine.runner.graphs is not None
+            assert len(engine.runner.graphs._runs_on._forwards._kept) == 4  # type: ignore[attr-defined]
+        engine.close()
+    check_equal(answers["on"], answers["off"])
 
 
 def test_sizes() -> None:

@@ -26,9 +26,10 @@ from tests.models.folders import change_config, load_golden, write_model
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.engine.counted_gpu import counted_gpu
 from tests.runtime.engine.fakes import Collected, collect, make_engine, request, run_to_end
-from tests.runtime.engine.graph_cases import KINDS, check_equal, mixed_requests, new_engine, serve
+from tests.runtime.engine.graph_cases import check_equal, check_replay_equals_eager, new_engine, serve
 
 pytestmark = pytest.mark.emulator
+
 
 @pytest.mark.parametrize(
     ("golden", "stored_as", "device", "settings"),
@@ -44,25 +45,8 @@ pytestmark = pytest.mark.emulator
 def test_replay_equals_eager(
     tmp_path: Path, golden: str, stored_as: str, device: str, settings: dict[str, Any]
 ) -> None:
-    """To the bit in exact mode, with arrivals, ends, prefix hits, preemption of both kinds, and every kind of draw."""
-    folder = write_model(tmp_path, load_golden(golden), stored_as)
-    answers = {}
-    for mode in ("on", "off"):
-        engine = new_engine(folder, device, exact=True, decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
-        answers[mode] = serve(engine, mixed_requests(len(KINDS), engine.info.vocab_size))
-        stats = engine.stats()
-        if mode == "on":
-            assert stats.num_graph_steps > 15
-            assert 0 < stats.num_decode_graphs < stats.num_graph_steps
-            assert stats.decode_graph_bytes > 1 << 20
-            assert stats.prefix_cache_hits > 0
-            if "preemption" in settings:
-                assert stats.num_preemptions > 0
-                assert (stats.num_swaps > 0) == (settings["preemption"] == "swap")
-        else:
-            assert (stats.num_graph_steps, stats.num_decode_graphs, stats.decode_graph_bytes) == (0, 0, 0)
-        engine.close()
-    check_equal(answers["on"], answers["off"])
+    """In exact mode."""
+    check_replay_equals_eager(write_model(tmp_path, load_golden(golden), stored_as), device, **settings)
     Gpu.of(device).allocator.check_integrity()
 
 
