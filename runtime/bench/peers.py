@@ -44,6 +44,7 @@ def bench_peers(
     groups: Sequence[Group],
     *,
     host_work: Sequence[str] = (),
+    tokenizer: Path | None = None,
     num_rounds: int = 5,
     shape: Gpt2Shape | None = None,
     limits: CpuLimits | None = None,
@@ -52,10 +53,11 @@ def bench_peers(
 ) -> dict[str, Any]:
     """Measures every workload of the groups, and the host's work named.
 
-    pythons  each peer's Python, by the engine's name; a peer without one is reported as missing
-    shape    of GPT-2; by default that of the 124M model
-    limits   as measured before; None: measured now
-    say      told what is being done
+    pythons    each peer's Python, by the engine's name; a peer without one is reported as missing
+    tokenizer  the tokenizer.json of `host_work`'s "tokenizer"; None: the bundled model's, which tiktoken cannot express
+    shape      of GPT-2; by default that of the 124M model
+    limits     as measured before; None: measured now
+    say        told what is being done
 
     `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (peers that
     should have been there), and where there is a goal `goal`, `ratio` and `verdict`. What cannot be timed, because
@@ -96,7 +98,7 @@ def bench_peers(
                 Group(GPT2, "float32", ()).write(Path(name), shape, seed)
             for key in host_work:
                 say(key)
-                report["host_results"] += _host_rows(key, Path(name), num_rounds)
+                report["host_results"] += _host_rows(key, Path(name), tokenizer, num_rounds)
     check_finite(report)
     return report
 
@@ -112,13 +114,13 @@ def failures(report: Mapping[str, Any]) -> list[str]:
     return words + [f"{each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
 
 
-def _host_rows(key: str, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
+def _host_rows(key: str, folder: Path, tokenizer: Path | None, num_rounds: int) -> list[dict[str, Any]]:
     if key == "load":
         return [bench_load(folder, num_rounds)]
     if key == "pack":
         return [bench_pack(folder, num_rounds)]
-    bundled = Path(resolve_model(None)) / "tokenizer.json"
-    return [tokenizer_row(row) for row in tokenizer_rows([bundled], num_rounds=num_rounds)]
+    file = tokenizer or Path(resolve_model(None)) / "tokenizer.json"
+    return [tokenizer_row(row) for row in tokenizer_rows([file], num_rounds=num_rounds)]
 
 
 def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:

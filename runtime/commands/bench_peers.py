@@ -30,6 +30,9 @@ def peers(
     ] = None,
     peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
     llama_python: Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json of the tokenizer's rows; default: the bundled, not tiktoken's.")
+    ] = None,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
     check: CheckFlag = False,
     as_json: JsonFlag = False,
@@ -63,7 +66,7 @@ def peers(
             print(f"missing: {error}", file=sys.stderr)
     groups = groups_of([workload for workload in WORKLOADS if workload.key in chosen], chosen_dtypes)
     host_work = [key for key in HOST_WORK if key in chosen]
-    report = bench_peers(pythons, groups, host_work=host_work, num_rounds=num_rounds)
+    report = bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
     if output_json is not None:
         output_json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report) if as_json else markdown(report))
