@@ -11,9 +11,7 @@ from numba_kernels.cpu.launch import address_of
 from numba_kernels.cpu.panels import empty_panels, pack
 from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
-from runtime.device import cublas
 from runtime.device.device import CPU, Device
-from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
@@ -169,9 +167,14 @@ def check_gemm(gemm: str, device: Device) -> None:
     if gemm == "cublas":
         if device.kind == "emulated":
             raise InvalidArgumentError(f"gemm is 'cublas', which needs a GPU: {device} is emulated", param="gemm")
+        from runtime.device import cublas
+
         cublas.load()
-    if gemm == "hopper" and (arch := Gpu.of(device).arch) != "sm_90a":
-        raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
+    if gemm == "hopper":
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        if (arch := Gpu.of(device).arch) != "sm_90a":
+            raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
 
 
 def check_quantization(quantization: str, device: Device) -> None:

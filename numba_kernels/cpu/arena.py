@@ -1,7 +1,9 @@
 """Memory that recordings share: what one of them needs lies where another's lies.
 
 An array is cut from the first gap that holds it and leaves a gap when its last view is gone, so that a recording of
-many layers needs little more than its widest moment. Addresses stay valid as long as the arena does.
+many layers needs little more than its widest moment. Addresses stay valid as long as the arena does. It asks for far
+more addresses than it needs, since the system takes memory for what is touched of them: so gaps are never in two
+pieces of memory, and nothing is held that a wider moment could not use.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from bisect import bisect_left
 import numpy as np
 
 _ALIGNMENT = 64  # a cache line, the width of the widest vector
-_SEGMENT_BYTES = 1 << 20
+_SEGMENT_BYTES = 1 << 30
 
 
 class _Piece:
@@ -35,20 +37,23 @@ class _Piece:
 
 
 class _Segment:
-    """One run of memory, and its gaps in order: (start, end)."""
+    """One run of addresses, and its gaps in order: (start, end). ``used_bytes`` from its beginning have been given out
+    at some time."""
 
     def __init__(self, size: int) -> None:
-        memory = np.zeros(size + _ALIGNMENT, np.uint8)
+        memory = np.zeros(size + _ALIGNMENT, np.uint8)  # none of it is touched
         skipped = -memory.ctypes.data % _ALIGNMENT
         self.memory = memory[skipped : skipped + size]
         self.first = memory.ctypes.data + skipped
         self.end = self.first + size
         self.gaps = [(0, size)]
+        self.used_bytes = 0
 
     def take(self, size: int) -> _Piece | None:
         for index, (start, end) in enumerate(self.gaps):
             if end - start >= size:
                 self.gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
+                self.used_bytes = max(self.used_bytes, start + size)
                 return _Piece(self, start, start + size)
         return None
 
@@ -63,10 +68,22 @@ class _Segment:
             gaps.insert(index, (start, end))
 
 
+def _new_segment(size: int) -> _Segment:
+    """At least ``size`` bytes, and as many more as the system has addresses to give, within reason."""
+    wanted = max(size, _SEGMENT_BYTES)
+    while True:
+        try:
+            return _Segment(wanted)
+        except MemoryError:
+            if wanted == size:
+                raise
+            wanted = max(size, wanted // 2)
+
+
 class Arena:
     """Grows as it has to, and gives its memory back with its last array. Not thread-safe.
 
-    size_bytes  of all that it holds
+    size_bytes  of the memory that it may have taken
     """
 
     def __init__(self) -> None:
@@ -74,7 +91,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        return sum(segment.memory.nbytes for segment in self._segments)
+        return sum(segment.used_bytes for segment in self._segments)
 
     def new_array(self, shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
         """An uninitialised array on a cache line of its own. Raises MemoryError where the system has none."""
@@ -85,7 +102,7 @@ class Arena:
             if (piece := segment.take(size)) is not None:
                 break
         else:
-            self._segments.append(_Segment(max(size, _SEGMENT_BYTES, self.size_bytes)))  # few, whatever comes
+            self._segments.append(_new_segment(size))
             piece = self._segments[-1].take(size)
         assert piece is not None
         return piece.array(shape, wanted)

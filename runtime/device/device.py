@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass, field
 
@@ -93,6 +94,10 @@ CPU = Device("cpu")
 
 def best_device() -> Device:
     """The first GPU, or the cpu where there is no driver that can be used."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # where there is none, its bindings need not be read
+    except OSError:
+        return CPU
     try:
         device = Device("cuda:0")
         device.require()

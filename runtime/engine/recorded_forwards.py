@@ -8,7 +8,7 @@ step costs no more than copying its arrays to where the recording reads them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from runtime.tensor import Tensor
 
 NUM_KEPT = 32
 """Recordings, about 100 KB each; the one that was used longest ago goes first."""
+
+_ARRAYS = ("token_ids", "positions", "query_start", "seq_lens", "slot_mapping", "logits_indices")
+"""Of a layout, those whose sizes its shape tells; block tables may have any width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,10 @@ class RecordedForwards:
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
             del self._kept[next(iter(self._kept))]
-        for field in fields(Layout):
-            if isinstance(target := getattr(kept.inputs, field.name), np.ndarray):
-                source = getattr(layout, field.name)
-                if field.name == "block_tables":
-                    width = min(source.shape[1], target.shape[1])
-                    source, target = source[:, :width], target[:, :width]
-                target[...] = source
+        for name in _ARRAYS:
+            getattr(kept.inputs, name)[...] = getattr(layout, name)
+        width = min(layout.block_tables.shape[1], kept.inputs.block_tables.shape[1])
+        kept.inputs.block_tables[:, :width] = layout.block_tables[:, :width]  # all that the sequences have
         kept.recording.replay()
         return kept.hidden, kept.logits
 

@@ -22,6 +22,7 @@ def test_an_arena_never_gives_the_same_bytes_twice():
     rng = random.Random(1)
     arena = Arena()
     alive: list[tuple[np.ndarray, int]] = []
+    most = 0
     for stamp in range(2000):
         if alive and rng.random() < 0.5:
             array, value = alive.pop(rng.randrange(len(alive)))
@@ -32,6 +33,7 @@ def test_an_arena_never_gives_the_same_bytes_twice():
             assert arena.holds(array.ctypes.data) or array.size == 0
             array[...] = stamp
             alive.append((array, stamp))
+            most = max(most, sum(array.nbytes for array, _ in alive))
     for array, value in alive:
         assert (array == value).all()
     assert not arena.holds(np.zeros(1).ctypes.data)
@@ -39,6 +41,7 @@ def test_an_arena_never_gives_the_same_bytes_twice():
     array = None
     alive.clear()
     assert all(segment.gaps == [(0, segment.memory.nbytes)] for segment in arena._segments)
+    assert size < 1.2 * most, "much more than was ever alive at once"
     kept = arena.borrowed(arena.new_array((3, 5), np.int32))
     assert kept.shape == (3, 5)
     assert arena.size_bytes == size

@@ -100,7 +100,17 @@ def test_a_missing_driver_says_what_to_do(
     for word in [*words, "--device cpu", "--device emulated"]:
         assert word in str(caught.value)
     if error is not DeviceError:
+        monkeypatch.setattr(device_module.ctypes, "CDLL", lambda name: None)
         assert best_device() == CPU
+
+
+def test_without_the_drivers_library_its_bindings_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(device_module.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(device_module, "open_driver", None)
+    assert best_device() == CPU
 
 
 def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +132,7 @@ def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeDriver(num_devices=2), bindings)
     monkeypatch.setattr(device_module, "open_driver", lambda arch: driver)
+    monkeypatch.setattr(device_module.ctypes, "CDLL", lambda name: None)
     assert Device.parse("cuda:1").index == 1
     assert Device.parse("auto") == Device("cuda:0")
     with pytest.raises(InvalidDeviceError, match=r"'cuda:2'.* 2 such devices"):
