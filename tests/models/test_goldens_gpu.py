@@ -20,15 +20,15 @@ from runtime.dtype import bfloat16, float32
 from tests.models.driver import ModelDriver, greedy, logits_of, relative_error
 from tests.models.folders import CASES, Golden, load_golden, write_model
 
-DEVICES = ("emulated:sm_80", "emulated:sm_90a")
+DEVICE, OTHER_DEVICE = "emulated:sm_80", "emulated:sm_90a"
 
 
-def some(cases: list[str], first: int) -> list[object]:
-    """All cases, of which a sixteenth are run each time."""
-    return [
-        case if number % 16 == first else pytest.param(case, marks=pytest.mark.exhaustive)
-        for number, case in enumerate(cases)
-    ]
+def some(cases: list[str], each_time: int) -> list[object]:
+    """All cases on both devices, of which one is run each time."""
+    first = pytest.param(DEVICE, cases[each_time])
+    others = [(device, case) for device in (DEVICE, OTHER_DEVICE) for case in cases]
+    others.remove((DEVICE, cases[each_time]))
+    return [first, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in others)]
 
 
 def load_on(folder: Path, golden: Golden, device: str, stored_as: str, dtype: str = "auto") -> Model:
@@ -39,43 +39,41 @@ def load_on(folder: Path, golden: Golden, device: str, stored_as: str, dtype: st
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", some(CASES, 0))
-def test_float32(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("device", "case"), some(CASES, 0))
+def test_float32(tmp_path: Path, device: str, case: str) -> None:
     golden = load_golden(case)
     expected = golden.logits["float32"]
-    for device in DEVICES:
-        model = load_on(tmp_path, golden, device, "F32")
-        assert model.dtype is float32
-        logits = logits_of(model, golden.prompt_ids)
-        assert relative_error(logits, expected) <= 1e-4
-        np.testing.assert_array_equal(logits.argmax(1), expected.argmax(1))
-        chosen, _ = greedy(model, golden.prompt_ids, len(golden.greedy_ids["float32"]), seed=1)
-        assert chosen == golden.greedy_ids["float32"]
+    model = load_on(tmp_path, golden, device, "F32")
+    assert model.dtype is float32
+    logits = logits_of(model, golden.prompt_ids)
+    assert relative_error(logits, expected) <= 1e-4
+    np.testing.assert_array_equal(logits.argmax(1), expected.argmax(1))
+    chosen, _ = greedy(model, golden.prompt_ids, len(golden.greedy_ids["float32"]), seed=1)
+    assert chosen == golden.greedy_ids["float32"]
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", some(CASES, 2))
-def test_bfloat16(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("device", "case"), some(CASES, CASES.index("qwen3_gqa2_linear")))
+def test_bfloat16(tmp_path: Path, device: str, case: str) -> None:
     golden = load_golden(case)
     expected, continuation = golden.logits["bfloat16"], golden.greedy_ids["bfloat16"]
-    for device in DEVICES:
-        model = load_on(tmp_path, golden, device, "BF16")
-        assert model.dtype is bfloat16
-        assert relative_error(logits_of(model, golden.prompt_ids), expected) <= 2e-2
-        chosen, logits = greedy(model, golden.prompt_ids, len(continuation))
-        at = next((i for i, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b), None)
-        if at is not None:
-            assert continuation[at] in np.argsort(logits[at])[-5:]
-            on_cpu = load_model(tmp_path, dtype="float32")
-            reference = logits_of(on_cpu, golden.prompt_ids + continuation[:at])[-1]
-            assert chosen[at] in np.argsort(reference)[-5:]
+    model = load_on(tmp_path, golden, device, "BF16")
+    assert model.dtype is bfloat16
+    assert relative_error(logits_of(model, golden.prompt_ids), expected) <= 2e-2
+    chosen, logits = greedy(model, golden.prompt_ids, len(continuation))
+    at = next((i for i, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b), None)
+    if at is not None:
+        assert continuation[at] in np.argsort(logits[at])[-5:]
+        on_cpu = load_model(tmp_path, dtype="float32")
+        reference = logits_of(on_cpu, golden.prompt_ids + continuation[:at])[-1]
+        assert chosen[at] in np.argsort(reference)[-5:]
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", some(CASES[::5], 0))
-def test_chunks_and_batches(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("device", "case"), some(CASES[::5], 0))
+def test_chunks_and_batches(tmp_path: Path, device: str, case: str) -> None:
     golden = load_golden(case)
-    model = load_on(tmp_path, golden, DEVICES[0], "F32")
+    model = load_on(tmp_path, golden, device, "F32")
     ids, expected = golden.prompt_ids, golden.logits["float32"]
     assert relative_error(logits_of(model, ids, [1, 3, len(ids) - 4], block_size=8), expected) <= 1e-4
     driver = ModelDriver(model, 3, block_size=8, seed=3)

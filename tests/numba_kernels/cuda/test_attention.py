@@ -13,7 +13,7 @@ from tests.oracles.dense import relative_error
 
 # Largest error over largest value: the result's rounding, and in 16 bits that of the softmax weights.
 TOLERANCE = {"f32": 2e-6, "f16": 1.5e-3, "bf16": 1e-2}
-DTYPES = ("f32", "f16", "bf16")
+EACH_TIME = ("f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16")
 
 CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
     ([(0, 1)], 1, 1, None),
@@ -64,7 +64,7 @@ DECODES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_TIME)
 @pytest.mark.parametrize("tier", ["naive", "flash"])
 def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
@@ -75,7 +75,7 @@ def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
         assert error < TOLERANCE[dtype], f"{chunks}, {heads} heads, {kv_heads} KV heads, window {window}: {error}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_TIME)
 def test_decode_equals_float64(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(2)
     for chunks, heads, kv_heads, window in DECODES if dtype != "f16" else DECODES[:6]:
@@ -100,7 +100,7 @@ SINK_DECODES = [([(500, 1), (3, 1), (257, 1)], 8, 2, None), ([(300, 1), (20, 1)]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
-@pytest.mark.parametrize("tier", ["naive", "flash", "decode"])
+@pytest.mark.parametrize("tier", ["naive", pytest.param("flash", marks=pytest.mark.exhaustive), "decode"])
 def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(5)
     for chunks, heads, kv_heads, window in SINK_DECODES if tier == "decode" else SINKS:
@@ -158,7 +158,7 @@ HEAD_DIMS = [
     ("f32", 5, 8),
     ("f32", 128, 16),
     ("f16", 20, 8),
-    ("bf16", 80, 32),
+    pytest.param("bf16", 80, 32, marks=pytest.mark.exhaustive),
     ("bf16", 128, 16),
     pytest.param("bf16", 96, 8, marks=pytest.mark.exhaustive),
     pytest.param("f16", 256, 16, marks=pytest.mark.exhaustive),

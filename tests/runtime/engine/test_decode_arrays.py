@@ -34,7 +34,7 @@ LIMITS = EngineLimits(
 @pytest.fixture(params=["cpu", "emulated:sm_80"])
 def arrays(request: pytest.FixtureRequest) -> DecodeArrays:
     device = Device.parse(request.param)
-    return DecodeArrays(device, open_decode_device(device, 50), LIMITS, Sampler(NUM_PLACES, 50))
+    return DecodeArrays(device, open_decode_device(device, LIMITS, 50), LIMITS, Sampler(NUM_PLACES, 50))
 
 
 def new_sequence(arrays: DecodeArrays, row: int, rng: random.Random, **params: object) -> Sequence:

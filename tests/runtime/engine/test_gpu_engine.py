@@ -102,7 +102,13 @@ def test_a_hundred_requests_equal_their_lone_runs_on_the_cpu(tmp_path: Path) -> 
     Gpu.of(device).allocator.check_integrity()
 
 
-@pytest.mark.parametrize("gemm", ["naive", "tiled", "register", "tensor_core", "hopper"])
+@pytest.mark.parametrize(
+    "gemm",
+    [
+        "naive", "tensor_core", "hopper",
+        *(pytest.param(tier, marks=pytest.mark.exhaustive) for tier in ("tiled", "register")),
+    ],
+)  # fmt: skip
 def test_every_tier_of_the_matrix_product_gives_the_answer(tmp_path: Path, gemm: str) -> None:
     golden = load_golden("llama_default")
     is_narrow = gemm in ("tensor_core", "hopper")
