@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.dtype import ALL_DTYPES, DType
+from runtime.dtype import ALL_DTYPES, DType, bfloat16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
 from tests.runtime.tensor_cases import assert_same, cases
