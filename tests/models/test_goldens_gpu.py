@@ -85,7 +85,8 @@ def test_chunks_and_batches(tmp_path: Path, device: str, case: str) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", ["qwen3_tied_gqa4", pytest.param("mistral_window", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["qwen3_tied_gqa4", "mistral_window"])
 def test_hopper_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """These prompts are short: the tier takes them all the same."""
     plans = []

