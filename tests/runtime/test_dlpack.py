@@ -66,7 +66,14 @@ def test_numpy_reads_us_and_we_read_numpy(dtype: DType) -> None:
     assert np.shares_memory(theirs, array)
 
 
-@pytest.mark.parametrize("dtype", [float32, bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=[pytest.mark.exhaustive] * (dtype not in (float32, bfloat16)))
+        for dtype in ALL_DTYPES
+    ],
+    ids=str,
+)
 def test_memory_lives_as_long_as_anybody_looks(dtype: DType) -> None:
     class Bytes(bytearray):
         """Memory that a weak reference can watch."""

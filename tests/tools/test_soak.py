@@ -1,13 +1,19 @@
-"""A quarter of a minute of the soak: mixed traffic on a whole server, every answer checked, nothing held afterwards."""
+"""The soak for a moment: mixed traffic on a whole server, every answer checked, nothing held afterwards."""
 
 from __future__ import annotations
+
+import pytest
 
 from tools.soak import soak
 
 
-def test_a_quarter_of_a_minute() -> None:
-    record = soak(0.25, clients=6, report=lambda line: None)
+@pytest.mark.parametrize(
+    ("minutes", "requests", "tokens", "samples"),
+    [(0.25, 10, 50, 8), pytest.param(1.0, 30, 100, 10, marks=pytest.mark.exhaustive)],
+)
+def test_traffic(minutes: float, requests: int, tokens: int, samples: int) -> None:
+    record = soak(minutes, clients=6, report=lambda line: None)
     assert record["failures"] == [], record
-    assert record["num_requests"] > 10
-    assert record["completion_tokens"] > 50
-    assert len(record["requests"]) >= 8
+    assert record["num_requests"] > requests
+    assert record["completion_tokens"] > tokens
+    assert len(record["requests"]) >= samples

@@ -71,18 +71,20 @@ def check_equal(ours: dict[str, Collected], theirs: dict[str, Collected]) -> Non
             assert [comparable(o) for o in collected.of(index)] == [comparable(o) for o in theirs[name].of(index)], name
 
 
-def check_replay_equals_eager(folder: Path, device: str, **settings: Any) -> None:
+def check_replay_equals_eager(
+    folder: Path, device: str, *, fewest_steps: int, fewest_bytes: int, **settings: Any
+) -> None:
     """To the bit, with arrivals, ends, prefix hits, preemption (of the kind that the settings name), and every kind of
-    draw."""
+    draw. Graphs run more than ``fewest_steps`` steps and hold more than ``fewest_bytes``."""
     answers = {}
     for mode in ("on", "off"):
         engine = new_engine(folder, device, exact=True, decode_graphs=mode, swap_space_bytes=1 << 16, **settings)
         answers[mode] = serve(engine, mixed_requests(len(KINDS), engine.info.vocab_size))
         stats = engine.stats()
         if mode == "on":
-            assert stats.num_graph_steps > 5
+            assert stats.num_graph_steps > fewest_steps
             assert 0 < stats.num_decode_graphs < stats.num_graph_steps
-            assert stats.decode_graph_bytes > 1 << 16
+            assert stats.decode_graph_bytes > fewest_bytes
             assert stats.prefix_cache_hits > 0
             if "preemption" in settings:
                 assert stats.num_preemptions > 0
