@@ -6,8 +6,8 @@ also limits LLVM, so that a machine with AVX-512 makes and runs true AVX2 code. 
 Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
 registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
 tile of 8 rows x 3 vectors keeps 24 of them busy, and what is multiplied has the others (attention's has a power of two
-of rows anyway). With 16 registers of 8 lanes, 6 rows x 1 vector (12 registers) leave room for two halves of a weight and a broadcast; NEON's 32
-registers of 4 lanes hold 4 rows x 1 vector (16 registers) and operands.
+of rows anyway). With 16 registers of 8 lanes, 6 rows x 1 vector (12 registers) leave room for two halves of a weight
+and a broadcast; NEON's 32 registers of 4 lanes hold 4 rows x 1 vector (16 registers) and operands.
 """
 
 from __future__ import annotations
