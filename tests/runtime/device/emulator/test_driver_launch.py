@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cu
 
+from runtime.device.emulator import launch
 from runtime.device.emulator.fault import EmulatorFault, FaultKind
 from runtime.device.emulator.lowering import UnsupportedInstruction
 from runtime.device.emulator.tensor_map import encode
-from tests.runtime.device.emulator.driver_harness import PTX, Harness, R
+from tests.runtime.device.emulator.driver_harness import PTX, Checks, Harness, R
 
 F = cu.CUfunction_attribute
 ID = cu.CUlaunchAttributeID
@@ -52,6 +55,47 @@ def config(grid: tuple[int, int, int], block: tuple[int, int, int], stream: Any,
         listed.append(attribute)
     made.attrs, made.numAttrs = listed, len(listed)
     return made
+
+
+def test_garbage_in_a_kernels_thread_does_not_wait_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection finds calls the driver, whose lock the launching thread holds while it waits for the others."""
+    harness = Harness("sm_80", checks=Checks.NONE, num_threads=2)
+    scale, stream, count = harness.function("scale"), harness.stream(), 1 << 18
+    memory = harness.put(np.ones(count, np.float32))
+    found: list[tuple[bool, Any]] = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.event = harness.event()
+            self.me = self
+
+        def __del__(self) -> None:
+            found.append((threading.current_thread() is threading.main_thread(), self.event))
+            harness("cuEventDestroy", self.event)
+
+    garbage = [Owner() for _ in range(8)]
+    run = launch._Run._work
+
+    def work(self: Any, worker: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            garbage.clear()
+            assert [[[] for _ in range(100)] for _ in range(10)]  # as much as makes Python collect
+        run(self, worker)
+
+    monkeypatch.setattr(launch._Run, "_work", work)
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(100, 1, 1)
+    try:
+        harness.scale(scale, memory, count, 3.0, stream)
+        harness("cuStreamSynchronize", stream)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert not garbage, "no second thread took part"
+    assert [is_main for is_main, _ in found] == [True] * 8
+    assert (harness.get(memory, count) == 3.0).all()
 
 
 def test_images() -> None:

@@ -1,0 +1,121 @@
+"""A cache on disk whose files are found by content: what the caches of kernels and of translated kernels share.
+
+    <XDG_CACHE_HOME or ~/.cache>/xserv/<cache>/<digest of the sources>/<file>
+
+A file is one line of JSON, which holds a digest of what follows, and bytes. Folders are the user's alone (0700), files
+too (0600). A file is written beside and renamed, so that any number of processes may do so at once; one that does not
+agree with itself counts as absent. Where the disk cannot be written nothing is kept, and only time is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import DeviceError
+
+PARTIAL = ".partial"
+LOCK = ".lock"
+UNUSED_DAYS = 30
+_GENERATION = re.compile(r"[0-9a-f]{16}")
+
+
+def cache_root(cache: str) -> Path:
+    """``$XDG_CACHE_HOME/xserv/<cache>``, or the same below ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "xserv" / cache
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises DeviceError where others could have written into a folder; one that is not there is no matter."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise DeviceError(
+            f"kernel cache {folder}: others may write into it (owner {status.st_uid}, mode "
+            f"{status.st_mode & 0o777:o}), and what lies there is executed: chmod 700 it, or name another by "
+            "XDG_CACHE_HOME"
+        )
+
+
+def read_entry(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    """A file's facts and bytes; None where there is no such file, or it is not whole."""
+    try:
+        line, _, content = path.read_bytes().partition(b"\n")
+        facts = json.loads(line)
+        if facts.pop("sha256") != hashlib.sha256(content).hexdigest():
+            return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return facts, content
+
+
+def write_entry(path: Path, facts: dict[str, Any], content: bytes) -> None:
+    """Puts a file in its place. Where the disk refuses, it is only not there the next time."""
+    line = json.dumps(facts | {"sha256": hashlib.sha256(content).hexdigest()}).encode()
+    partial = None
+    try:
+        open_generation(path.parent)
+        number, partial = tempfile.mkstemp(suffix=PARTIAL, dir=path.parent)  # mode 0600
+        with os.fdopen(number, "wb") as file:
+            file.write(line + b"\n" + content)
+        os.replace(partial, path)
+    except OSError:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
+
+
+def open_generation(folder: Path) -> None:
+    """Makes the folder of the present sources, if it is not there; then those of others go that were not used for
+    UNUSED_DAYS. Raises OSError where it cannot be made."""
+    if folder.is_dir():
+        return
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for other in folder.parent.iterdir():
+        if _GENERATION.fullmatch(other.name) and other.is_dir() and other.stat().st_mtime < oldest:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def mark_used(folder: Path) -> None:
+    """Says that a folder of some sources is in use: its time is what `open_generation` goes by."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+
+
+@contextmanager
+def locked(path: Path, *, is_waiting: bool = True) -> Iterator[bool]:
+    """Whoever else, in any process, would make the same file waits until this is left, and then finds it there.
+
+    Without `is_waiting` it gives False, and holds nothing, where somebody else has the lock. Where no lock is to be had
+    (a folder that cannot be written, a file system without locks) there is none, and the same is made twice.
+    """
+    number = None
+    lock = path.with_name(path.name + LOCK)
+    try:
+        open_generation(path.parent)
+        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(number, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_held, is_busy = True, False
+    except OSError as error:
+        is_held, is_busy = False, isinstance(error, BlockingIOError)
+    try:
+        yield not is_busy
+    finally:
+        if is_held:
+            lock.unlink(missing_ok=True)  # who waits holds the file itself, and finds the work done
+        if number is not None:
+            os.close(number)
