@@ -1,26 +1,25 @@
-"""Where numba keeps compiled cpu code, for any package here that has some.
+"""Where compiled host code is kept, for any package here that has some.
 
-Numba's own cache notices a change in a function's file, not in the files of what it calls. So each module's code goes
-to ``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, where the digest is of the module's source, of every module of
-this project that it imports, directly or not, and of the compiler's versions.
+A function's code depends on its file and on the files of what it calls. So each module's code goes to
+``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, where the digest is of the module's source, of every module of
+this project that it imports, directly or not, and of the compiler's versions (`cache_files`, `closure_cache`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
 
-from numba_kernels.closure_cache import kept_cfunc, kept_njit
+from numba_kernels.cache_files import cache_root, mark_used, open_generation, refuse_foreign
+from numba_kernels.closure_cache import CFunction, kept_njit
 
 _ROOT = Path(__file__).resolve().parent.parent
 _IMPORT = re.compile(
@@ -67,15 +66,17 @@ def sources_digest(*sources: Path) -> str:
 def folder_for(what: str) -> Path:
     """The folder for code that ``what`` (sources, settings) and the compiler's versions determine, made now.
 
-    Where the home cannot be written it is one of this process alone.
+    Where the home cannot be written it is one of this process alone. Raises DeviceError where others could have written
+    into it.
     """
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {what}".encode())
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "xserv" / "numba" / digest.hexdigest()[:16]
+    folder = cache_root("numba") / digest.hexdigest()[:16]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        open_generation(folder)
     except OSError:
         return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
+    refuse_foreign(folder)
+    mark_used(folder)
     return folder
 
 
@@ -85,24 +86,15 @@ def cache_folder(source: Path) -> Path:
     return folder_for(sources_digest(source))
 
 
-@contextmanager
-def _kept_for(function: Callable[..., Any]) -> Iterator[None]:
-    """Numba reads the folder when a function is decorated."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+def _folder_of(function: Callable[..., Any]) -> Path:
+    return cache_folder(Path(function.__code__.co_filename))
 
 
 def njit(function: Callable[..., Any]) -> Any:
     """``numba.njit`` for host code: cached, without the interpreter's lock, C's error model."""
-    with _kept_for(function):
-        return kept_njit(function, nogil=True, error_model="numpy", boundscheck=False)
+    return kept_njit(function, _folder_of(function), nogil=True, error_model="numpy", boundscheck=False)
 
 
-def compile_c_function(function: Callable[..., None], signature: Any) -> Any:
+def compile_c_function(function: Callable[..., None], signature: Any) -> CFunction:
     """``numba.cfunc`` of the same kind, compiled (or read from disk) now; `.address` is its entry."""
-    with _kept_for(function):
-        return kept_cfunc(signature, function, error_model="numpy")
+    return CFunction(signature, function, _folder_of(function), error_model="numpy")

@@ -1,25 +1,42 @@
-"""Numba's cache on disk for functions that are made by factories.
+"""Compiled host code on disk: C functions, and what numba keeps of its own dispatchers.
 
-Numba finds such a function's code by a hash of its pickled closure, and in a closure that holds another compiled
-function or an intrinsic the pickle has a number drawn anew in every process: the code is saved, and never found again.
-Here the key says what a closure holds by name and content. What the named functions contain is not in it: sources have
-a folder of their own for each content (`cache`, `numba_kernels.cpu`).
+A C function is one file (`cache_files`): its machine code and the name of its entry. Numba would keep the code's LLVM
+module beside it, for others to inline, which nobody does with a function that is called through its address, and would
+read that module at each start: half of the time and memory of loading a kernel.
+
+A dispatcher's code is numba's to write and to read, each signature in a file of its own: with numba's numbered files
+and their index, two processes that compile two signatures of one function at the same moment can leave one's code under
+the other's name.
+
+Numba finds a factory's function by a hash of its pickled closure, and in a closure that holds another compiled function
+or an intrinsic the pickle has a number drawn anew in every process: the code is saved, and never found again. Here the
+key says what a closure holds by name and content. What the named functions contain is not in it: sources have a folder
+of their own for each content (`cache`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba.core import sigutils
-from numba.core.caching import FunctionCache
-from numba.core.ccallback import CFunc
+from numba.core.caching import IndexDataCacheFile, NullCache
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.core.types import Type
 
+from numba_kernels.cache_files import read_entry, write_entry
+
 _PLAIN = (int, float, str, bytes, type(None), type, np.dtype, np.generic, Type)
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 def describe(value: Any) -> str:
@@ -54,32 +71,83 @@ def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class ClosureCache(FunctionCache):  # type: ignore[misc]
-    """Numba's own, but for the key."""
-
-    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
-        words = hashlib.sha256(describe(self._py_func).encode()).hexdigest()
-        return (signature, codegen.magic_tuple(), words)
-
-
-class _KeptCFunc(CFunc):  # type: ignore[misc]
-    def enable_caching(self) -> None:
-        self._cache = ClosureCache(self._pyfunc)
+def _file_name(function: Callable[..., Any], signature: Any, codegen: Any, suffix: str) -> str:
+    """Of a function's code for argument types and a processor."""
+    words = f"{signature} {codegen.magic_tuple()} {describe(function)}"
+    if _ADDRESS.search(words):
+        raise TypeError(f"{words}: an address, by which code cannot be found again")
+    name = re.sub(r"\W", "_", function.__qualname__, flags=re.ASCII)[-80:]
+    return f"{name}.{hashlib.sha256(words.encode()).hexdigest()[:32]}.{suffix}"
 
 
-def kept_cfunc(signature: Any, function: Callable[..., Any], **options: Any) -> Any:
-    """``numba.cfunc(signature, nopython=True, cache=True, **options)(function)``, found again in the next process."""
-    name_by_content(function)
-    compiled = _KeptCFunc(function, sigutils.normalize_signature(signature), {}, {"nopython": True, **options})
-    compiled.enable_caching()
-    compiled.compile()
-    return compiled
+class CFunction:
+    """A function that C can call, compiled or read from disk when it is made.
+
+    address    its entry, valid as long as the process lives
+    was_kept   whether it came from the disk
+    """
+
+    @global_compiler_lock
+    def __init__(self, signature: Any, function: Callable[..., Any], folder: Path, **options: Any) -> None:
+        name_by_content(function)
+        context = cpu_target.target_context
+        context.refresh()
+        codegen = context.codegen()
+        path = folder / _file_name(function, sigutils.normalize_signature(signature), codegen, "o")
+        found = read_entry(path)
+        self.was_kept = found is not None
+        if found is not None:
+            facts, code = found
+            symbol = facts["symbol"]
+            library = codegen.unserialize_library((facts["name"], "object", (code, _defining(facts["symbols"]))))
+        else:
+            compiled = numba.cfunc(signature, **options)(function)
+            library, symbol = compiled._library, compiled.native_name
+            facts = {"name": library.name, "symbol": symbol, "symbols": _symbols(library)}
+            write_entry(path, facts, library._get_compiled_object())
+        self.address: int = library.get_pointer_to_function(symbol)
+        assert self.address, f"{path} has no {symbol}"
 
 
-def kept_njit(function: Callable[..., Any], **options: Any) -> Any:
-    """``numba.njit(cache=True, **options)(function)``, found again in the next process."""
+def _symbols(library: Any) -> list[str]:
+    """What a compiled library defines. Raises TypeError for code that only this process can run."""
+    if library.has_dynamic_globals:
+        raise TypeError(f"{library.name} holds an address of this process: its code cannot be kept")
+    return [function.name for function in library.get_defined_functions()]
+
+
+def _defining(symbols: list[str]) -> bytes:
+    """The LLVM module from which numba learns what machine code defines."""
+    bodies = [f'define void @"{symbol}"() {{ unreachable }}' for symbol in symbols]
+    return llvm.parse_assembly("\n".join(bodies)).as_bitcode()
+
+
+class _DispatcherCache(NullCache):  # type: ignore[misc]
+    """Where a dispatcher looks for code before it compiles."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+        self._function = function
+        self._files = IndexDataCacheFile(str(folder), "", None)  # of which only how data is written and read
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        context.refresh()
+        try:
+            data = self._files._load_data(_file_name(self._function, signature, context.codegen(), "nbc"))
+        except OSError:
+            return None
+        return CompileResult._rebuild(context, *data)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        _symbols(result.library)
+        with contextlib.suppress(OSError):
+            name = _file_name(self._function, signature, result.codegen, "nbc")
+            self._files._save_data(name, result._reduce())
+
+
+def kept_njit(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """``numba.njit(**options)(function)``, its code kept in a folder and found again in the next process."""
     if function.__closure__:
         name_by_content(function)
     dispatcher = numba.njit(**options)(function)
-    dispatcher._cache = ClosureCache(function)
+    dispatcher._cache = _DispatcherCache(function, folder)
     return dispatcher

@@ -25,6 +25,7 @@ FLOORS = {
     "tokenizer": 1,
     "numba_kernels": 2,
     "numba_kernels.cache": 1,
+    "numba_kernels.cache_files": 1,
     "numba_kernels.closure_cache": 1,
     "numba_kernels.pointers": 1,
     "numba_kernels.cuda": 2,

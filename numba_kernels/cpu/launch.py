@@ -21,8 +21,8 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from numba_kernels.closure_cache import kept_cfunc
-from numba_kernels.cpu import pool
+from numba_kernels.closure_cache import CFunction
+from numba_kernels.cpu import CODE_FOLDER, pool
 from numba_kernels.cpu.recording import Explain, current, hold, new_array
 
 __all__ = [
@@ -57,13 +57,12 @@ class Fields:
 class Kernel:
     """A compiled body. Calling it runs ``num_tickets`` pieces of work on up to ``num_workers`` threads.
 
-    The body is compiled (or read from numba's cache on disk) when the Kernel is made.
+    The body is compiled (or read from disk) when the Kernel is made.
     """
 
     def __init__(self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False) -> None:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
-        self._compiled = kept_cfunc(signature, body, error_model="numpy", fastmath=fastmath)
-        self._address = self._compiled.address
+        self._address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
         self._packer = fields.packer
 
     def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:

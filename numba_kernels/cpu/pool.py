@@ -28,6 +28,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
+from numba_kernels.closure_cache import kept_njit
+from numba_kernels.cpu import CODE_FOLDER
 from numba_kernels.cpu.atomic import pause
 
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
@@ -50,6 +52,18 @@ def _word(context, builder, signature, args):
     """The address of word ``args[1]`` of the array ``args[0]``."""
     data = context.make_array(signature.args[0])(context, builder, args[0]).data
     return builder.gep(data, [args[1]])
+
+
+def _compiled(signature):
+    """Compiles for these types now, or reads the code from disk."""
+
+    def decorate(function):
+        dispatcher = kept_njit(function, CODE_FOLDER, nogil=True)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return decorate
 
 
 @intrinsic
@@ -110,7 +124,7 @@ def _clear_status(typingctx, address):
     return types.void(types.intp), codegen
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)
+@_compiled("void(int64, int64, int64)")
 def run_alone(function, arguments, num_tickets):
     """Every ticket, on this thread."""
     for ticket in range(num_tickets):
@@ -126,7 +140,7 @@ def _draw(words):
         ticket = _add(words, NEXT, 1)
 
 
-@njit("void(int64[::1], int64, int64, int64, int64)", nogil=True, cache=True)
+@_compiled("void(int64[::1], int64, int64, int64, int64)")
 def _launch(words, function, arguments, num_tickets, num_helpers):
     _store(words, FUNCTION, function)
     _store(words, ARGUMENTS, arguments)
@@ -139,7 +153,7 @@ def _launch(words, function, arguments, num_tickets, num_helpers):
         pause()
 
 
-@njit("UniTuple(int64, 2)(int64[::1], int64[:, ::1])", nogil=True, cache=True)
+@_compiled("UniTuple(int64, 2)(int64[::1], int64[:, ::1])")
 def _launch_all(words, program):
     """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
     for i in range(program.shape[0]):
@@ -156,7 +170,7 @@ def _launch_all(words, program):
     return -1, 0
 
 
-@njit("void(int64[::1], int64, int64)", nogil=True, cache=True)
+@_compiled("void(int64[::1], int64, int64)")
 def _help(words, index, rounds):
     """Takes part in jobs until ``rounds`` looks in a row found none, and no program has jobs to come."""
     idle = 0

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.device.cache_files import (
+from numba_kernels.cache_files import (
     LOCK,
     PARTIAL,
     cache_root,

@@ -3,6 +3,7 @@ the closures hold."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from numba import types
 from numba.extending import intrinsic
 
-from numba_kernels.closure_cache import describe, kept_cfunc, kept_njit
+from numba_kernels.closure_cache import CFunction, describe, kept_njit
+
+TABLE = np.arange(1 << 20)  # too large to be copied into the code: numba takes its address
 
 
 def make(factor: int, *, is_odd: bool = False) -> Any:
@@ -40,20 +43,45 @@ def make(factor: int, *, is_odd: bool = False) -> Any:
     return function
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+def call(compiled: CFunction, x: int) -> int:
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)(x)
 
 
-def test_what_a_factory_makes_again_is_found() -> None:
-    first, again = (kept_cfunc(types.int64(types.int64), make(3, is_odd=True)) for _ in range(2))
-    assert (first.cache_hits, again.cache_hits) == (0, 1)
-    assert again.ctypes(5) == 16
-    assert kept_cfunc(types.int64(types.int64), make(4, is_odd=True)).cache_hits == 0
+def test_what_a_factory_makes_again_is_found(tmp_path: Path) -> None:
+    first, again = (CFunction(types.int64(types.int64), make(3, is_odd=True), tmp_path) for _ in range(2))
+    assert (first.was_kept, again.was_kept) == (False, True)
+    assert call(first, 5) == call(again, 5) == 16
+    other = CFunction(types.int64(types.int64), make(4, is_odd=True), tmp_path)
+    assert (other.was_kept, call(other, 5)) == (False, 21)
     for hits in (0, 1):
-        dispatcher = kept_njit(make(7), nogil=True)
+        dispatcher = kept_njit(make(7), tmp_path, nogil=True)
         assert dispatcher(2) == 14
         assert sum(dispatcher.stats.cache_hits.values()) == hits
+
+
+def test_signatures_are_told_apart(tmp_path: Path) -> None:
+    for hits in (0, 1):
+        dispatcher = kept_njit(make(3), tmp_path)
+        assert (dispatcher(2), dispatcher(1.5)) == (6, 4.5)
+        assert sum(dispatcher.stats.cache_hits.values()) == 2 * hits
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_code_that_is_not_whole_is_compiled_again(tmp_path: Path) -> None:
+    CFunction(types.int64(types.int64), make(3), tmp_path)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    for was_kept in (False, True):
+        mended = CFunction(types.int64(types.int64), make(3), tmp_path)
+        assert (mended.was_kept, call(mended, 5)) == (was_kept, 15)
+
+
+def test_what_no_other_process_can_run_is_refused(tmp_path: Path) -> None:
+    def look_up(x):
+        return TABLE[x]
+
+    with pytest.raises(TypeError, match="address of this process"):
+        CFunction(types.int64(types.int64), look_up, tmp_path)
 
 
 def test_closures_are_told_apart() -> None:

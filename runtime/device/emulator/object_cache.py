@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.device.cache_files import cache_root, locked, mark_used, read_entry, refuse_foreign, write_entry
+from numba_kernels.cache_files import cache_root, locked, mark_used, read_entry, refuse_foreign, write_entry
 
 _FOR_ARCH = re.compile(r"^[ \t]*\.(?:version|target)\b.*$", re.MULTILINE)
 

@@ -25,7 +25,7 @@ import llvmlite.binding as llvm
 from numba import types
 
 from numba_kernels.cache import cache_folder, compile_c_function
-from runtime.device.cache_files import locked
+from numba_kernels.cache_files import locked
 
 _pointer: Any = types.CPointer
 _KINDS = {
