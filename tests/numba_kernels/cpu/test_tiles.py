@@ -102,7 +102,7 @@ def test_the_bfloat16_tile_computes_what_its_instruction_means(monkeypatch):
             total = simd.fma(builder, a, b, total)
         return total
 
-    monkeypatch.setattr(launch, "CFunction", lambda kind, body, folder, **options: cfunc(kind, **options)(body))  # not kept
+    monkeypatch.setattr(launch, "CFunction", lambda kind, body, folder, **options: cfunc(kind, **options)(body))
     monkeypatch.setattr(BF16Sums, "dot", dot)
     for module in (gemm_tile, linear, operands):
         monkeypatch.setattr(module, "HAS_BF16_DOT", True)
