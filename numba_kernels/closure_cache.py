@@ -31,6 +31,7 @@ from numba.core.caching import IndexDataCacheFile, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 from numba.core.types import Type
 
 from numba_kernels.cache_files import read_entry, write_entry
@@ -71,6 +72,13 @@ def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _ready(context: Any) -> Any:
+    """Numba's target, able to run what it has compiled. To compile it needs its registries too, whose reading takes a
+    quarter of a second: a process that finds all its code does without."""
+    rtsys.initialize(context)
+    return context
+
+
 def _file_name(function: Callable[..., Any], signature: Any, codegen: Any, suffix: str) -> str:
     """Of a function's code for argument types and a processor."""
     words = f"{signature} {codegen.magic_tuple()} {describe(function)}"
@@ -90,9 +98,7 @@ class CFunction:
     @global_compiler_lock
     def __init__(self, signature: Any, function: Callable[..., Any], folder: Path, **options: Any) -> None:
         name_by_content(function)
-        context = cpu_target.target_context
-        context.refresh()
-        codegen = context.codegen()
+        codegen = _ready(cpu_target.target_context).codegen()
         path = folder / _file_name(function, sigutils.normalize_signature(signature), codegen, "o")
         found = read_entry(path)
         self.was_kept = found is not None
@@ -130,10 +136,10 @@ class _DispatcherCache(NullCache):  # type: ignore[misc]
         self._files = IndexDataCacheFile(str(folder), "", None)  # of which only how data is written and read
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        context.refresh()
         try:
-            data = self._files._load_data(_file_name(self._function, signature, context.codegen(), "nbc"))
+            data = self._files._load_data(_file_name(self._function, signature, _ready(context).codegen(), "nbc"))
         except OSError:
+            context.refresh()  # as numba expects before it compiles
             return None
         return CompileResult._rebuild(context, *data)
 

@@ -228,6 +228,8 @@ def test_a_second_process_compiles_nothing_and_nothing_is_printed(tmp_path):
     counted = "from numba.core import event\nwith event.install_recorder('numba:run_pass') as passes:\n"
     code = counted + textwrap.indent(_EVERY_KERNEL, "    ") + "print(len(passes.buffer))"
     assert _python(code, **cache) == "0\n"
+    registries = "import sys\nassert 'numba.np.linalg' not in sys.modules, 'what only a compiler needs was read'\n"
+    assert _python(_EVERY_KERNEL + registries, **cache) == ""
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == kept
     assert int(_python(code, XDG_CACHE_HOME=str(tmp_path / "other"))) > 1000
 
