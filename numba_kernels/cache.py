@@ -80,6 +80,11 @@ def folder_for(what: str) -> Path:
     return folder
 
 
+def is_kept(folder: Path) -> bool:
+    """Whether other processes find what is in a folder of `folder_for`'s."""
+    return folder.parent == cache_root("numba")
+
+
 @functools.cache
 def cache_folder(source: Path) -> Path:
     """The folder for a source file's code."""

@@ -81,6 +81,10 @@ bool_ = DType("bool", 1, np.dtype(np.bool_), "u8", "BOOL", False)
 
 ALL_DTYPES = (float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, uint8, int32, int64, bool_)
 
+STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: np.int16}
+"""The types of weights and pages, and what carries their bits in numba's code for the cpu, which knows neither of the
+16-bit ones as a number."""
+
 _ALIASES = {
     "float": float32, "f32": float32, "fp32": float32,
     "half": float16, "f16": float16, "fp16": float16,

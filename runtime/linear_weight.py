@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,11 +11,10 @@ from numba_kernels.cpu.panels import empty_panels, pack
 from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
-from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
 
-STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: np.int16}
 """The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
 
 

@@ -37,7 +37,7 @@ from server.logs import close_log, open_log
 from server.origins import hosts_for
 from server.protocol import RESERVED_CONNECTIONS, uvicorn_config
 from server.tracing import open_tracing
-from tokenizer.warm_up import warm_up as warm_up_tokenizer
+from tokenizer import warm_up as tokenizer_warm_up
 
 
 class ServerStartError(XservError):
@@ -80,7 +80,7 @@ def serve(
         allow_connections(config.max_connections)
         is_textless = model is not None and Path(model).is_dir() and not has_tokenizer(Path(model))
         if not in_process and not is_textless:  # while the engine's process starts, this one would wait
-            threading.Thread(target=warm_up_tokenizer, name="tokenizer", daemon=True).start()
+            threading.Thread(target=_warm_up_tokenizer, name="tokenizer", daemon=True).start()
         client = start_client(model, in_process=in_process, **engine_options)
         stack.callback(client.close)
         name = served_model_name or client.info.model_name
@@ -101,6 +101,11 @@ def serve(
             tracing=tracing,
         )
         _Server(app, client, name).run(sockets=[listener])
+
+
+def _warm_up_tokenizer() -> None:
+    if tokenizer_warm_up.is_compiled():  # else the engine's process has it compiled first: see `compile_ahead`
+        tokenizer_warm_up.warm_up()
 
 
 def check_files(config: ServerConfig) -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles
+from tokenizer.merge_table import MergeTable
 from tokenizer.tokenizer import Tokenizer
+
+
+def is_compiled() -> bool:
+    """Whether a process before has compiled the loops, so that `warm_up` takes no compiler."""
+    from numba_kernels.cache import cache_folder
+
+    return any(cache_folder(Path(__file__).with_name("encode_kernel.py")).iterdir())
 
 
 def warm_up() -> None:
@@ -18,3 +28,4 @@ def warm_up() -> None:
     model = {"type": "BPE", "vocab": vocab | {"ab": 256}, "merges": ["a b"]}
     content = {"version": "1.0", "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
     Tokenizer(TokenizerFiles(Fields(content, "warm_up"))).encode("ab")
+    MergeTable({"a": 0, "b": 1, "ab": 2}, ["a b"], " ", "").encode(["a", "b"])  # what is not byte-level

@@ -22,9 +22,9 @@ from numba_kernels.cpu.launch import address_of, hold, new_array
 from numba_kernels.cpu.recording import current
 from runtime.backends.cpu_checks import check, checked_address, fail
 from runtime.batch import Batch
-from runtime.dtype import float32, int32, int64
+from runtime.dtype import STORED, float32, int32, int64
 from runtime.errors import InvalidArgumentError
-from runtime.linear_weight import STORED, LinearWeight, PanelWeight
+from runtime.linear_weight import LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
 from runtime.storage import NDArray
 from runtime.tensor import Tensor

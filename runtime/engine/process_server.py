@@ -112,8 +112,11 @@ class ProcessServer:
         self._serve(engine, start.hang_timeout_s)
 
     def make_engine(self, start: Start) -> Engine:
-        """See ``build_engine``, which raises."""
-        from runtime.engine.build import build_engine
+        """See ``build_engine``, which raises. Kernels for the cpu are compiled before, and not in this process."""
+        from runtime.engine.compile_ahead import compile_ahead
+
+        compile_ahead(start.model, start.device, start.dtype, start.config)
+        from runtime.engine.build import build_engine  # wakes the kernels
 
         settings: Any = {each.name: getattr(start.config, each.name) for each in fields(start.config)}
         return build_engine(

@@ -45,8 +45,8 @@ def test_integers_are_exact(gpu, tier, dtype):
 
 @pytest.mark.parametrize(
     ("tier", "dtype"),
-    [("naive", "f16"), ("tiled", "f32"), ("register", "f32"), ("register", "bf16"), ("tensor_core", "f16"),
-     ("tensor_core", "bf16")],
+    [("naive", "f16"), ("tiled", "f32"), ("register", "f32"), ("tensor_core", "f16"), ("tensor_core", "bf16"),
+     pytest.param("register", "bf16", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_plain_b(gpu, tier, dtype):
     for seed, (m, n, k) in enumerate(SHAPES):
@@ -113,7 +113,7 @@ def test_nothing_to_do_is_no_launch(tier, m, n, k):
     assert gemm.plan(tier, m, n, k, "bf16") is None
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_scalar_tiers_agree_bit_by_bit(gpu, dtype):
     for sizes in ((20, 70, 97), (33, 20, 128)):
         product = case(sizes, dtype, "f32")

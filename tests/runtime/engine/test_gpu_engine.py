@@ -46,7 +46,7 @@ def test_the_demo_model_answers_as_on_the_cpu(device: str) -> None:
                 assert logprob.logprob == pytest.approx(other[token].logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [DEVICES[1], pytest.param(DEVICES[0], marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif(not MODELS.is_dir(), reason="needs ../shared/data/models")
 def test_stories260k_continues_as_transformers_does(device: str) -> None:
     runs = json.loads((MODELS / "expected.json").read_text())["stories260K"]["greedy"][:2]

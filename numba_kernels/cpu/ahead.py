@@ -1,0 +1,47 @@
+"""Which kernels a model will use: what can be compiled before it is loaded (`runtime.engine.compile_ahead`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+
+def kernels_of(stored: str, is_int8: bool, block_size: int) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Factories and arguments of all that a model's forward passes and draws use.
+
+    stored      what carries the bits of its weights and pages: "float32", "uint16" (bfloat16), "int16" (float16)
+    is_int8     whether its matrices are made into int8
+    block_size  tokens in a page
+    """
+    from numba_kernels.cpu import (  # wakes the kernels
+        activation,
+        attention,
+        decode_inputs,
+        embedding,
+        linear,
+        logprobs,
+        norm,
+        panels,
+        qkv,
+        sampling,
+    )
+
+    kind = np.dtype(stored).type
+    matrices = np.uint8 if is_int8 else kind
+    yield linear.linear_kernel, (matrices,)
+    yield panels.pack_kernel, (kind, matrices)
+    for table in {kind, matrices, np.float32}:
+        yield embedding.embedding_kernel, (table,)
+    yield attention.attention_kernel, (kind, attention.span_of(block_size))
+    yield attention.group_starts_kernel, ()
+    yield attention.merge_kernel, ()
+    yield qkv.qkv_kernel, (kind,)
+    yield norm.rms_norm_kernel, (np.float32,)  # norms are widened when they are loaded
+    yield norm.layer_norm_kernel, (np.float32,)
+    for name in activation.NAMES:
+        yield activation.activation_kernel, (name,)
+    yield sampling.sampling_kernel, ()
+    yield logprobs.logprobs_kernel, ()
+    yield decode_inputs.decode_inputs_kernel, ()

@@ -1,0 +1,61 @@
+"""The kernels that are said to be all that a model will use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from tests.models.folders import write_tiny_qwen3
+
+ROOT = Path(__file__).parents[3]
+
+_USED = """
+import sys
+from numba_kernels.cpu import ahead, launch
+made = set()
+class Noted(launch.CFunction):
+    def __init__(self, signature, function, *arguments, **options):
+        super().__init__(signature, function, *arguments, **options)
+        made.add(function.__qualname__)
+launch.CFunction = Noted
+from runtime import LLM, SamplingParams
+folder, dtype, quantization, stored = sys.argv[1:]
+params = [
+    SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, max_tokens=4, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
+]
+with LLM(
+    folder, device="cpu", dtype=dtype, quantization=quantization, load_format="dummy", skip_tokenizer_init=True,
+    kv_cache_bytes=1 << 22,
+) as llm:
+    llm.generate([[1, 2, 3] * 20, [4, 5]], params)
+used = frozenset(made)
+made.clear()
+for factory, arguments in ahead.kernels_of(stored, quantization == "int8", 16):
+    factory.cache_clear()
+    factory(*arguments)
+assert len(used) >= 9, used
+print(sorted(used - made))
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization", "stored"),
+    [
+        ("qwen3", "bfloat16", "none", "uint16"),
+        ("gpt2", "float16", "none", "int16"),
+        ("qwen3", "float32", "int8", "float32"),
+    ],
+)  # fmt: skip
+def test_a_model_uses_nothing_else(tmp_path: Path, family: str, dtype: str, quantization: str, stored: str) -> None:
+    if family == "qwen3":
+        write_tiny_qwen3(tmp_path, vocab_size=259, eos_token_id=1, max_position_embeddings=256)
+    else:
+        write_gpt2_folder(tmp_path, Gpt2Shape(64, 2, 2, 259, 256))
+    command = [sys.executable, "-c", _USED, str(tmp_path), dtype, quantization, stored]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
