@@ -70,6 +70,7 @@ def test_bfloat16(tmp_path: Path, device: str, case: str) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive  # the engine's tests on GPUs do it each time
 @pytest.mark.parametrize(("device", "case"), some(CASES[::5], 0))
 def test_chunks_and_batches(tmp_path: Path, device: str, case: str) -> None:
     golden = load_golden(case)

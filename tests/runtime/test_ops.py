@@ -233,7 +233,7 @@ def test_a_second_process_compiles_nothing_and_nothing_is_printed(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `test_goldens_cpu_tiles` has whole models on them each time
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs an x86-64 compiler target")
 def test_the_tiles_of_narrower_machines_are_right_too(tmp_path):
     """The same kernels compiled for AVX2, with its smaller register tile."""

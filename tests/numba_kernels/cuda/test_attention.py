@@ -100,7 +100,9 @@ SINK_DECODES = [([(500, 1), (3, 1), (257, 1)], 8, 2, None), ([(300, 1), (20, 1)]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
-@pytest.mark.parametrize("tier", ["naive", pytest.param("flash", marks=pytest.mark.exhaustive), "decode"])
+@pytest.mark.parametrize(
+    "tier", ["naive", *(pytest.param(tier, marks=pytest.mark.exhaustive) for tier in ("flash", "decode"))]
+)  # `test_attention_exact` has sinks in each tier, too
 def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(5)
     for chunks, heads, kv_heads, window in SINK_DECODES if tier == "decode" else SINKS:
@@ -156,7 +158,7 @@ def test_sequences_are_cut_by_their_own_lengths(gpu: Gpu) -> None:
 # Rounded up inside the kernel to whole tiles, not a multiple of 16 bytes, the largest; every page size.
 HEAD_DIMS = [
     ("f32", 5, 8),
-    ("f32", 128, 16),
+    pytest.param("f32", 128, 16, marks=pytest.mark.exhaustive),
     ("f16", 20, 8),
     pytest.param("bf16", 80, 32, marks=pytest.mark.exhaustive),
     ("bf16", 128, 16),
