@@ -75,7 +75,7 @@ def folder_for(what: str) -> Path:
         open_generation(folder)
     except OSError:
         return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
-    refuse_foreign(folder)
+    refuse_foreign(folder.parent)
     mark_used(folder)
     return folder
 

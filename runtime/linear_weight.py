@@ -15,9 +15,6 @@ from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import Tensor
 
-"""The numpy class whose bits carry each weight and cache type: a kernel's specialisation."""
-
-
 QUANTIZATIONS = ("none", "int8")
 
 GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")

@@ -23,6 +23,7 @@ from typing import Any
 
 import uvicorn
 
+from runtime.device.device import Device
 from runtime.engine.client import EngineClient
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.recommended_sampling import recommended_sampling
@@ -80,7 +81,8 @@ def serve(
         allow_connections(config.max_connections)
         is_textless = model is not None and Path(model).is_dir() and not has_tokenizer(Path(model))
         if not in_process and not is_textless:  # while the engine's process starts, this one would wait
-            threading.Thread(target=_warm_up_tokenizer, name="tokenizer", daemon=True).start()
+            device = engine_options.get("device", "auto")
+            threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
         client = start_client(model, in_process=in_process, **engine_options)
         stack.callback(client.close)
         name = served_model_name or client.info.model_name
@@ -103,9 +105,11 @@ def serve(
         _Server(app, client, name).run(sockets=[listener])
 
 
-def _warm_up_tokenizer() -> None:
-    if tokenizer_warm_up.is_compiled():  # else the engine's process has it compiled first: see `compile_ahead`
-        tokenizer_warm_up.warm_up()
+def _warm_up_tokenizer(device: str) -> None:
+    """What is not compiled yet, the process of an engine on the cpu has compiled first (`compile_ahead`)."""
+    with suppress(XservError):  # a wrong device: of it the engine's start tells
+        if tokenizer_warm_up.is_compiled() or Device.parse(device).kind != "cpu":
+            tokenizer_warm_up.warm_up()
 
 
 def check_files(config: ServerConfig) -> None:

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from models.errors import ModelLoadError
+from server import run
 from server.run import ServerStartError, listen, serve, warm_up
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
@@ -53,6 +55,20 @@ def test_the_drain_has_an_end(
         assert output == "ended\n"
         assert "Traceback" not in errors
         assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "is_compiled", "is_warmed"),
+    [("cpu", True, True), ("cpu", False, False), ("emulated", False, True), ("nonsense", False, False)],
+)
+def test_the_tokenizer_is_compiled_in_the_server_only_where_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_compiled: bool, is_warmed: bool
+) -> None:
+    calls: list[None] = []
+    stand_in = SimpleNamespace(is_compiled=lambda: is_compiled, warm_up=lambda: calls.append(None))
+    monkeypatch.setattr(run, "tokenizer_warm_up", stand_in)
+    run._warm_up_tokenizer(device)
+    assert bool(calls) == is_warmed
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
