@@ -122,7 +122,7 @@ def prepare(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("f32", "f16")), "bf16"])
 def test_qkv_prepare_equals_float64_and_the_cpu(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(5)
     for tokens, q_heads, kv_heads, head_dim, block_size, rotary, interleaved, has_norm in PREPARATIONS:
