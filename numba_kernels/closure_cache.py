@@ -2,7 +2,7 @@
 
 A C function is one file (`cache_files`): its machine code and the name of its entry. Numba would keep the code's LLVM
 module beside it, for others to inline, which nobody does with a function that is called through its address, and would
-read that module at each start: half of the time and memory of loading a kernel.
+read that module at each start, which is most of the time and memory of loading a kernel.
 
 A dispatcher's code is numba's to write and to read, each signature in a file of its own: with numba's numbered files
 and their index, two processes that compile two signatures of one function at the same moment can leave one's code under

@@ -28,7 +28,8 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
 
     stand_in = SimpleNamespace(Popen=noted, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(ahead, "subprocess", stand_in)
-    monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", numba_kernels.cpu.CODE_FOLDER.parent / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
     ahead.compile_ahead(None, "cpu", "bfloat16", EngineConfig(quantization="int8"))
     assert [command[2:] for command in commands] == [["-m", "runtime.engine.compile_ahead", "uint16", "1", "16"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
