@@ -133,5 +133,5 @@ class DecoderLayer:
         )
         attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, window=self.window)
         x = ops.linear(attended, self.o_proj, residual=x)
-        hidden = ops.linear_swiglu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), self.gate_up_proj)
+        hidden = ops.linear_glu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), self.gate_up_proj, "silu")
         return ops.linear(hidden, self.down_proj, residual=x)

@@ -29,9 +29,12 @@ from runtime.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "attention", "check_ids", "draw", "embedding", "gather_rows", "gelu",
-    "layer_norm", "linear", "linear_swiglu", "log_softmax_topk", "logits_linear", "place", "prepare_linear",
-    "qkv_prepare", "rms_norm", "sample", "silu", "swiglu", "take_decode_inputs",
+    "glu", "layer_norm", "linear", "linear_glu", "log_softmax_topk", "logits_linear", "place", "prepare_linear",
+    "qkv_prepare", "rms_norm", "sample", "silu", "take_decode_inputs",
 ]  # fmt: skip
+
+GluActivation = Literal["silu", "gelu_tanh"]
+GLU_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def __getattr__(name: str) -> Any:
@@ -77,10 +80,13 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
     return _backend("linear", "x", x).linear(x, weight, residual=residual, out=out)  # type: ignore[no-any-return]
 
 
-def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
-    """``swiglu(linear(x, weight))``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``; in one go where that is
-    faster, and then rounded once. Errors are those of `linear` and `swiglu`."""
-    return _backend("linear", "x", x).linear_swiglu(x, weight)  # type: ignore[no-any-return]
+def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation) -> Tensor:
+    """``glu(linear(x, weight), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
+
+    One launch where that is faster, and then rounded once. Errors are those of `linear` and `glu`.
+    """
+    _check_glu("linear_glu", "weight", weight.shape[0], activation)
+    return _backend("linear", "x", x).linear_glu(x, weight, activation)  # type: ignore[no-any-return]
 
 
 def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -131,9 +137,18 @@ def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _backend("silu", "x", x).activate("silu", "silu", x, out)  # type: ignore[no-any-return]
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``."""
-    return _backend("swiglu", "gate_up", gate_up).swiglu(gate_up)  # type: ignore[no-any-return]
+def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
+    """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or GELU by its tanh approximation."""
+    backend = _backend("glu", "gate_up", gate_up)
+    _check_glu("glu", "gate_up", gate_up.shape[-1], activation)
+    return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
+
+
+def _check_glu(op: str, argument: str, both: int, activation: str) -> None:
+    if activation not in GLU_ACTIVATIONS:
+        raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
+    if both % 2:
+        raise fail(op, argument, f"gives {both} columns, must be an even number")
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -196,7 +196,7 @@ def _rows() -> Iterator[Case]:
     count = _ROWS * _SIZE
 
     def swiglu(bench: Bench) -> None:
-        launch, accesses = activation.plan_swiglu(_ROWS, _SIZE, "bf16")
+        launch, accesses = activation.plan_glu("silu", _ROWS, _SIZE, "bf16")
         bench.launch(launch, bench.normal((_ROWS, 2 * _SIZE), "bf16"), bench.empty(2 * count), _ROWS, accesses)
 
     yield Case("swiglu bf16", "activation", f"{_ROWS} x {_SIZE}", Work(4 * count, 2 * count, 5 * count), swiglu)

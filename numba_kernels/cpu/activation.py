@@ -1,10 +1,10 @@
-"""Activations: GELU in three forms, SiLU, and SwiGLU's product, over whole vectors as LLVM IR.
+"""Activations: GELU in three forms, SiLU, and the product of a gated linear unit, over whole vectors as LLVM IR.
 
     gelu erf      x Phi(x) = x erfc(-x / sqrt 2) / 2         Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
     gelu tanh     x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
-    swiglu        silu(gate) up                               Shazeer, https://arxiv.org/abs/2002.05202
+    glu           f(gate) up                                  Shazeer, https://arxiv.org/abs/2002.05202
 
 All are memory-bound: about 25 instructions a vector, in float32, NaN in and NaN out.
 """

@@ -1,10 +1,10 @@
-"""Activations, elementwise over x, and SwiGLU's product.
+"""Activations, elementwise over x, and the product of a gated linear unit.
 
     gelu erf      x Phi(x) = x erfc(-x / sqrt 2) / 2         Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
     gelu tanh     x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
-    swiglu        silu(gate) up, out of rows [gate | up]     Shazeer, https://arxiv.org/abs/2002.05202
+    glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
 bandwidth bounds the time. `out` may be x. Where sizes and addresses allow it, accesses are 16 bytes wide.
@@ -33,6 +33,7 @@ from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previ
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu")
+GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate: SwiGLU and GeGLU
 THREADS = 256
 MAX_BLOCKS = 8192  # the rest is looped over: enough to fill any GPU several times
 
@@ -120,13 +121,13 @@ def _activation(name: str, dtype: str, width: int) -> Specialisation:
 
 
 @functools.cache
-def _swiglu(dtype: str, width: int) -> Specialisation:
+def _glu(name: str, dtype: str, width: int) -> Specialisation:
     """Arguments: gate_up, out addresses; rows; accesses a row of out."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store = elements_loader(dtype, width), elements_storer(dtype, width)
+    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), _FUNCTIONS[name]
 
     @cuda.jit
-    def swiglu(gate_up, out, num_rows, accesses_a_row):
+    def glu(gate_up, out, num_rows, accesses_a_row):
         wait_for_previous_grid()
         launch_dependents()
         values = cuda.local.array(width, float32)
@@ -139,13 +140,13 @@ def _swiglu(dtype: str, width: int) -> Specialisation:
                 gate = load(gate_up + gate_at * access_bytes)
                 up = load(gate_up + (gate_at + uint64(accesses_a_row)) * access_bytes)
                 for lane in range(width):
-                    values[lane] = _silu(gate[lane]) * up[lane]
+                    values[lane] = function(gate[lane]) * up[lane]
                 store(out + at * access_bytes, values)
                 row += uint32(cuda.gridDim.y)
 
     constants = {"dtype": dtype, "width": width}
     arguments = (types.uint64, types.uint64, types.uint32, types.uint32)
-    return Specialisation(f"swiglu_{dtype}_x{width}", swiglu, arguments, THREADS, constants=constants)
+    return Specialisation(f"glu_{name}_{dtype}_x{width}", glu, arguments, THREADS, constants=constants)
 
 
 def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
@@ -156,8 +157,8 @@ def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int 
     return Launch(_activation(name, dtype, width), (blocks, 1, 1), (THREADS, 1, 1)), accesses
 
 
-def plan_swiglu(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size].
+def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+    """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size], by one of `GLU_ACTIVATIONS`.
 
     Arguments: gate_up, out, num_rows, accesses a row.
     """
@@ -165,13 +166,14 @@ def plan_swiglu(num_rows: int, size: int, dtype: str, *, alignment: int = 16) ->
     accesses = size // width
     threads = min(THREADS, max(32, -(-accesses // 32) * 32))
     grid = (max(1, -(-accesses // threads)), min(num_rows, 65535), 1)
-    return Launch(_swiglu(dtype, width), grid, (threads, 1, 1)), accesses
+    return Launch(_glu(name, dtype, width), grid, (threads, 1, 1)), accesses
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every kernel of this family."""
     for dtype in DTYPES:
         for width in (1, VECTOR_WIDTH[dtype]):
-            yield _swiglu(dtype, width)
+            for name in GLU_ACTIVATIONS:
+                yield _glu(name, dtype, width)
             for name in ACTIVATIONS:
                 yield _activation(name, dtype, width)

@@ -185,24 +185,22 @@ def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
     return result
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``."""
-    rows, both = check("swiglu", "gate_up", gate_up, float32, (None, None)).shape
-    if both % 2:
-        raise fail("swiglu", "gate_up", f"has {both} columns, must be an even number")
+def glu(gate_up: Tensor, activation: str) -> Tensor:
+    """See `ops.glu`."""
+    rows, both = check("glu", "gate_up", gate_up, float32, (None, None)).shape
     width = both // 2
-    result = _output("swiglu", None, (rows, width))
+    result = _output("glu", None, (rows, width))
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     gate = gate_up.address
-    _activation.activation_kernel("silu")(
+    _activation.activation_kernel(activation)(
         tickets, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_ticket
     )
     return result
 
 
-def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
-    """``swiglu(linear(x, weight))``."""
-    return swiglu(linear(x, weight))
+def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
+    """``glu(linear(x, weight), activation)``."""
+    return glu(linear(x, weight), activation)
 
 
 # ------------------------------------------------------------------------------------------ attention

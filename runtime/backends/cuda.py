@@ -39,18 +39,18 @@ def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _product("logits_linear", x, weight, None, None, float32)
 
 
-def linear_swiglu(x: Tensor, weight: LinearWeight) -> Tensor:
-    """See `ops.linear_swiglu`."""
+def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
+    """See `ops.linear_glu`."""
     gpu, factor, matrix = _factors("linear", x, weight)
     rows, (both, depth) = x.shape[0], factor.shape
     launch = None
-    if factor.bias is None and factor.tier != "cublas" and both % 2 == 0:
-        launch = _gemm.plan_swiglu(
-            factor.tier, rows, both // 2, depth, x.dtype.ptx, is_aligned=alignment(x.address, matrix) >= 16,
+    if factor.bias is None and factor.tier != "cublas":
+        launch = _gemm.plan_glu(
+            activation, factor.tier, rows, both // 2, depth, x.dtype.ptx, is_aligned=alignment(x.address, matrix) >= 16,
             num_multiprocessors=gpu.properties.num_sms, exact=factor.exact, arch=gpu.arch,
         )  # fmt: skip
     if launch is None:
-        return swiglu(linear(x, weight))
+        return glu(linear(x, weight), activation)
     result = Tensor.empty((rows, both // 2), x.dtype, x.device)
     gpu.launch(launch, x.address, matrix, 0, 0, result.address, rows, both // 2, depth, 0)
     return result
@@ -175,17 +175,15 @@ def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
     return result
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See `ops.swiglu`."""
-    gpu = first("swiglu", "gate_up", gate_up, FLOATS, (None, None))
+def glu(gate_up: Tensor, activation: str) -> Tensor:
+    """See `ops.glu`."""
+    gpu = first("glu", "gate_up", gate_up, FLOATS, (None, None))
     rows, both = gate_up.shape
-    if both % 2:
-        raise fail("swiglu", "gate_up", f"has {both} columns, must be an even number")
     width = both // 2
-    result = output("swiglu", None, (rows, width), gate_up.dtype, gate_up.device)
+    result = output("glu", None, (rows, width), gate_up.dtype, gate_up.device)
     if rows and width:
-        launch, accesses = _activation.plan_swiglu(
-            rows, width, gate_up.dtype.ptx, alignment=alignment(gate_up.address, result.address)
+        launch, accesses = _activation.plan_glu(
+            activation, rows, width, gate_up.dtype.ptx, alignment=alignment(gate_up.address, result.address)
         )
         gpu.launch(launch, gate_up.address, result.address, rows, accesses)
     return result

@@ -270,7 +270,7 @@ def swiglu_case(rows: int, size: int) -> Case:
     """``silu(gate) * up`` of ``[rows, 2 size]``."""
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, 2 * size), "bf16")
-        launch, accesses = activation.plan_swiglu(rows, size, "bf16")
+        launch, accesses = activation.plan_glu("silu", rows, size, "bf16")
         out = inputs.empty(rows * size * 2)
         run = inputs.bind((launch, (inputs.put(x), out, rows, accesses)))
         gate, up = (part.astype(np.float32) for part in np.split(x, 2, axis=1))

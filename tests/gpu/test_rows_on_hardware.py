@@ -12,7 +12,7 @@ from tests.numba_kernels.cuda import test_softmax as softmax
 
 test_activation = on_hardware(activation.test_against_float64)
 test_activation_far_out = on_hardware(activation.test_far_out)
-test_swiglu = on_hardware(activation.test_swiglu)
+test_glu = on_hardware(activation.test_glu)
 test_embedding_rows = on_hardware(embedding.test_rows)
 test_embedding_bad_ids = on_hardware(embedding.test_an_id_outside_the_table_is_flagged_and_reads_nothing_else)
 test_norm = on_hardware(norm.test_against_float64)

@@ -67,7 +67,7 @@ def rounded_rows(x: Tensor) -> Tensor:
 def products_by(instead: Callable[..., Tensor]) -> Iterator[None]:
     """Whoever multiplies with a linear map calls `instead(op, x, weight, **rest)`."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("linear", "logits_linear", "linear_swiglu"):
+        for name in ("linear", "logits_linear", "linear_glu"):
             patch.setattr(ops, name, partial(instead, getattr(ops, name)))
         yield
 

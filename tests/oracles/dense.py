@@ -61,9 +61,9 @@ def gelu(x, kind):
     return x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
-def swiglu(gate_up):
+def glu(gate_up, activation):
     gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
-    return silu(gate) * up
+    return (silu(gate) if activation == "silu" else gelu(gate, "tanh")) * up
 
 
 def rotate(x, cos, sin, interleaved):

@@ -73,7 +73,7 @@ REFUSALS = [
     ("gelu", "kind", lambda: ops.gelu(_zeros(3), "exact"), "'exact'"),
     ("gelu", "x", lambda: ops.gelu(_zeros(3, dtype=np.int32), "erf"), "int32"),
     ("silu", "out", lambda: ops.silu(_zeros(3), out=_zeros(4)), r"\(4,\)"),
-    ("swiglu", "gate_up", lambda: ops.swiglu(_zeros(2, 5)), "5 columns"),
+    ("glu", "gate_up", lambda: ops.glu(_zeros(2, 5), "silu"), "5 columns"),
     ("qkv_prepare", "qkv", lambda: _qkv(qkv=_zeros(3, 15)), "15"),
     ("qkv_prepare", "positions", lambda: _qkv(positions=_zeros(3, dtype=np.int64)), "int64"),
     ("qkv_prepare", "slot_mapping", lambda: _qkv(slot_mapping=_zeros(2, dtype=np.int64)), r"\(2,\)"),

@@ -137,7 +137,8 @@ def plan(
     return tensor_core.plan(m, n, dtype, out_dtype, is_weight_layout, is_aligned, num_multiprocessors, chosen)
 
 
-def plan_swiglu(
+def plan_glu(
+    activation: str,
     tier: str,
     m: int,
     n: int,
@@ -149,9 +150,11 @@ def plan_swiglu(
     exact: bool = False,
     arch: str = "sm_80",
 ) -> Launch | None:
-    """The launch for ``y[m, n] = silu(gate) * up``, where gate and up are the halves of ``x[m, k] . w[2 n, k]^T``.
+    """The launch for ``y[m, n] = f(gate) * up``, with gate and up the halves of ``x[m, k] . w[2 n, k]^T``.
 
-    None where y is empty, or where two launches are better, the product's and `activation.plan_swiglu`'s: it is one
+    f is the `activation`, one of `hopper.GATES`.
+
+    None where y is empty, or where two launches are better, the product's and `activation.plan_glu`'s: it is one
     where `plan` takes hopper's tile for many rows, unless `exact`. Launched with neither bias nor residual; y begins on
     a 16-byte bound. Arguments and errors as those of `plan`.
     """
@@ -162,7 +165,7 @@ def plan_swiglu(
     )  # fmt: skip
     if product is None or product.specialisation.constants.get("tile") != str(hopper.LARGE):
         return None
-    return hopper.plan_swiglu(m, n, k, dtype, num_multiprocessors)
+    return hopper.plan_glu(activation, m, n, k, dtype, num_multiprocessors)
 
 
 def _tile_named(family: Any, name: str) -> Any:

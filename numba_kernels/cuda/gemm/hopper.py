@@ -60,7 +60,8 @@ STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
 ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
-more, "swiglu", of a weight whose upper half is the gate's: by the TMA, too (`plan_swiglu`)."""
+more for each of `GATES`, of a weight whose upper half is the gate's: by the TMA, too (`plan_glu`)."""
+GATES = ("silu", "gelu_tanh")
 
 
 @functools.cache
@@ -73,12 +74,12 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
     moves_registers = num_sums > 64  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
-    stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out == "swiglu"
+    stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out in GATES
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
     finish_rows, wait_until_read = row_finisher(dtype, out_dtype, block_n), tma.store_wait_read(0)
     load_residual, store_tile = (
         residual_loader(),
-        tile_storer(dtype, columns, has_residual=has_residual, is_gated=is_gated),
+        tile_storer(dtype, columns, has_residual=has_residual, activation=way_out if is_gated else ""),
     )
     is_phase_moved = block_n // PIECE_COLUMNS // 2 % 2  # of a residual's barrier, from one tile to the next
 
@@ -245,10 +246,11 @@ def plan(
     )
 
 
-def plan_swiglu(m: int, n: int, k: int, dtype: str, num_multiprocessors: int) -> Launch:
-    """A launch for ``out [m, n] = silu(gate) * up``, with gate and up the halves of ``x . weight [2 n, k]^T``.
+def plan_glu(activation: str, m: int, n: int, k: int, dtype: str, num_multiprocessors: int) -> Launch:
+    """A launch for ``out [m, n] = f(gate) * up``, with gate and up the halves of ``x . weight [2 n, k]^T``.
 
-    All sizes at least 1, n and k multiples of 8; out begins on a 16-byte bound; no bias, no residual.
+    f is one of `GATES`; all sizes at least 1, n and k multiples of 8; out begins on a 16-byte bound; no bias,
+    no residual.
     """
     tile = LARGE
     columns = tile.block_n // 2
@@ -259,7 +261,7 @@ def plan_swiglu(m: int, n: int, k: int, dtype: str, num_multiprocessors: int) ->
         (4, TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)),
     )
     blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
-    kernel = _kernel(dtype, dtype, tile, "swiglu")
+    kernel = _kernel(dtype, dtype, tile, activation)
     cluster_size = (tile.cluster, 1, 1)
     return Launch(kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster_size, maps=maps)
 
@@ -272,6 +274,7 @@ def specialisations() -> Iterator[Specialisation]:
                 for way_out in WAYS_OUT if out_dtype == dtype else WAYS_OUT[:1]:
                     yield _kernel(dtype, out_dtype, tile, way_out)
             if out_dtype == dtype:
-                yield _kernel(dtype, dtype, LARGE, "swiglu")
+                for activation in GATES:
+                    yield _kernel(dtype, dtype, LARGE, activation)
             for tile in SPLIT_TILES:
                 yield hopper_split.kernel(dtype, out_dtype, tile)

@@ -11,7 +11,7 @@ from numba_kernels.cuda.gemm.epilogue import can_finish_quads, finisher, quad_fi
 from numba_kernels.cuda.gemm.hopper_ring import PIECE_BYTES, PIECE_COLUMNS
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import exp, reciprocal
+from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal
 from numba_kernels.cuda.intrinsics.warp import sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -98,8 +98,22 @@ def residual_loader() -> Any:
     return begin
 
 
+@device_function
+def _silu_gated(gate, up):
+    return gate * reciprocal(float32(1) + exp(-gate)) * up
+
+
+@device_function
+def _gelu_tanh_gated(gate, up):
+    twice = float32(2 * 0.7978845608028654)
+    return gate * reciprocal(float32(1) + exp(-gate * fma(gate * gate, twice * float32(0.044715), twice))) * up
+
+
+_GATED = {"silu": _silu_gated, "gelu_tanh": _gelu_tanh_gated}
+
+
 @functools.cache
-def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, is_gated: bool = False) -> Any:
+def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, activation: str = "") -> Any:
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and gives them to the TMA.
 
     `PIECE_COLUMNS` 16-bit columns are 128 bytes: a piece lies swizzled over them in shared memory, where `stmatrix`
@@ -107,7 +121,7 @@ def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, is_
     pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into the same place
     (`residual_loader`), and `ldmatrix` reads it as `stmatrix` writes.
 
-    `is_gated`: there are twice as many sums, silu(first) * second is stored, and bias and residual there are none.
+    With an `activation` f there are twice as many sums, f(first) * second is stored, and there is no bias or residual.
     """
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
@@ -115,10 +129,7 @@ def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, is_
     load_matrices, store_matrices = mma.load_matrix_x4, mma.store_matrix_x4
     load, store, wait_but_one, wait_read = tma.load(2), tma.store(2), tma.store_wait_read(1), tma.store_wait_read(0)
     num_parts, half_bytes = num_columns // PIECE_COLUMNS, PIECE_BYTES // 2
-
-    @device_function
-    def gated(gate, up):
-        return gate * reciprocal(float32(1) + exp(-gate)) * up
+    is_gated, gated = activation != "", _GATED.get(activation)
 
     @device_function
     def store_tile(sums, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, first_row, first_column):

@@ -66,8 +66,9 @@ def test_known_values():
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 17), (3, 16), (5, 100), (33, 1001), (200, 300), (0, 4)])
-def test_swiglu(rows, width):
+@pytest.mark.parametrize("activation", ops.GLU_ACTIVATIONS)
+def test_glu(rows, width, activation):
     gate_up = normal(np.random.default_rng(rows), (rows, 2 * width)) * 2
-    out = ops.swiglu(tensor(gate_up))
+    out = ops.glu(tensor(gate_up), activation)
     assert out.shape == (rows, width)
-    assert dense.relative_error(out.numpy(), dense.swiglu(gate_up)) < 1e-6
+    assert dense.relative_error(out.numpy(), dense.glu(gate_up, activation)) < 1e-6

@@ -56,14 +56,15 @@ def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 
 
 @both_archs
+@pytest.mark.parametrize("name", activation.GLU_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_swiglu(gpu: Gpu, dtype: str) -> None:
+def test_glu(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     shapes = [(1, size) for size in SIZES[:18]] + [(3, 5), (17, 8), (5, 96), (2, 1000), (70, 16)]
     for num_rows, size in shapes:
         gate_up = (rng.standard_normal((num_rows, 2 * size)) * 3).astype(numpy_dtype(dtype))
-        launch, accesses = activation.plan_swiglu(num_rows, size, dtype)
+        launch, accesses = activation.plan_glu(name, num_rows, size, dtype)
         source, out = put(gpu, gate_up), empty(gpu, (num_rows, size), dtype)
         gpu.launch(launch, source.address, out.address, num_rows, accesses)
-        product = dense.swiglu(gate_up)
+        product = dense.glu(gate_up, name)
         assert_close(get(gpu, out, (num_rows, size), dtype), product, rtol=ROUNDING[dtype], atol=SMALLEST[dtype])

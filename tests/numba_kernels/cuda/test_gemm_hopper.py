@@ -14,6 +14,7 @@ from numba_kernels.cuda.gemm import hopper
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cuda.gemm_cases import Case, case
 from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, put
+from tests.oracles import dense
 
 pytestmark = pytest.mark.emulator
 TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
@@ -113,29 +114,34 @@ def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes"),
-    [("bf16", (300, 200, 136)), pytest.param("f16", (257, 264, 72), marks=pytest.mark.exhaustive)],
+    ("activation", "dtype", "sizes"),
+    [
+        ("silu", "bf16", (300, 200, 136)),
+        ("gelu_tanh", "bf16", (129, 200, 72)),
+        pytest.param("silu", "f16", (257, 264, 72), marks=pytest.mark.exhaustive),
+    ],
 )
-def test_swiglu_of_both_halves(gpu, dtype, sizes):
-    """silu(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
+def test_glu_of_both_halves(gpu, activation, dtype, sizes):
+    """f(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
     m, n, k = sizes
     both = case((m, 2 * n, k), dtype, bias=None, residual=False)
     both.x *= both.x.dtype.type(0.25)
     product = (both.x.astype(np.float64) @ both.weight.astype(np.float64).T).T
     gate, up = product[:n].T, product[n:].T
     held = put(gpu, both.x), put(gpu, both.weight), empty(gpu, (m, n), both.x.dtype)
-    launch = gemm.plan_swiglu("auto", m, n, k, dtype, arch="sm_90a", num_multiprocessors=2)
+    launch = gemm.plan_glu(activation, "auto", m, n, k, dtype, arch="sm_90a", num_multiprocessors=2)
     gpu.launch(launch, held[0].address, held[1].address, 0, 0, held[2].address, m, n, k, 0)
     roundoff = 2.0 ** (-8 if dtype == "bf16" else -11)
-    assert_close(get(gpu, held[2], (m, n), dtype), gate / (1 + np.exp(-gate)) * up, rtol=1.01 * roundoff, atol=1e-3)
+    expected = dense.glu(np.concatenate([gate, up], 1), activation)
+    assert_close(get(gpu, held[2], (m, n), dtype), expected, rtol=1.01 * roundoff, atol=1e-3)
 
 
-def test_when_swiglu_is_two_launches():
+def test_when_glu_is_two_launches():
     options = {"arch": "sm_90a", "num_multiprocessors": 4}
-    assert gemm.plan_swiglu("auto", 512, 512, 64, "bf16", **options) is not None
+    assert gemm.plan_glu("silu", "auto", 512, 512, 64, "bf16", **options) is not None
     for m, n, more in ((512, 512, {"exact": True}), (512, 512, {"arch": "sm_80"}), (512, 516, {}), (8, 512, {})):
-        assert gemm.plan_swiglu("auto", m, n, 64, "bf16", **options | more) is None
-    assert gemm.plan_swiglu("tensor_core", 512, 512, 64, "bf16", **options) is None
+        assert gemm.plan_glu("silu", "auto", m, n, 64, "bf16", **options | more) is None
+    assert gemm.plan_glu("silu", "tensor_core", 512, 512, 64, "bf16", **options) is None
 
 
 def test_what_is_split():

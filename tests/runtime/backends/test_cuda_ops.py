@@ -75,7 +75,7 @@ REFUSALS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("gelu", "x", lambda: ops.gelu(zeros(3, dtype="int32"), "erf"), "int32"),
     ("silu", "out", lambda: ops.silu(zeros(3), out=zeros(4)), r"\(4,\)"),
     ("silu", "x", lambda: ops.silu(zeros(3, 4)[:, ::2]), "must be C-contiguous"),
-    ("swiglu", "gate_up", lambda: ops.swiglu(zeros(2, 5)), "5 columns"),
+    ("glu", "gate_up", lambda: ops.glu(zeros(2, 5), "silu"), "5 columns"),
     ("qkv_prepare", "qkv", lambda: qkv(qkv=zeros(3, 15)), "15"),
     ("qkv_prepare", "positions", lambda: qkv(positions=zeros(3, dtype="int64")), "int64"),
     ("qkv_prepare", "slot_mapping", lambda: qkv(slot_mapping=zeros(2, dtype="int64")), r"\(2,\)"),
@@ -125,7 +125,7 @@ def test_nothing_in_nothing_out() -> None:
         assert ops.rms_norm(zeros(rows, width), zeros(width), 1e-6).shape == (rows, width)
         assert ops.layer_norm(zeros(rows, width), zeros(width), None, 1e-6).shape == (rows, width)
         assert ops.gelu(zeros(rows, width), "tanh").shape == (rows, width)
-        assert ops.swiglu(zeros(rows, 2 * width)).shape == (rows, width)
+        assert ops.glu(zeros(rows, 2 * width), "silu").shape == (rows, width)
     assert qkv(qkv=zeros(0, 32), positions=zeros(0, dtype="int32"), slot_mapping=zeros(0, dtype="int64")).shape[0] == 0
     assert attend(zeros(0, 2, 8)).shape == (0, 16)
 
@@ -155,7 +155,7 @@ def test_what_the_cpu_gives(dtype: str) -> None:
             ops.layer_norm(x_gpu, scale.to(DEVICE), shift.to(DEVICE), 1e-5),
             ops.layer_norm(x, scale, shift, 1e-5),
         ),
-        (ops.swiglu(x_gpu), ops.swiglu(x)),
+        (ops.glu(x_gpu, "silu"), ops.glu(x, "silu")),
         (ops.silu(x_gpu), ops.silu(x)),
         (ops.gelu(x_gpu, "erf"), ops.gelu(x, "erf")),
     ]
@@ -166,7 +166,7 @@ def test_what_the_cpu_gives(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_linear_swiglu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_glu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch where Hopper's tile for many rows is chosen, else in two; with a bias always in two."""
     launched: list[str] = []
     launch = Gpu.launch
@@ -184,10 +184,10 @@ def test_linear_swiglu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for bias in (None, Tensor.from_numpy(rng.standard_normal(48).astype(np.float32))):
         ours = ops.prepare_linear(matrix, bias, device=Device("emulated:sm_90a"))
         launched.clear()
-        parts = ["gemm", "swiglu"]
-        actual = ops.linear_swiglu(x.to("emulated:sm_90a"), ours)
+        parts = ["gemm", "glu"]
+        actual = ops.linear_glu(x.to("emulated:sm_90a"), ours, "silu")
         assert [name.split("_")[0] for name in launched] == (["gemm"] if is_fused and bias is None else parts)
-        expected = ops.linear_swiglu(x.to("float32"), ops.prepare_linear(matrix.to("float32"), bias))
+        expected = ops.linear_glu(x.to("float32"), ops.prepare_linear(matrix.to("float32"), bias), "silu")
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
 
 

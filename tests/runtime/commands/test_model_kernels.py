@@ -31,7 +31,7 @@ def test_the_bundled_models_kernels() -> None:
         "qkv_prepare",
         "attention_decode",
         "attention_flash",
-        "swiglu",
+        "glu",
         "gemv",
         "gemm",
         "sampling",
