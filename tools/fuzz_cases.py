@@ -1,0 +1,296 @@
+"""Random configurations for `fuzz_models.py`: a family's fields, prompts, and the ways in which a model is run.
+
+A case is plain data (JSON): `family`, `fields` of transformers' configuration class, `dtype`, `weights` (a seed),
+`prompts` and `num_new`, `max_model_len`, and `runs`: a device and the engine's settings each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Fields = dict[str, Any]
+Case = dict[str, Any]
+
+
+def draw_case(rng: random.Random, family: str, emulated: list[str]) -> Case:
+    """A case of a family; `emulated` names the emulated devices of which it may run on one."""
+    device = rng.choice(emulated) if emulated else None
+    num_new = rng.randint(4, 14)
+    lengths = [rng.randint(1, 60) for _ in range(rng.randint(2, 4))]
+    fields = _FAMILIES[family][2](Draw(rng, device is not None))
+    original = fields.get("original_max_position_embeddings")
+    if original is not None and original < 32:  # longrope: the whole of each prompt in the long range
+        lengths = [max(length, original + 1) for length in lengths]
+    vocab = fields["vocab_size"]
+    shared = [rng.randrange(vocab) for _ in range(max(lengths) - 1)]
+    prompts = []
+    for length in lengths:  # some begin alike, so that there is a prefix to find
+        kept = rng.choice((0, length // 2, length - 1))
+        prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
+    dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
+    max_model_len = max(lengths) + num_new + rng.randint(0, 8)
+    runs = [_draw_run(rng, "cpu", max_model_len, is_tight) for is_tight in (False, True)]
+    if device is not None:
+        runs.append(_draw_run(rng, device, max_model_len, rng.random() < 0.6))
+    return {
+        "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
+        "num_new": num_new, "max_model_len": max_model_len, "runs": runs,
+    }  # fmt: skip
+
+
+def classes_of(family: str) -> tuple[str, str]:
+    """transformers' configuration class and model class."""
+    return _FAMILIES[family][0], _FAMILIES[family][1]
+
+
+def families() -> list[str]:
+    return list(_FAMILIES)
+
+
+def _draw_run(rng: random.Random, device: str, max_model_len: int, is_tight: bool) -> Fields:
+    """A roomy run in whole steps, or a tight one: chunks, few blocks, few sequences, preemption."""
+    block_size = rng.choice((8, 16, 32))
+    run: Fields = {
+        "device": device,
+        "block_size": block_size,
+        "decode_graphs": rng.choice(("on", "off")),
+        "overlap": rng.choice(("on", "off")),
+        "exact": rng.random() < 0.5,
+        "enable_prefix_caching": rng.random() < 0.7,
+        "max_num_seqs": 8,
+    }
+    if not is_tight:
+        return {**run, "num_blocks": 4 * -(-max_model_len // block_size)}
+    run["max_num_batched_tokens"] = rng.choice((1, 5, 8, 17, 40))
+    run["num_blocks"] = -(-max_model_len // block_size) + rng.randint(0, 2)
+    if rng.random() < 0.3:
+        return {**run, "preemption": "swap", "swap_space_bytes": 8 << 20}
+    return {**run, "preemption": "recompute"}
+
+
+class Draw:
+    """What the families' fields are drawn with. A kernel is compiled for each head_dim, so few are drawn where that
+    is slow."""
+
+    def __init__(self, rng: random.Random, is_emulated: bool) -> None:
+        self.rng = rng
+        self.is_emulated = is_emulated
+        self.choice, self.integer = rng.choice, rng.randint
+
+    def flip(self, chance: float = 0.5) -> bool:
+        return self.rng.random() < chance
+
+    def head_dim(self, step: int = 2) -> int:
+        if self.is_emulated:
+            return self.choice((16, 16, 64))
+        return self.choice((8, 16, 24, 32, 40, 64, 80, 96, 128, step * self.integer(1, 40)))
+
+    def heads(self) -> Fields:
+        kv_heads = self.choice((1, 1, 2, 2, 3, 5))
+        return {"num_attention_heads": kv_heads * self.choice((1, 2, 3, 4, 7)), "num_key_value_heads": kv_heads}
+
+    def decoder(self, *, has_head_dim: bool, is_divided: bool = False, step: int = 2) -> Fields:
+        """What every decoder has; with `has_head_dim` a width of its own."""
+        fields = {
+            "vocab_size": self.integer(30, 420),
+            "num_hidden_layers": self.integer(1, 4),
+            "intermediate_size": self.choice((self.integer(1, 8), *(self.integer(17, 260) for _ in range(5)))),
+            "max_position_embeddings": self.integer(128, 200),
+            "rms_norm_eps": self.choice((1e-6, 1e-5, 1e-3)),
+            "tie_word_embeddings": self.flip(),
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            **self.heads(),
+        }
+        head_dim = self.head_dim(step)
+        while head_dim * fields["num_attention_heads"] > 400 and fields["num_attention_heads"] > 1:
+            fields.update(self.heads())
+        if has_head_dim:
+            hidden_size = self.integer(24, 160)  # some classes want it divided by the heads all the same
+            if is_divided:
+                hidden_size = fields["num_attention_heads"] * max(1, hidden_size // fields["num_attention_heads"])
+            return {**fields, "head_dim": head_dim, "hidden_size": hidden_size}
+        return {**fields, "hidden_size": head_dim * fields["num_attention_heads"]}
+
+    def rope(self, *, has_scaling: bool = True) -> Fields:
+        theta = {"rope_theta": self.choice((100.0, 1e4, 5e5, 1e6))}
+        kind = self.choice(("default", "default", "linear", "llama3", "yarn")) if has_scaling else "default"
+        if kind == "default":
+            return {"rope_type": kind, **theta}
+        scaled = {"rope_type": kind, **theta, "factor": self.choice((1.5, 2.0, 8.0, 32.0))}
+        if kind == "linear":
+            return scaled
+        scaled["original_max_position_embeddings"] = self.integer(8, 100)
+        if kind == "llama3":
+            return {**scaled, "low_freq_factor": 1.0, "high_freq_factor": self.choice((2.0, 4.0))}
+        extra = self.choice(
+            ({}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 0.7}, {"truncate": False},
+             {"mscale": 1.0, "mscale_all_dim": 0.7})
+        )  # fmt: skip
+        return {**scaled, **extra}
+
+    def window(self) -> int:
+        return self.choice((1, 2, 7, 8, 16, 17, 33, 100))
+
+    def layer_types(self, num_layers: int) -> list[str]:
+        return [self.choice(("full_attention", "sliding_attention")) for _ in range(num_layers)]
+
+
+def _gpt2(draw: Draw) -> Fields:
+    heads = draw.integer(1, 7)
+    return {
+        "vocab_size": draw.integer(30, 420),
+        "n_positions": draw.integer(128, 160),
+        "n_layer": draw.integer(1, 4),
+        "n_head": heads,
+        "n_embd": heads * draw.choice((8, 16) if draw.is_emulated else (8, 16, 32, draw.integer(2, 22))),
+        "n_inner": draw.choice((None, draw.integer(5, 300))),
+        "activation_function": draw.choice(("gelu_new", "gelu", "quick_gelu", "gelu_pytorch_tanh")),
+        "scale_attn_weights": draw.flip(0.8),
+        "scale_attn_by_inverse_layer_idx": draw.flip(0.3),
+        "layer_norm_epsilon": draw.choice((1e-5, 1e-3)),
+        "tie_word_embeddings": draw.flip(),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _llama(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=draw.flip(), is_divided=True)
+    return {**fields, "attention_bias": draw.flip(), "mlp_bias": draw.flip(), "rope_parameters": draw.rope()}
+
+
+def _mistral(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=draw.flip())
+    return {**fields, "sliding_window": draw.choice((None, draw.window())), "rope_parameters": draw.rope()}
+
+
+def _some_windows(draw: Draw, fields: Fields) -> Fields:
+    """Qwen's: windows from a layer on, or by `layer_types`."""
+    if draw.flip():
+        return fields
+    fields = {**fields, "use_sliding_window": True, "sliding_window": draw.window()}
+    if draw.flip():
+        return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])}
+    return {**fields, "max_window_layers": draw.integer(0, fields["num_hidden_layers"])}
+
+
+def _qwen2(draw: Draw) -> Fields:
+    return _some_windows(draw, {**draw.decoder(has_head_dim=False), "rope_parameters": draw.rope()})
+
+
+def _qwen3(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope()}
+    return _some_windows(draw, fields)
+
+
+def _phi3(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=False, step=8)
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    partial = draw.choice((1.0, 0.75, 0.5)) if head_dim % 8 == 0 else 1.0
+    rope = {**draw.rope(has_scaling=False), "partial_rotary_factor": partial}
+    fields["original_max_position_embeddings"] = draw.choice((12, fields["max_position_embeddings"]))
+    if draw.flip():
+        pairs = int(head_dim * partial) // 2
+        rope["rope_type"] = "longrope"
+        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+        for name, most in (("short_factor", 1.5), ("long_factor", 30.0)):
+            rope[name] = [round(1 + most * draw.rng.random(), 3) for _ in range(pairs)]
+    else:
+        fields["original_max_position_embeddings"] = fields["max_position_embeddings"]
+    return {**fields, "sliding_window": draw.choice((None, draw.window())), "rope_parameters": rope}
+
+
+def _smollm3(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=False), "rope_parameters": draw.rope()}
+    fields.update(attention_bias=draw.flip(0.3), mlp_bias=draw.flip(0.3))
+    if draw.flip():
+        return {**fields, "no_rope_layers": [draw.integer(0, 1) for _ in range(fields["num_hidden_layers"])]}
+    return {**fields, "no_rope_layer_interval": draw.integer(1, 4)}
+
+
+def _granite(draw: Draw) -> Fields:
+    multipliers = {
+        "embedding_multiplier": draw.choice((1.0, 12.0, 0.5)),
+        "residual_multiplier": draw.choice((1.0, 0.22)),
+        "attention_multiplier": draw.choice((1.0, 0.125, 0.0625)),
+        "logits_scaling": draw.choice((1.0, 8.0)),
+    }
+    biases = {"attention_bias": draw.flip(0.3), "mlp_bias": draw.flip(0.3)}
+    return {**draw.decoder(has_head_dim=False), **multipliers, **biases, "rope_parameters": draw.rope()}
+
+
+def _olmo2(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=False)
+    return {**fields, "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope()}
+
+
+def _olmo3(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=False), "attention_bias": draw.flip(0.3), "sliding_window": draw.window()}
+    theta = draw.choice((1e4, 5e5))
+    fields["rope_parameters"] = {
+        "full_attention": {**draw.rope(), "rope_theta": theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+    }
+    return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
+
+
+def _gemma2(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=True, is_divided=True)
+    if draw.flip(0.2):
+        fields["head_dim"] = 256
+    fields.update(
+        query_pre_attn_scalar=draw.choice((16, 24, 256)),
+        attn_logit_softcapping=draw.choice((50.0, 5.0, None)),
+        final_logit_softcapping=draw.choice((30.0, 10.0, None)),
+        sliding_window=draw.window(),
+        rope_parameters=draw.rope(has_scaling=False),
+    )
+    return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
+
+
+def _gemma3(draw: Draw) -> Fields:
+    fields = _gemma2(draw)
+    fields.update(attn_logit_softcapping=None, final_logit_softcapping=draw.choice((None, None, 20.0)))
+    scaled = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}))
+    fields["rope_parameters"] = {
+        "full_attention": {**scaled, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return fields
+
+
+def _ministral3(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=True)
+    original = draw.choice((16, 64))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": draw.choice((0.1, 0.5))}
+    return {**fields, "rope_parameters": {**rope, "original_max_position_embeddings": original}}
+
+
+def _glm4(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True, step=8), "attention_bias": draw.flip(), "eos_token_id": [2]}
+    partial = draw.choice((0.5, 1.0)) if fields["head_dim"] % 4 == 0 else 1.0
+    return {**fields, "rope_parameters": {**draw.rope(has_scaling=False), "partial_rotary_factor": partial}}
+
+
+_FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _llama),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _mistral),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _qwen3),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _phi3),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", _smollm3),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", _granite),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _olmo2),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", _olmo3),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _gemma3),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", _ministral3),
+    "glm": ("GlmConfig", "GlmForCausalLM", _glm4),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", _glm4),
+}

@@ -1,0 +1,85 @@
+"""The other side of `fuzz_models.py`: transformers makes models and says what they answer, one JSON line each.
+
+A script for a Python with torch and transformers (the extra `reference`); of this project it reads the golden weights
+alone. A request names a configuration class, its fields, the weights' seed and type, prompts, and a folder. The folder
+then holds the model as `save_pretrained` writes it, and `oracle.npz`: for each prompt its greedy continuation
+(`greedy_0` …) and the logits of both together (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the
+rounded weights). The answer tells how far the model in its own type is from that (`noise`, relative to the largest
+logit), and names and shapes of the weights; or why transformers refuses the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.models.golden_weights import golden_tensor
+
+
+def make(request: dict[str, Any]) -> dict[str, Any]:
+    """The folder of one request."""
+    folder = Path(request["folder"])
+    dtype = getattr(torch, request["dtype"])
+    try:
+        config = getattr(transformers, request["config_class"])(**request["fields"])
+        model_class = getattr(transformers, request["architecture"])
+        model = model_class._from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        return {"refused": " ".join(f"{request['config_class']}: {error}".split())[:200]}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(golden_tensor(name, tuple(parameter.shape), request["weights"])))
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    model.to(dtype).save_pretrained(folder)
+
+    def loaded(wanted: torch.dtype) -> Any:  # again from the folder, as its users get it
+        return model_class.from_pretrained(folder, dtype=wanted, attn_implementation="eager").eval()
+
+    reference = loaded(torch.float32)
+    own = loaded(dtype) if dtype is not torch.float32 else None
+    arrays, noise = {}, 0.0
+    for index, prompt in enumerate(request["prompts"]):
+        greedy = _greedy(reference, prompt, request["num_new"])
+        logits = _logits(reference, prompt + greedy[:-1])
+        arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
+        if own is not None:
+            difference = np.abs(_logits(own, prompt + greedy[:-1]) - logits).max()
+            noise = max(noise, float(difference / np.abs(logits).max()))
+    np.savez(folder / "oracle.npz", **arrays)
+    return {"noise": noise, "shapes": shapes}
+
+
+def _greedy(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    """Each token from the whole of what stands before it: no cache."""
+    ids = list(prompt)
+    for _ in range(num_new):
+        ids.append(int(_logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _logits(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+    assert logits.shape[0] == len(ids)
+    return logits
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for line in sys.stdin:
+        print(json.dumps(make(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
