@@ -15,10 +15,10 @@ from runtime.bench.counted import Counts
 from runtime.device.allocator import DeviceBlock
 from runtime.device.device import Device
 from runtime.device.driver import Driver
-from runtime.device.emulator.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
-from runtime.device.emulator.driver import EmulatedDriver
-from runtime.device.emulator.launch import Checks
-from runtime.device.emulator.ptx import Kernel, parse
+from runtime.device.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
+from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
+from runtime.device.emulator.execution.launch import Checks
+from runtime.device.emulator.translation.ptx import Kernel, parse
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import launch_config
 from runtime.device.kernel_cache import identifier

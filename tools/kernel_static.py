@@ -18,8 +18,8 @@ from numba_kernels.cuda.gemm import few_rows, hopper, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
-from runtime.device.emulator.architectures import model_of
-from runtime.device.emulator.occupancy import blocks_per_sm
+from runtime.device.emulator.driver.architectures import model_of
+from runtime.device.emulator.driver.occupancy import blocks_per_sm
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from runtime.device.emulator.counters import Counters
-from runtime.device.emulator.launch import Checks
-from runtime.device.emulator.ptx import Instruction, Kernel, Symbol, parse
+from runtime.device.emulator.execution.counters import Counters
+from runtime.device.emulator.execution.launch import Checks
+from runtime.device.emulator.translation.ptx import Instruction, Kernel, Symbol, parse
 from runtime.device.gpu import Gpu
 
 SECTOR_BYTES = 32

@@ -21,7 +21,7 @@ from runtime.bench.gpu_timing import Stopwatch
 from runtime.bench.host_costs import graph_row, launch_row, upload_row
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.cublas import Cublas, NoCublasError
-from runtime.device.emulator.architectures import model_of
+from runtime.device.emulator.driver.architectures import model_of
 from runtime.device.gpu import Gpu
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}

@@ -172,7 +172,7 @@ def _dry_device() -> str:
 
     from runtime.device.device import Device
     from runtime.device.driver import Driver
-    from runtime.device.emulator.dry_driver import DryDriver
+    from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
     from runtime.device.kernel_list import KernelList
 

@@ -30,7 +30,7 @@ def kernels_of_model(model: str, arch: str, dtype: str) -> list[Specialisation]:
     from models.hub import resolve_model
     from runtime.device.device import Device
     from runtime.device.driver import Driver
-    from runtime.device.emulator.dry_driver import DryDriver
+    from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
     from runtime.llm import LLM
 

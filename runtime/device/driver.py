@@ -115,7 +115,7 @@ def open_driver(arch: str | None = None) -> Driver:
             f"pip install 'xserv[cuda]'; --device cpu needs neither"
         ) from None
     if arch is not None:
-        from runtime.device.emulator.driver import EmulatedDriver
+        from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
 
         driver = Driver(EmulatedDriver(arch), bindings, arch=arch)
         driver.call("cuInit", 0)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.device import gpu as gpu_module
-from runtime.device.emulator.fault import FaultKind
+from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.errors import LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.stream import Event, Stream

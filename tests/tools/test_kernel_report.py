@@ -12,8 +12,8 @@ import pytest
 
 from numba_kernels.cuda.registry import specialisations
 from runtime.bench.counted import Counts, loops
-from runtime.device.emulator.architectures import A100, H200
-from runtime.device.emulator.ptx import parse
+from runtime.device.emulator.driver.architectures import A100, H200
+from runtime.device.emulator.translation.ptx import parse
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from tools import kernel_plots, kernel_report
 from tools.kernel_cases import cases

@@ -1,7 +1,14 @@
 """The emulated GPU: PTX text in, exact results out, with checkers that say what hardware would only do wrong.
 
-`ptx.py` parses; `dispatch.py` and `lowering.py` translate a kernel to LLVM IR over vectors of 32 lanes, and
-`instructions.py` names what is known; `program.py` keeps what was translated, in memory and on disk; `launch.py` runs
-it over a grid, and `warp_scheduler.py` says which warp runs when. `memory.py` is a device's memory, `driver.py` the
-CUDA driver over it all.
+| room | what lives there |
+|---|---|
+| driver | the functions of `cuda.bindings.driver`: devices, memory, streams, graphs; queues of work |
+| translation | PTX text → LLVM IR over vectors of 32 lanes → machine code, kept on disk |
+| execution | a launch while it runs: the state of blocks and warps, who runs next, what is counted, faults |
+| arithmetic | instructions that only compute, on a lane or between the lanes of a warp |
+| tensor_cores | mma, wgmma, ldmatrix |
+| memory | a device's memory with its shadow bytes; loads, stores and atomics with their checks |
+| async_copies | cp.async, bulk copies and TMA, which land as late as they may |
+| synchronisation | barriers, mbarriers, clusters, control flow |
+| races | who is ordered after whom, between the warps of a launch and between streams |
 """

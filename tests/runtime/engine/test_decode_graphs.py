@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from runtime.device import gpu as gpu_module
-from runtime.device.emulator.dry_driver import DryDriver
-from runtime.device.emulator.fault import FaultKind
+from runtime.device.emulator.driver.dry_driver import DryDriver
+from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_list import KernelList
 from runtime.engine import decode_graphs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.device import gpu as gpu_module
-from runtime.device.emulator.fault import FaultKind
+from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.gpu import Gpu
 from runtime.engine.build import build_engine
 from runtime.engine.engine import Engine

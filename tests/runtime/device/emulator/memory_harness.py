@@ -8,10 +8,10 @@ from types import TracebackType
 import numpy as np
 import pytest
 
-from runtime.device.emulator.counters import Counters
-from runtime.device.emulator.fault import EmulatorFault, FaultKind
-from runtime.device.emulator.launch import Checks, launch, load
-from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.execution.counters import Counters
+from runtime.device.emulator.execution.fault import EmulatorFault, FaultKind
+from runtime.device.emulator.execution.launch import Checks, launch, load
+from runtime.device.emulator.memory.device_memory import Machine
 
 Dim3 = tuple[int, int, int]
 HEADER = ".version 8.7\n.target sm_90a\n.address_size 64\n"

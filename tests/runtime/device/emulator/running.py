@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.device.emulator.counters import Counters
-from runtime.device.emulator.launch import Checks, LoadedKernel, launch, load
-from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.execution.counters import Counters
+from runtime.device.emulator.execution.launch import Checks, LoadedKernel, launch, load
+from runtime.device.emulator.memory.device_memory import Machine
 
 Dim3 = tuple[int, int, int]
 

@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from runtime.device.emulator.launch import Checks, launch, load
-from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.execution.launch import Checks, launch, load
+from runtime.device.emulator.memory.device_memory import Machine
 
 HEADER = ".version 8.7\n.target sm_90a\n.address_size 64\n"
 DTYPES: dict[str, Any] = {

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from runtime.device.emulator.launch import Checks, LoadedKernel, launch, load
-from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.execution.launch import Checks, LoadedKernel, launch, load
+from runtime.device.emulator.memory.device_memory import Machine
 
 FOLDER = Path(__file__).parent / "anchors"
 ANCHORS: dict[str, Any] = json.loads((FOLDER / "anchors.json").read_text())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, types, uint32
 
-from runtime.device.emulator.launch import Checks, launch, load
-from runtime.device.emulator.memory import Machine
+from runtime.device.emulator.execution.launch import Checks, launch, load
+from runtime.device.emulator.memory.device_memory import Machine
 
 FLOATS, INTEGERS, WORDS = (types.CPointer(kind) for kind in (float32, int32, uint32))
 

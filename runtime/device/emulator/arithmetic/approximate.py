@@ -1,0 +1,174 @@
+"""Instructions with a documented error: the exact value moved close to the edge of what the PTX ISA allows.
+
+So nothing may lean on more than is promised. Each works in float64 on exact operands and rounds to float32 at the end;
+the move and that last rounding together stay inside the bound. Powers of two, zeros, infinities and signs come out as
+the manual's tables say; results move monotonically.
+
+    rcp     1 ulp                     rounded away from zero
+    sqrt    2**-23 relative           rsqrt   2**-22.9 relative
+    ex2     2**-22.5 of the mantissa  lg2     2**-22.6
+    sin cos 2**-20.5 absolute up to 2 pi, 2**-14.7 up to 100 pi
+    tanh    2**-11 relative           div     2 ulp
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from runtime.device.emulator.translation.vectors import (
+    F32,
+    F64,
+    I32,
+    I64,
+    Builder,
+    Value,
+    binary,
+    intrinsic,
+    like,
+    shared,
+    splat,
+    unary,
+)
+
+HALF_ULP = 2.0**-24  # the largest relative error of rounding to float32
+
+
+def approximate(builder: Builder, name: str, arguments: Sequence[Value]) -> Value | None:
+    """``rcp.approx`` and so on of float32 vectors (``rsqrt.approx.f64`` … of float64); None where there is none."""
+    body = _FUNCTIONS.get(name)
+    if body is None:
+        return None
+    return shared(builder, f"xserv.{name}", arguments[0].type, arguments, body)
+
+
+def scaled(b: Builder, x: Value, relative: float) -> Value:
+    """x (1 + relative)."""
+    return b.fmul(x, like(x, 1.0 + relative))
+
+
+def moved(b: Builder, x: Value, distance: float | Value) -> Value:
+    """x moved by `distance`, away from zero if it is positive, by at most a quarter of x."""
+    step = like(x, abs(distance)) if isinstance(distance, float) else distance
+    step = binary(b, "minnum", step, b.fmul(unary(b, "fabs", x), like(x, 0.25)))
+    step = binary(b, "copysign", step, x)
+    result = b.fsub(x, step) if isinstance(distance, float) and distance < 0 else b.fadd(x, step)
+    return binary(b, "copysign", result, x)  # −0 stays
+
+
+def exp2(b: Builder, x: Value) -> Value:
+    """2**x of float64 to about 1e-11: the whole part into the exponent, a Taylor polynomial of the rest."""
+    x = binary(b, "minnum", binary(b, "maxnum", x, like(x, -1000.0)), like(x, 1000.0))
+    whole = unary(b, "rint", x)
+    rest = b.fsub(x, whole)
+    degree = 11
+    result = like(x, math.log(2) ** degree / math.factorial(degree))
+    for power in range(degree - 1, -1, -1):
+        result = intrinsic(b, "fma", F64, [result, rest, like(x, math.log(2) ** power / math.factorial(power))])
+    exponent = b.shl(b.add(b.sext(b.fptosi(whole, I32), I64), splat(I64, 1023)), splat(I64, 52))
+    return b.fmul(result, b.bitcast(exponent, F64))
+
+
+def _float32(body: Callable[..., Value]) -> Callable[..., Value]:
+    """A function of float64 vectors as one of float32 vectors."""
+    return lambda b, *arguments: b.fptrunc(body(b, *(b.fpext(argument, F64) for argument in arguments)), F32)
+
+
+def _reciprocal(b: Builder, x: Value) -> Value:
+    """Away from zero: less than 1 ulp, and a power of two's is exact."""
+    exact = b.fdiv(splat(F64, 1.0), b.fpext(x, F64))
+    near = b.fptrunc(exact, F32)
+    short = b.fcmp_ordered("<", unary(b, "fabs", b.fpext(near, F64)), unary(b, "fabs", exact))
+    return b.bitcast(b.add(b.bitcast(near, I32), b.zext(short, I32)), F32)
+
+
+def _root(b: Builder, x: Value) -> Value:
+    return scaled(b, unary(b, "sqrt", x), 0.9 * HALF_ULP)
+
+
+def _reciprocal_root(b: Builder, x: Value) -> Value:
+    return scaled(b, b.fdiv(like(x, 1.0), unary(b, "sqrt", x)), 1.1 * HALF_ULP)
+
+
+def _power(b: Builder, x: Value) -> Value:
+    result = scaled(b, exp2(b, x), 0.9 * HALF_ULP)
+    return b.select(b.fcmp_unordered("uno", x, x), x, result)
+
+
+def _logarithm(b: Builder, x: Value) -> Value:
+    exact = unary(b, "log2", x)
+    size = binary(b, "maxnum", unary(b, "fabs", exact), like(x, 1.0))
+    return moved(b, exact, b.fmul(size, like(x, 1.6 * HALF_ULP)))
+
+
+def _circular(name: str) -> Callable[..., Value]:
+    def body(b: Builder, x: Value) -> Value:
+        exact = unary(b, name, x)
+        near = b.fcmp_ordered("<=", unary(b, "fabs", x), like(x, 2 * math.pi))
+        result = b.select(near, moved(b, exact, -(2.0**-21)), moved(b, exact, -(2.0**-15)))
+        if name == "cos":
+            result = b.select(b.fcmp_ordered("==", x, like(x, 0.0)), exact, result)
+        return result
+
+    return body
+
+
+def _tangent(b: Builder, x: Value) -> Value:
+    """Toward zero; subnormal operands and infinities come out exact."""
+    exact = unary(b, "tanh", x)
+    size = unary(b, "fabs", x)
+    passes = b.or_(b.fcmp_ordered("<", size, like(x, 2.0**-126)), b.fcmp_ordered("==", size, like(x, math.inf)))
+    return b.select(passes, exact, scaled(b, exact, -(2.0**-11.5)))
+
+
+def _quotient(b: Builder, x: Value, y: Value) -> Value:
+    return scaled(b, b.fdiv(x, y), 1.4 * HALF_ULP)
+
+
+def _quick_quotient(b: Builder, x: Value, y: Value) -> Value:
+    """div.approx: beyond 2**126 the divisor's reciprocal is a zero."""
+    beyond = b.fcmp_ordered(">", unary(b, "fabs", y), like(y, 2.0**126))
+    return b.select(beyond, b.fmul(x, binary(b, "copysign", like(y, 0.0), y)), _quotient(b, x, y))
+
+
+def _upper_half(body: Callable[..., Value]) -> Callable[..., Value]:
+    """rcp and rsqrt.approx.ftz.f64: upper word in, upper word out; subnormals flush, NaN is 0x7fffffff00000000."""
+
+    def flushed(b: Builder, word: Value) -> Value:
+        is_small = b.icmp_unsigned("==", b.and_(word, splat(I64, 0x7FF0000000000000)), splat(I64, 0))
+        return b.select(is_small, b.and_(word, splat(I64, 1 << 63)), word)
+
+    def whole(b: Builder, x: Value) -> Value:
+        upper = splat(I64, 0xFFFFFFFF00000000)
+        word = flushed(b, b.and_(b.bitcast(x, I64), upper))
+        result = body(b, b.bitcast(word, F64))
+        cut = flushed(b, b.and_(b.bitcast(result, I64), upper))
+        cut = b.select(b.fcmp_unordered("uno", result, result), splat(I64, 0x7FFFFFFF00000000), cut)
+        return b.bitcast(cut, F64)
+
+    return whole
+
+
+def _plain_reciprocal(b: Builder, x: Value) -> Value:
+    return b.fdiv(like(x, 1.0), x)
+
+
+def _plain_reciprocal_root(b: Builder, x: Value) -> Value:
+    return b.fdiv(like(x, 1.0), unary(b, "sqrt", x))
+
+
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "rcp.approx": _reciprocal,
+    "sqrt.approx": _float32(_root),
+    "rsqrt.approx": _float32(_reciprocal_root),
+    "ex2.approx": _float32(_power),
+    "lg2.approx": _float32(_logarithm),
+    "sin.approx": _float32(_circular("sin")),
+    "cos.approx": _float32(_circular("cos")),
+    "tanh.approx": _float32(_tangent),
+    "div.approx": _float32(_quick_quotient),
+    "div.full": _float32(_quotient),
+    "rcp.approx.ftz.f64": _upper_half(_plain_reciprocal),
+    "rsqrt.approx.ftz.f64": _upper_half(_plain_reciprocal_root),
+    "rsqrt.approx.f64": _plain_reciprocal_root,
+}

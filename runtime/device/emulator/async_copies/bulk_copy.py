@@ -1,0 +1,423 @@
+"""`cp.async.bulk` and `cp.reduce.async.bulk` of plain bytes, their groups, `st.async` and `red.async`.
+
+Each becomes a record of the block's queue (bulk_queue.py), which carries it out as late as it may.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
+from runtime.device.emulator.async_copies.bulk_queue import land_groups, new_record
+from runtime.device.emulator.async_copies.bulk_records import (
+    COPY,
+    R_BYTES,
+    R_GROUP,
+    R_KIND,
+    R_LANE,
+    R_MBARRIER,
+    R_OPERATION,
+    R_REDUCER,
+    R_SITE,
+    R_SOURCE,
+    R_SOURCE_BLOCK,
+    R_TARGET,
+    R_TARGET_BLOCK,
+    R_TYPE,
+    R_VALUE,
+    R_WARP,
+    REDUCE,
+    VALUE,
+    VALUE_REDUCE,
+)
+from runtime.device.emulator.async_copies.bulk_traffic import count_run
+from runtime.device.emulator.async_copies.cp_async import bulk_groups, commit_bulk
+from runtime.device.emulator.async_copies.proxy import check_read
+from runtime.device.emulator.async_copies.reduction import reduction_of
+from runtime.device.emulator.execution.fault import FaultKind, report
+from runtime.device.emulator.execution.warp_state import (
+    BLOCK_SHARED,
+    DONE,
+    FAILED,
+    LAUNCH_CLUSTER_SIZE,
+    WARP_LAUNCH,
+)
+from runtime.device.emulator.memory.checked_ranges import read_any, shared_range, write_any
+from runtime.device.emulator.memory.cluster_window import (
+    IS_BEING_READ,
+    IS_IN_FLIGHT,
+    aligned,
+    block_of_rank,
+    claim,
+    shared_block,
+    shared_host,
+)
+from runtime.device.emulator.memory.pointers import address_of
+from runtime.device.emulator.races.accesses import LOAD, STORE
+from runtime.device.emulator.races.clocks import release
+from runtime.device.emulator.synchronisation.mbarrier_state import locate
+from runtime.device.emulator.translation.lowering import Lowering, Value, lowers
+from runtime.device.emulator.translation.operations import operation
+from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand, Vector
+
+_SIZE = int(FaultKind.ASYNC_SIZE)
+_RANK = int(FaultKind.CLUSTER_RANK)
+NO_REDUCTION = -1
+
+
+@njit
+def start_record(warp, site, lane, kind, size):
+    """A record with the fields that every kind has; it belongs to the lane's open bulk group."""
+    record = new_record(warp)
+    record[R_KIND], record[R_SITE], record[R_WARP], record[R_LANE] = kind, site, address_of(warp), lane
+    record[R_GROUP], record[R_BYTES] = bulk_groups(warp, lane), size
+    return record
+
+
+@njit
+def set_mbarrier(warp, record, host):
+    """The record completes a transaction of an mbarrier (a host address) instead of belonging to a group."""
+    record[R_GROUP], record[R_MBARRIER] = -1, host
+    release(warp, host)
+
+
+@njit
+def claim_shared_target(warp, site, lane, block, host, size):
+    """Checks shared memory as the target of an asynchronous write and marks it. Returns 1 and a fault, or 0."""
+    if shared_range(warp, site, lane, block, host, size, STORE):
+        return 1
+    return claim(warp, site, lane, block, host, size, IS_IN_FLIGHT)
+
+
+@njit
+def claim_shared_source(warp, site, lane, block, host, size):
+    """Checks shared memory as the source of an asynchronous read and marks it. Returns 1 and a fault, or 0."""
+    if shared_range(warp, site, lane, block, host, size, LOAD) or check_read(warp, site, lane, block, host, size):
+        return 1
+    return claim(warp, site, lane, block, host, size, IS_BEING_READ)
+
+
+@njit
+def _plain(warp, site, lane, target, source, size):
+    """The limits of a plain bulk copy. Returns 1 and a fault, or 0."""
+    if size <= 0 or size % 16:
+        return report(warp, _SIZE, site, lane, target, size, size, 0, 0)
+    return aligned(warp, site, lane, target, 16) or aligned(warp, site, lane, source, 16)
+
+
+@njit
+def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
+    """A record for global → shared memory of one block."""
+    host = shared_host(block, target)
+    if claim_shared_target(warp, site, lane, block, host, size):
+        return 1
+    record = start_record(warp, site, lane, COPY, size)
+    record[R_TARGET], record[R_TARGET_BLOCK], record[R_SOURCE] = host, block, source
+    set_mbarrier(warp, record, mbarrier)
+    return 0
+
+
+@operation("bulk_load", "qlqlpqlp")
+def bulk_load(
+    warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, cluster_mask
+):
+    """Global → shared. A non-zero `cluster_mask`: into each named block, at the same offsets there."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
+        source = types.int64(sources[lane]) + source_offset
+        if _plain(warp, site, lane, target, source, size):
+            return FAILED
+        source = read_any(warp, site, lane, source, size)
+        if source == 0:
+            return FAILED
+        block = shared_block(warp, site, lane, target)
+        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        if block == 0 or mbarrier == 0:
+            return FAILED
+        count_run(warp, site, source, size, 1)
+        ranks = types.int64(cluster_mask[lane])
+        if ranks == 0:
+            if _copy_in(warp, site, lane, block, target, source, size, mbarrier):
+                return FAILED
+            continue
+        if ranks >> i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]:
+            return report(warp, _RANK, site, lane, target, ranks, i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE], 0, 0)
+        at = mbarrier - i64_at(block)[BLOCK_SHARED]
+        for rank in range(16):
+            if (ranks >> rank) & 1:
+                other = block_of_rank(warp, site, lane, rank)
+                if other == 0:
+                    return FAILED
+                there = i64_at(other)[BLOCK_SHARED] + at
+                if _copy_in(warp, site, lane, other, target, source, size, there):
+                    return FAILED
+    return DONE
+
+
+@operation("bulk_exchange", "qlqlpqliil")
+def bulk_exchange(
+    warp,
+    mask,
+    site,
+    targets,
+    target_offset,
+    sources,
+    source_offset,
+    sizes,
+    mbarriers,
+    mbarrier_offset,
+    reduction,
+    kind,
+    reducer,
+):
+    """Shared memory of this block → shared memory of a block of the cluster, perhaps reducing."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
+        source = types.int64(sources[lane]) + source_offset
+        if _plain(warp, site, lane, target, source, size):
+            return FAILED
+        block, from_block = shared_block(warp, site, lane, target), shared_block(warp, site, lane, source)
+        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        if block == 0 or from_block == 0 or mbarrier == 0:
+            return FAILED
+        host, from_host = shared_host(block, target), shared_host(from_block, source)
+        if claim_shared_source(warp, site, lane, from_block, from_host, size):
+            return FAILED
+        if reduction == NO_REDUCTION:
+            if claim_shared_target(warp, site, lane, block, host, size):
+                return FAILED
+        elif shared_range(warp, site, lane, block, host, size, LOAD):
+            return FAILED
+        record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
+        record[R_TARGET], record[R_TARGET_BLOCK] = host, block
+        record[R_SOURCE], record[R_SOURCE_BLOCK] = from_host, from_block
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
+        set_mbarrier(warp, record, mbarrier)
+    return DONE
+
+
+@operation("bulk_store", "qlqlpiil")
+def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
+    """Shared → global, of a bulk group, perhaps reducing."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
+        source = types.int64(sources[lane]) + source_offset
+        if _plain(warp, site, lane, target, source, size):
+            return FAILED
+        block = shared_block(warp, site, lane, source)
+        if block == 0:
+            return FAILED
+        host = shared_host(block, source)
+        if claim_shared_source(warp, site, lane, block, host, size):
+            return FAILED
+        if reduction == NO_REDUCTION:
+            if write_any(warp, site, lane, target, size) == 0:
+                return FAILED
+            if claim(warp, site, lane, 0, target, size, IS_IN_FLIGHT):
+                return FAILED
+        count_run(warp, site, target, size, 1)
+        record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
+        record[R_TARGET], record[R_SOURCE], record[R_SOURCE_BLOCK] = target, host, block
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
+    return DONE
+
+
+@operation("bulk_commit", "")
+def bulk_commit(warp, mask, site):
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            commit_bulk(warp, lane)
+    return DONE
+
+
+@operation("bulk_wait", "ii")
+def bulk_wait(warp, mask, site, pending, only_read):
+    for lane in range(32):
+        if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):
+            return FAILED
+    return DONE
+
+
+@operation("bulk_prefetch", "qlp")
+def bulk_prefetch(warp, mask, site, sources, offset, sizes):
+    """Into L2: only the address and the size are looked at."""
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            source, size = types.int64(sources[lane]) + offset, types.int64(sizes[lane])
+            if _plain(warp, site, lane, source, source, size):
+                return FAILED
+            if read_any(warp, site, lane, source, size) == 0:
+                return FAILED
+    return DONE
+
+
+@operation("value_async", "qlqqqqqliiil")
+def value_async(
+    warp,
+    mask,
+    site,
+    targets,
+    offset,
+    v0,
+    v1,
+    v2,
+    v3,
+    mbarriers,
+    mbarrier_offset,
+    element,
+    count,
+    reduction,
+    reducer,
+):
+    """st.async (no reduction) and red.async: `count` values of `element` bytes (or of a reduction's type)."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target = types.int64(targets[lane]) + offset
+        width = element if reduction == NO_REDUCTION else (8 if element in (4, 5) else 4)
+        size = types.int64(width) * count
+        block = shared_block(warp, site, lane, target)
+        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        if block == 0 or mbarrier == 0 or aligned(warp, site, lane, target, size):
+            return FAILED
+        host = shared_host(block, target)
+        if reduction == NO_REDUCTION:
+            if claim_shared_target(warp, site, lane, block, host, size):
+                return FAILED
+        elif shared_range(warp, site, lane, block, host, size, LOAD):
+            return FAILED
+        record = start_record(warp, site, lane, VALUE if reduction == NO_REDUCTION else VALUE_REDUCE, size)
+        record[R_TARGET], record[R_TARGET_BLOCK] = host, block
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, element, reducer
+        a, b, c, d = types.int64(v0[lane]), types.int64(v1[lane]), types.int64(v2[lane]), types.int64(v3[lane])
+        if width == 4:
+            record[R_VALUE] = (a & 0xFFFFFFFF) | b << 32
+            record[R_VALUE + 1] = (c & 0xFFFFFFFF) | d << 32
+        else:
+            record[R_VALUE], record[R_VALUE + 1] = a, b
+        set_mbarrier(warp, record, mbarrier)
+    return DONE
+
+
+MBARRIER = "mbarrier::complete_tx::bytes"
+MULTICAST = "multicast::cluster"
+HINT = "L2::cache_hint"
+
+
+def last_operands(low: Lowering, ins: Instruction, first: int) -> Operand:
+    """After the operands that always stand: the block mask of .multicast::cluster (or 0), then a cache policy."""
+    rest = list(ins.operands[first:])
+    if HINT in ins.parts and rest:
+        rest.pop()
+    ranks: Operand = rest.pop(0) if MULTICAST in ins.parts and rest else Integer(0)
+    if rest or (MULTICAST in ins.parts and ranks == Integer(0)):
+        raise low.refuse(f"{len(ins.operands)} operands")
+    return ranks
+
+
+def _only(low: Lowering, ins: Instruction, first: int, *known: str) -> None:
+    for part in ins.parts[first:]:
+        if part not in known:
+            raise low.refuse(f"modifier .{part}")
+
+
+@lowers("cp.async.bulk.shared::cluster.global", "cp.async.bulk.shared::cta.global")
+def lower_load(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, 5, MBARRIER, MULTICAST, HINT)
+    target, source, size, mbarrier = ins.operands[:4]
+    ranks = low.slot(last_operands(low, ins, 4), 32)
+    addresses = (*low.address(target), *low.address(source))
+    low.call("bulk_load", *addresses, low.slot(size, 32), *low.address(mbarrier), ranks)
+
+
+def reducer_of(low: Lowering, reduction: int) -> Value:
+    """The address of the operation that reduces, or 0 where nothing is reduced."""
+    return 0 if reduction == NO_REDUCTION else low.operation_address("reduce_run")
+
+
+def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
+    if ins.parts[1] != "reduce":
+        return NO_REDUCTION, 0
+    found = reduction_of(ins.parts[2:])
+    if found is None:
+        raise low.refuse("this reduction")
+    return found
+
+
+@lowers("cp.async.bulk.shared::cluster.shared::cta", "cp.reduce.async.bulk.shared::cluster.shared::cta")
+def lower_exchange(low: Lowering, ins: Instruction) -> None:
+    reduction, kind = _reduction(low, ins)
+    if reduction == NO_REDUCTION:
+        _only(low, ins, 5, MBARRIER)
+    target, source, size, mbarrier = ins.operands
+    addresses = (*low.address(target), *low.address(source), low.slot(size, 32), *low.address(mbarrier))
+    low.call("bulk_exchange", *addresses, reduction, kind, reducer_of(low, reduction))
+
+
+@lowers("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
+def lower_store(low: Lowering, ins: Instruction) -> None:
+    reduction, kind = _reduction(low, ins)
+    if reduction == NO_REDUCTION:
+        _only(low, ins, 5, "bulk_group", HINT)
+    last_operands(low, ins, 3)
+    target, source, size = ins.operands[:3]
+    addresses = (*low.address(target), *low.address(source))
+    low.call("bulk_store", *addresses, low.slot(size, 32), reduction, kind, reducer_of(low, reduction))
+
+
+@lowers("cp.async.bulk.commit_group")
+def lower_commit(low: Lowering, ins: Instruction) -> None:
+    low.call("bulk_commit")
+
+
+@lowers("cp.async.bulk.wait_group")
+def lower_wait(low: Lowering, ins: Instruction) -> None:
+    low.call("bulk_wait", low.uniform(ins.operands[0]), 1 if "read" in ins.parts else 0)
+
+
+@lowers("cp.async.bulk.prefetch.L2.global")
+def lower_prefetch(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, 6, HINT)
+    low.call("bulk_prefetch", *low.address(ins.operands[0]), low.slot(ins.operands[1], 32))
+
+
+@lowers("st.async", "red.async")
+def lower_value(low: Lowering, ins: Instruction) -> None:
+    """st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.v2|.v4}.type [dst], value, [mbar]; red.async …"""
+    parts, reducing = ins.parts, ins.parts[0] == "red"
+    kind = parts[-1]
+    count = {"v2": 2, "v4": 4}.get(parts[-2], 1)
+    known = {"weak", "relaxed", "cluster", "shared::cluster", MBARRIER, "v2", "v4", kind}
+    element, reduction = (
+        {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}.get(kind, 0),
+        -1,
+    )
+    if reducing:
+        reduction, element = _red(low, parts)
+        known.add(parts[-2])
+    if MBARRIER not in parts or element == 0 or set(parts[2:]) - known:
+        raise low.refuse("modifiers")
+    target, value, mbarrier = ins.operands
+    items = list(value.items) if isinstance(value, Vector) else [value]
+    if len(items) != count:
+        raise low.refuse(f"{len(items)} values")
+    values = [low.slot(item, 64) for item in items]
+    values += [low.slot(Integer(0), 64)] * (4 - count)
+    operands = (*low.address(target), *values, *low.address(mbarrier))
+    low.call("value_async", *operands, element, count, reduction, reducer_of(low, reduction))
+
+
+def _red(low: Lowering, parts: tuple[str, ...]) -> tuple[int, int]:
+    found = reduction_of(parts[2:])
+    if found is None:
+        raise low.refuse("this reduction")
+    return found

@@ -1,0 +1,261 @@
+"""The driver's functions for devices and contexts, and its words for errors."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from runtime.device.emulator.driver.architectures import (
+    DEFAULT_SHARED_BYTES_PER_BLOCK,
+    MAX_BLOCK,
+    MAX_GRID,
+    MAX_THREADS_PER_BLOCK,
+    REGISTERS_PER_SM,
+    RESERVED_SHARED_BYTES_PER_BLOCK,
+    WARP_SIZE,
+    GpuModel,
+)
+from runtime.device.emulator.driver.state import Context, Device, DriverState, R, Refused, entry, handle_of
+from runtime.device.emulator.memory.device_memory import connect
+
+DRIVER_VERSION = 13_000
+LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, -5
+
+_A = cu.CUdevice_attribute
+_P2P = cu.CUdevice_P2PAttribute
+
+
+def device_attributes(model: GpuModel) -> dict[Any, int]:
+    """The attributes that an emulated device answers for, as cuDeviceGetAttribute gives them."""
+    major, minor = model.capability
+    return {
+        _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: MAX_THREADS_PER_BLOCK,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X: MAX_BLOCK[0],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y: MAX_BLOCK[1],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z: MAX_BLOCK[2],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X: MAX_GRID[0],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y: MAX_GRID[1],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z: MAX_GRID[2],
+        _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: DEFAULT_SHARED_BYTES_PER_BLOCK,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: model.shared_bytes_per_block,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: model.shared_bytes_per_sm,
+        _A.CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK: RESERVED_SHARED_BYTES_PER_BLOCK,
+        _A.CU_DEVICE_ATTRIBUTE_TOTAL_CONSTANT_MEMORY: 1 << 16,
+        _A.CU_DEVICE_ATTRIBUTE_WARP_SIZE: WARP_SIZE,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_PITCH: 2**31 - 1,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: REGISTERS_PER_SM,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR: REGISTERS_PER_SM,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: model.threads_per_sm,
+        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: model.blocks_per_sm,
+        _A.CU_DEVICE_ATTRIBUTE_CLOCK_RATE: model.clock_khz,
+        _A.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: model.memory_clock_khz,
+        _A.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: model.memory_bus_bits,
+        _A.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: model.l2_bytes,
+        _A.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: model.num_sms,
+        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,
+        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: minor,
+        _A.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
+        _A.CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY: 1,
+        _A.CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS: 1,
+        _A.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: 3,
+        _A.CU_DEVICE_ATTRIBUTE_GPU_OVERLAP: 1,
+        _A.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH: 1,
+        _A.CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH: int(model.has_clusters),
+        _A.CU_DEVICE_ATTRIBUTE_TENSOR_MAP_ACCESS_SUPPORTED: int(model.has_clusters),
+        _A.CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED: 1,
+        _A.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: 1,
+        _A.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY: 0,
+        _A.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS: 0,
+        _A.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: 0,
+        _A.CU_DEVICE_ATTRIBUTE_INTEGRATED: 0,
+        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: 0,
+        _A.CU_DEVICE_ATTRIBUTE_ECC_ENABLED: 0,
+        _A.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT: 0,
+        _A.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID: 0,
+        _A.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID: 0,
+        _A.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: 0,
+    }
+
+
+class DeviceFunctions(DriverState):
+    """cuInit, cuDriver…, cuDevice…, cuCtx…, cuGetError…"""
+
+    @entry(before_init=True)
+    def cuInit(self, Flags: int) -> None:
+        if Flags:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {Flags}: must be 0")
+        if not self.is_ready:
+            connect(device.machine for device in self.devices)
+            self.is_ready = True
+
+    @entry(1, before_init=True)
+    def cuDriverGetVersion(self) -> int:
+        return DRIVER_VERSION
+
+    @entry(1, before_init=True)
+    def cuGetErrorName(self, error: Any) -> bytes:
+        name: str = _result(error).name
+        return name.encode()
+
+    @entry(1, before_init=True)
+    def cuGetErrorString(self, error: Any) -> bytes:
+        name: str = _result(error).name
+        words = name.removeprefix("CUDA_").removeprefix("ERROR_").replace("_", " ").lower()
+        return b"no error" if words == "success" else words.encode()
+
+    # -- devices --------------------------------------------------------------------------------------------------
+
+    def _device(self, dev: Any) -> Device:
+        ordinal = handle_of(dev)
+        if not 0 <= ordinal < len(self.devices):
+            raise Refused(R.CUDA_ERROR_INVALID_DEVICE, f"device {ordinal} of {len(self.devices)}")
+        return self.devices[ordinal]
+
+    @entry(1)
+    def cuDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    @entry(1)
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        return cu.CUdevice(self._device(ordinal).ordinal)
+
+    @entry(1)
+    def cuDeviceGetName(self, length: int, dev: Any) -> bytes:
+        return self._device(dev).model.device_name.encode()[: max(length - 1, 0)]
+
+    @entry(1)
+    def cuDeviceTotalMem(self, dev: Any) -> int:
+        return self._device(dev).machine.size_bytes
+
+    @entry(1)
+    def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
+        device = self._device(dev)
+        if attrib == _A.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
+            return device.ordinal + 1
+        value = device_attributes(device.model).get(attrib)
+        if value is None:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated devices answer for")
+        return value
+
+    @entry(1)
+    def cuDeviceGetUuid(self, dev: Any) -> Any:
+        device = self._device(dev)
+        digest = hashlib.sha256(f"{device.model.device_name} {device.ordinal}".encode()).digest()[:16]
+        uuid = cu.CUuuid()
+        _copy_to(uuid.getPtr(), digest)
+        return uuid
+
+    @entry(1)
+    def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
+        return int(self._can_access_peer(self._device(dev), self._device(peerDev)))
+
+    @entry(1)
+    def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
+        source, target = self._device(srcDevice), self._device(dstDevice)
+        if source is target:
+            raise Refused(R.CUDA_ERROR_INVALID_DEVICE, "a device is no peer of itself")
+        is_peer = int(self._can_access_peer(source, target))
+        values = {
+            _P2P.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED: is_peer,
+            _P2P.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK: 0,
+            _P2P.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: is_peer,
+        }
+        if attrib not in values:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated devices answer for")
+        return values[attrib]
+
+    @staticmethod
+    def _can_access_peer(device: Device, peer: Device) -> bool:
+        return device is not peer and device.model.capability[0] == peer.model.capability[0]
+
+    # -- contexts -------------------------------------------------------------------------------------------------
+
+    @entry(1)
+    def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
+        device = self._device(dev)
+        if device.context is None:
+            context = Context(self.new_handle(), device)
+            self.contexts[context.handle] = context
+            self.new_stream(context, 0, 0, is_legacy=True)
+            device.context = context
+        device.context.retained += 1
+        return cu.CUcontext(device.context.handle)
+
+    @entry(is_release=True)
+    def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
+        context = self._device(dev).context
+        if context is None:
+            raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, "the context has not been retained")
+        context.retained -= 1
+        if context.retained == 0:
+            self.destroy_context(context)
+
+    @entry()
+    def cuCtxSetCurrent(self, ctx: Any) -> None:
+        handle = handle_of(ctx)
+        if handle and handle not in self.contexts:
+            raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, f"context {handle:#x} does not exist")
+        self.thread.context = self.contexts[handle] if handle else None
+
+    @entry(1)
+    def cuCtxGetCurrent(self) -> Any:
+        context = self.thread.context
+        return cu.CUcontext(context.handle if context is not None else 0)
+
+    @entry(1)
+    def cuCtxGetDevice(self) -> Any:
+        return cu.CUdevice(self.context().device.ordinal)
+
+    @entry(is_release=True)
+    def cuCtxSynchronize(self) -> None:
+        context = self.context()
+        self.refuse_while_captured(context, "cuCtxSynchronize")
+        self.scheduler.finish_all(context)
+        for stream in context.streams.values():
+            self.order.host_knows(stream.queue.last)
+        self.raise_if_failed(context)
+
+    @entry(2)
+    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
+        self.context()
+        return LOWEST_PRIORITY, HIGHEST_PRIORITY
+
+    @entry()
+    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
+        context = self.context()
+        peer = self.contexts.get(handle_of(peerContext))
+        if peer is None or peer is context:
+            raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, "the peer is no other context")
+        if Flags:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {Flags}: must be 0")
+        if not self._can_access_peer(context.device, peer.device):
+            raise Refused(R.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "peers are of one major compute capability")
+        if peer.handle in context.peers:
+            raise Refused(R.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+        context.peers.add(peer.handle)
+        context.machine.enable_peer(peer.machine)
+
+    @entry()
+    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
+        context = self.context()
+        peer = self.contexts.get(handle_of(peerContext))
+        if peer is None or peer.handle not in context.peers:
+            raise Refused(R.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
+        self.scheduler.finish_all(context)
+        context.peers.discard(peer.handle)
+        context.machine.disable_peer(peer.machine)
+        self.raise_if_failed(context)
+
+
+def _result(error: Any) -> Any:
+    try:
+        return R(int(error))
+    except ValueError:
+        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{error!r} is no CUresult") from None
+
+
+def _copy_to(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))

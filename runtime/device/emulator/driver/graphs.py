@@ -1,0 +1,283 @@
+"""The driver's functions for graphs: what is in them, executable copies, replay, changed arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from runtime.device.emulator.driver.capture import CaptureFunctions, edge_data
+from runtime.device.emulator.driver.graph_nodes import Graph, GraphExec, Node, Step, plan_replay
+from runtime.device.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of, pack_parameters
+from runtime.device.emulator.driver.state import R, Refused, Stream, entry, handle_of
+from runtime.device.emulator.driver.work_queues import Queue, Work
+from runtime.device.emulator.races.stream_order import Overlap
+
+_NODE = cu.CUgraphNodeType
+_RESULT = cu.CUgraphExecUpdateResult
+_USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+
+
+class GraphFunctions(CaptureFunctions, LaunchFunctions):
+    """cuGraph…"""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.execs: dict[int, GraphExec] = {}
+
+    # -- graphs ---------------------------------------------------------------------------------------------------
+
+    def _graph(self, handle: Any) -> Graph:
+        graph = self.graphs.get(handle_of(handle))
+        if graph is None:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph {handle_of(handle):#x} does not exist")
+        return graph
+
+    def _node(self, handle: Any) -> Node:
+        number = handle_of(handle)
+        for graph in self.graphs.values():
+            for node in graph.nodes:
+                if node.handle == number:
+                    return node
+        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {number:#x} does not exist")
+
+    @entry(1)
+    def cuGraphCreate(self, flags: int) -> Any:
+        if flags:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {flags}: must be 0")
+        return cu.CUgraph(self.new_graph().handle)
+
+    @entry(is_release=True)
+    def cuGraphDestroy(self, hGraph: Any) -> None:
+        graph = self._graph(hGraph)
+        if graph.is_owned_by_capture:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "the graph is being captured")
+        del self.graphs[graph.handle]
+
+    @entry(2)
+    def cuGraphGetNodes(self, hGraph: Any, numNodes: int = 0) -> tuple[list[Any], int]:
+        return self._handles_of(self._graph(hGraph).nodes, numNodes)
+
+    @entry(2)
+    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: int = 0) -> tuple[list[Any], int]:
+        return self._handles_of([node for node in self._graph(hGraph).nodes if not node.dependencies], numRootNodes)
+
+    @staticmethod
+    def _handles_of(nodes: list[Node], wanted: int) -> tuple[list[Any], int]:
+        """As the driver: without a number of nodes only how many there are, else that many, filled up with null."""
+        if wanted == 0:
+            return [], len(nodes)
+        handles = [node.handle for node in nodes][:wanted]
+        return [cu.CUgraphNode(handle) for handle in handles + [0] * (wanted - len(handles))], len(handles)
+
+    @entry(4)
+    def cuGraphGetEdges(self, hGraph: Any, numEdges: int = 0) -> tuple[list[Any], list[Any], list[Any], int]:
+        graph = self._graph(hGraph)
+        edges = [(before, node) for node in graph.nodes for before in node.dependencies]
+        if numEdges == 0:
+            return [], [], [], len(edges)
+        edges = edges[:numEdges]
+        missing = [cu.CUgraphNode(0)] * (numEdges - len(edges))
+        data = [edge_data(before in node.programmatic) for before, node in edges]
+        data += [edge_data(False) for _ in missing]
+        return (
+            [cu.CUgraphNode(before.handle) for before, _ in edges] + missing,
+            [cu.CUgraphNode(node.handle) for _, node in edges] + missing,
+            data,
+            len(edges),
+        )
+
+    @entry(1)
+    def cuGraphNodeGetType(self, hNode: Any) -> Any:
+        return self._node(hNode).type
+
+    @entry(3)
+    def cuGraphNodeGetDependencies(self, hNode: Any, numDependencies: int = 0) -> tuple[list[Any], list[Any], int]:
+        node = self._node(hNode)
+        handles, count = self._handles_of(node.dependencies, numDependencies)
+        data = [edge_data(before in node.programmatic) for before in node.dependencies[:numDependencies]]
+        return handles, data + [edge_data(False) for _ in range(numDependencies - len(data))], count
+
+    def _kernel_node(self, handle: Any) -> tuple[Node, KernelLaunch]:
+        node = self._node(handle)
+        if not isinstance(node.operation, KernelLaunch):
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {node.handle:#x} is no kernel node")
+        return node, node.operation
+
+    @entry(1)
+    def cuGraphKernelNodeGetParams(self, hNode: Any) -> Any:
+        node, launch = self._kernel_node(hNode)
+        params = cu.CUDA_KERNEL_NODE_PARAMS()
+        params.func = cu.CUfunction(launch.function.handle)
+        params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+        params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
+        params.sharedMemBytes = launch.shared_bytes
+        values = ctypes.create_string_buffer(launch.parameters, max(len(launch.parameters), 1))
+        base = ctypes.addressof(values)
+        offsets = launch.function.offsets
+        pointers = (ctypes.c_uint64 * max(len(offsets), 1))(*(base + offset for offset in offsets))
+        node.keep = (values, pointers)
+        params.kernelParams = ctypes.addressof(pointers)
+        return params
+
+    def _with_params(self, launch: KernelLaunch, params: Any) -> KernelLaunch:
+        """A kernel node's launch with new parameters, which keep its attributes."""
+        function = self.function(params.func)
+        if function.context is not launch.function.context:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "a kernel node cannot change its context")
+        changed = replace(
+            launch,
+            function=function,
+            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+            shared_bytes=params.sharedMemBytes,
+            parameters=pack_parameters(function, params.kernelParams, params.extra),
+        )
+        self.check_launch(changed)
+        return changed
+
+    @entry()
+    def cuGraphKernelNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
+        node, launch = self._kernel_node(hNode)
+        node.operation = self._with_params(launch, nodeParams)
+
+    @entry(1)
+    def cuGraphAddKernelNode(self, hGraph: Any, dependencies: Any, numDependencies: int, nodeParams: Any) -> Any:
+        graph = self._graph(hGraph)
+        before = self._nodes_of(graph, dependencies, numDependencies)
+        function = self.function(nodeParams.func)
+        blank = KernelLaunch(self, function, (1, 1, 1), (1, 1, 1), 0, function.required_cluster or (1, 1, 1), b"")
+        node = Node(self.new_handle(), graph, self._with_params(blank, nodeParams), before)
+        graph.nodes.append(node)
+        return cu.CUgraphNode(node.handle)
+
+    @entry(1)
+    def cuGraphAddEmptyNode(self, hGraph: Any, dependencies: Any, numDependencies: int) -> Any:
+        graph = self._graph(hGraph)
+        node = Node(self.new_handle(), graph, None, self._nodes_of(graph, dependencies, numDependencies))
+        graph.nodes.append(node)
+        return cu.CUgraphNode(node.handle)
+
+    def _nodes_of(self, graph: Graph, handles: Any, count: int) -> list[Node]:
+        nodes = [self._node(handle) for handle in (handles or [])[:count]]
+        if len(nodes) != count or any(node.graph is not graph for node in nodes) or len(set(nodes)) != count:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{count} dependencies that are not so many nodes of the graph")
+        return nodes
+
+    # -- executable graphs ----------------------------------------------------------------------------------------
+
+    def _exec(self, handle: Any) -> GraphExec:
+        found = self.execs.get(handle_of(handle))
+        if found is None:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"executable graph {handle_of(handle):#x} does not exist")
+        return found
+
+    @entry(1)
+    def cuGraphInstantiate(self, hGraph: Any, flags: int) -> Any:
+        self.context()
+        graph = self._graph(hGraph)
+        if graph.is_owned_by_capture:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "the graph is being captured")
+        if int(flags) & ~_USE_NODE_PRIORITY:
+            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"flags {int(flags):#x}")
+        steps, num_branches = plan_replay(graph)
+        found = GraphExec(self.new_handle(), graph, steps, num_branches)
+        self.execs[found.handle] = found
+        return cu.CUgraphExec(found.handle)
+
+    @entry(is_release=True)
+    def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
+        del self.execs[self._exec(hGraphExec).handle]
+
+    @entry()
+    def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
+        """An executable graph has nothing to bring to an emulated device; the stream and the graph must exist."""
+        self._exec(hGraphExec)
+        if self.stream(hStream).capture is not None:
+            raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "cuGraphUpload in a stream that is captured")
+
+    @entry()
+    def cuGraphExecKernelNodeSetParams(self, hGraphExec: Any, hNode: Any, nodeParams: Any) -> None:
+        found = self._exec(hGraphExec)
+        node, _ = self._kernel_node(hNode)
+        for step in found.steps:
+            if step.node is node:
+                assert isinstance(step.operation, KernelLaunch)
+                step.operation = self._with_params(step.operation, nodeParams)
+                return
+        raise Refused(R.CUDA_ERROR_INVALID_VALUE, "the node is of another graph")
+
+    @entry(1)
+    def cuGraphExecUpdate(self, hGraphExec: Any, hGraph: Any) -> Any:
+        """Takes over the operations of a graph of the same shape."""
+        found, graph = self._exec(hGraphExec), self._graph(hGraph)
+        steps, _ = plan_replay(graph)
+        result, culprit = self._compare(found, graph, steps)
+        if result != _RESULT.CU_GRAPH_EXEC_UPDATE_SUCCESS:
+            where = f" at node {culprit.handle:#x}" if culprit is not None else ""
+            raise Refused(R.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, f"{result.name}{where}")
+        info = cu.CUgraphExecUpdateResultInfo()
+        info.result = result
+        for mine, other in zip(found.steps, steps):
+            mine.operation = other.operation
+        return info
+
+    @staticmethod
+    def _compare(found: GraphExec, graph: Graph, steps: list[Step]) -> tuple[Any, Node | None]:
+        if len(steps) != len(found.steps):
+            return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, None
+        place = {step.node: index for index, step in enumerate(found.steps)}
+        new_place = {node: index for index, node in enumerate(graph.nodes)}
+        for mine, other in zip(found.steps, steps):
+            before = sorted(place[node] for node in mine.node.dependencies)
+            if before != sorted(new_place[node] for node in other.node.dependencies):
+                return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, other.node
+            if mine.node.type != other.node.type:
+                return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED, other.node
+            if isinstance(mine.operation, KernelLaunch):
+                launch = other.operation
+                assert isinstance(launch, KernelLaunch)
+                if launch.function.context is not mine.operation.function.context:
+                    return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_UNSUPPORTED_FUNCTION_CHANGE, other.node
+                if launch.is_cooperative != mine.operation.is_cooperative:
+                    return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_ATTRIBUTES_CHANGED, other.node
+        return _RESULT.CU_GRAPH_EXEC_UPDATE_SUCCESS, None
+
+    @entry()
+    def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
+        found, stream = self._exec(hGraphExec), self.stream(hStream)
+        if stream.capture is not None:
+            self.valid_capture(stream)
+            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, "child graph nodes are not emulated")
+        self._replay(found, stream)
+
+    def _replay(self, found: GraphExec, stream: Stream) -> None:
+        """Queues the steps: the first branch in the stream itself, the others in queues of their own."""
+        start = self.enqueue(stream, None, () if found.last is None else (found.last,))
+        queues = [stream.queue]
+        for _ in range(1, found.num_branches):
+            queue = Queue(stream.context)
+            self.order.open(queue)
+            queues.append(queue)
+        works: list[Work] = []
+        for step in found.steps:
+            waits = tuple(works[index] for index in step.waits)
+            if step.branch and not step.node.dependencies:
+                waits = (start,)
+            work = self.scheduler.submit(queues[step.branch], step.operation, waits)
+            if self.order.is_active:
+                label = f"{step.operation.label} of a graph in {stream}" if step.operation is not None else ""
+                self.stamp(work, waits, label, self._overlap(step))
+            works.append(work)
+        ends = tuple(queue.last for queue in queues[1:] if queue.last is not None)
+        found.last = self.enqueue(stream, None, ends)
+        for queue in queues[1:]:
+            self.order.close(queue)
+
+    @staticmethod
+    def _overlap(step: Step) -> Overlap:
+        if not isinstance(step.operation, KernelLaunch):
+            return Overlap.NONE
+        return overlap_of(step.operation) if step.is_programmatic else Overlap.KERNEL

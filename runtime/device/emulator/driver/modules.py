@@ -1,0 +1,345 @@
+"""The driver's functions for modules, their kernels and the attributes of those. An image is PTX text.
+
+A kernel is translated when it is first launched. What its text does not say, ptxas would: the number of registers is an
+estimate (see `occupancy.py`), spills are none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from runtime.device.emulator.driver.architectures import (
+    DEFAULT_SHARED_BYTES_PER_BLOCK,
+    MAX_CLUSTER,
+    MAX_THREADS_PER_BLOCK,
+)
+from runtime.device.emulator.driver.occupancy import blocks_per_sm, estimate_registers
+from runtime.device.emulator.driver.state import Context, DriverState, R, Refused, entry, handle_of
+from runtime.device.emulator.execution.launch import Program, load
+from runtime.device.emulator.translation.ptx import Kernel, PtxError
+from runtime.errors import OutOfMemoryError
+
+_A = cu.CUfunction_attribute
+_TARGET = re.compile(rb"^\s*\.target\s+(sm_\d+[af]?)", re.MULTILINE)
+_ELF = b"\x7fELF"
+_FATBIN = b"\x50\xed\x55\xba"
+
+
+class Module:
+    """A loaded image: its program, and where its variables lie.
+
+    Attributes:
+        variables: name → (address, size in bytes) of its .global and .const variables.
+    """
+
+    def __init__(self, handle: int, driver: ModuleFunctions, context: Context, program: Program) -> None:
+        self.handle, self.driver, self.context, self.program = handle, driver, context, program
+        self.functions: dict[str, Function] = {}
+        self.variables = program.place(context.machine)
+
+    def unload(self) -> None:
+        machine = self.context.machine
+        for address in self.variables.values():
+            machine.free(address)
+        for function in self.functions.values():
+            self.driver.functions.pop(function.handle, None)
+        self.context.modules.pop(self.handle, None)
+
+
+class Function:
+    """A kernel of a module, as the driver launches it.
+
+    Attributes:
+        offsets, sizes: of its parameters, in bytes; together `parameter_bytes` long.
+        static_shared_bytes: what its own variables take of shared memory.
+        max_threads: a block.
+        required_block, required_cluster: what its text fixes; None where it does not.
+        max_dynamic_shared_bytes: the attribute, which a launch may not exceed.
+        allows_large_clusters: the attribute for clusters of more than eight blocks.
+        checked: launch configurations that have been found valid.
+    """
+
+    def __init__(self, handle: int, module: Module, kernel: Kernel) -> None:
+        self.handle, self.module, self.kernel = handle, module, kernel
+        self.name = kernel.name
+        self.label = f"kernel {kernel.name}"
+        self.context = module.context
+        self.offsets: list[int] = []
+        self.sizes = [parameter.size_bytes or 0 for parameter in kernel.parameters]
+        end = 0
+        for parameter, size in zip(kernel.parameters, self.sizes):
+            end = -(-end // parameter.align) * parameter.align
+            self.offsets.append(end)
+            end += size
+        self.parameter_bytes = end
+        self.static_shared_bytes = module.program.static_shared_bytes(kernel.name)
+        directives = kernel.directives
+        self.required_block = _dims(directives["reqntid"]) if "reqntid" in directives else None
+        self.required_cluster = _dims(directives["reqnctapercluster"]) if "reqnctapercluster" in directives else None
+        most = _product(directives.get("maxntid") or self.required_block or (MAX_THREADS_PER_BLOCK,))
+        self.max_threads = min(most, MAX_THREADS_PER_BLOCK)
+        self.max_dynamic_shared_bytes = max(DEFAULT_SHARED_BYTES_PER_BLOCK - self.static_shared_bytes, 0)
+        self.allows_large_clusters = False
+        self.carveout = -1
+        self.checked: set[Any] = set()
+        self._registers = 0
+        opcodes = {instruction.opcode for instruction in kernel.instructions}
+        self.waits_for_dependency = "griddepcontrol.wait" in opcodes
+
+    @property
+    def registers(self) -> int:
+        if not self._registers:
+            self._registers = estimate_registers(self.kernel)
+        return self._registers
+
+
+def _dims(values: Sequence[int]) -> tuple[int, int, int]:
+    x, y, z = (*values, 1, 1)[:3]
+    return x, y, z
+
+
+def _product(values: Sequence[int]) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total
+
+
+def _image_bytes(image: Any) -> bytes:
+    """The image's text without its closing zero."""
+    if isinstance(image, str):
+        return image.encode()
+    if isinstance(image, int):
+        if image == 0:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "a null image")
+        return ctypes.string_at(image)
+    return bytes(memoryview(image)).rstrip(b"\0")
+
+
+class ModuleFunctions(DriverState):
+    """cuModule…, cuFunc…, cuOccupancy…"""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.functions: dict[int, Function] = {}
+
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    @entry(1)
+    def cuModuleLoadData(self, image: Any) -> Any:
+        return self._load(image)
+
+    @entry(1)
+    def cuModuleLoadDataEx(self, image: Any, numOptions: int, options: Any, optionValues: Any) -> Any:
+        """Options steer ptxas, which is not run: other than none they are refused."""
+        if numOptions:
+            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"options {options!r}: PTX is not assembled here")
+        return self._load(image)
+
+    def _load(self, image: Any) -> Any:
+        context = self.context()
+        self.refuse_unsafe("cuModuleLoadData")
+        data = _image_bytes(image)
+        if data.startswith((_ELF, _FATBIN)):
+            raise Refused(R.CUDA_ERROR_NO_BINARY_FOR_GPU, "an emulated device runs PTX text, not machine code")
+        model = context.device.model
+        target = _TARGET.search(data)
+        if target is None:
+            raise Refused(R.CUDA_ERROR_INVALID_IMAGE, "the image is no PTX: it names no .target")
+        if not model.runs(target[1].decode()):
+            raise Refused(
+                R.CUDA_ERROR_NO_BINARY_FOR_GPU, f"PTX for {target[1].decode()} does not run on {model.device_name}"
+            )
+        try:
+            module = Module(self.new_handle(), self, context, load(data.decode()))
+        except (PtxError, UnicodeDecodeError) as error:
+            self.last_fault = error
+            raise Refused(R.CUDA_ERROR_INVALID_PTX, str(error)) from None
+        except OutOfMemoryError as error:
+            raise Refused(R.CUDA_ERROR_OUT_OF_MEMORY, str(error)) from None
+        context.modules[module.handle] = module
+        return cu.CUmodule(module.handle)
+
+    def _module(self, handle: Any) -> Module:
+        for context in self.contexts.values():
+            if module := context.modules.get(handle_of(handle)):
+                return module
+        raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"module {handle_of(handle):#x} does not exist")
+
+    @entry(is_release=True)
+    def cuModuleUnload(self, hmod: Any) -> None:
+        module = self._module(hmod)
+        self.refuse_unsafe("cuModuleUnload")
+        self.scheduler.finish_all(module.context)
+        self.raise_if_failed(module.context)
+        module.unload()
+
+    @entry(1)
+    def cuModuleGetFunction(self, hmod: Any, name: Any) -> Any:
+        module = self._module(hmod)
+        wanted = _name(name)
+        function = module.functions.get(wanted)
+        if function is None:
+            kernel = module.program.module.kernels.get(wanted)
+            if kernel is None or not kernel.is_entry:
+                names = ", ".join(module.program.module.kernels)
+                raise Refused(R.CUDA_ERROR_NOT_FOUND, f"no kernel {wanted!r}: {names}")
+            function = Function(self.new_handle(), module, kernel)
+            module.functions[wanted] = function
+            self.functions[function.handle] = function
+        return cu.CUfunction(function.handle)
+
+    @entry(1)
+    def cuModuleGetFunctionCount(self, mod: Any) -> int:
+        return sum(kernel.is_entry for kernel in self._module(mod).program.module.kernels.values())
+
+    @entry(2)
+    def cuModuleGetGlobal(self, hmod: Any, name: Any) -> tuple[Any, int]:
+        module = self._module(hmod)
+        wanted = _name(name)
+        if wanted not in module.variables:
+            names = ", ".join(module.variables) or "none at all"
+            raise Refused(R.CUDA_ERROR_NOT_FOUND, f"no variable {wanted!r}: {names}")
+        size = module.program.module.variables[wanted].size_bytes
+        return cu.CUdeviceptr(module.variables[wanted]), size or 0
+
+    # -- functions ------------------------------------------------------------------------------------------------
+
+    def function(self, handle: Any) -> Function:
+        function = self.functions.get(handle_of(handle))
+        if function is None:
+            raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"function {handle_of(handle):#x} does not exist")
+        return function
+
+    @entry(1)
+    def cuFuncGetName(self, hfunc: Any) -> bytes:
+        return self.function(hfunc).name.encode()
+
+    @entry(1)
+    def cuFuncGetModule(self, hfunc: Any) -> Any:
+        return cu.CUmodule(self.function(hfunc).module.handle)
+
+    @entry(2)
+    def cuFuncGetParamInfo(self, func: Any, paramIndex: int) -> tuple[int, int]:
+        function = self.function(func)
+        if not 0 <= paramIndex < len(function.sizes):
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{function.label} has {len(function.sizes)} parameters")
+        return function.offsets[paramIndex], function.sizes[paramIndex]
+
+    @entry(1)
+    def cuFuncGetAttribute(self, attrib: Any, hfunc: Any) -> int:
+        function = self.function(hfunc)
+        major, minor = function.context.device.model.capability
+        local = sum(variable.size_bytes or 0 for variable in function.kernel.variables if variable.space == "local")
+        cluster = function.required_cluster
+        answers: dict[Any, Callable[[], int]] = {
+            _A.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: lambda: function.max_threads,
+            _A.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: lambda: function.static_shared_bytes,
+            _A.CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES: lambda: self._const_bytes(function),
+            _A.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES: lambda: local,
+            _A.CU_FUNC_ATTRIBUTE_NUM_REGS: lambda: function.registers,
+            _A.CU_FUNC_ATTRIBUTE_PTX_VERSION: lambda: 10 * major + minor,
+            _A.CU_FUNC_ATTRIBUTE_BINARY_VERSION: lambda: 10 * major + minor,
+            _A.CU_FUNC_ATTRIBUTE_CACHE_MODE_CA: lambda: 0,
+            _A.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: lambda: function.max_dynamic_shared_bytes,
+            _A.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: lambda: function.carveout,
+            _A.CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET: lambda: int("explicitcluster" in function.kernel.directives),
+            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH: lambda: cluster[0] if cluster else 0,
+            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT: lambda: cluster[1] if cluster else 0,
+            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH: lambda: cluster[2] if cluster else 0,
+            _A.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: lambda: int(function.allows_large_clusters),
+        }
+        if attrib not in answers:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated kernels answer for")
+        return answers[attrib]()
+
+    @staticmethod
+    def _const_bytes(function: Function) -> int:
+        return sum(v.size_bytes or 0 for v in function.module.program.module.variables.values() if v.space == "const")
+
+    @entry()
+    def cuFuncSetAttribute(self, hfunc: Any, attrib: Any, value: int) -> None:
+        function, value = self.function(hfunc), int(value)
+        if attrib == _A.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+            limit = function.context.device.model.shared_bytes_per_block - function.static_shared_bytes
+            if not 0 <= value <= limit:
+                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{value} bytes of dynamic shared memory: at most {limit}")
+            function.max_dynamic_shared_bytes = value
+        elif attrib == _A.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
+            if value not in (0, 1):
+                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib.name} is {value}: 0 or 1")
+            function.allows_large_clusters = bool(value)
+        elif attrib == _A.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
+            if not -1 <= value <= 100:
+                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a carveout of {value}: -1 to 100")
+            function.carveout = value
+        else:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} cannot be set on emulated kernels")
+        function.checked.clear()
+
+    @entry()
+    def cuFuncSetCacheConfig(self, hfunc: Any, config: Any) -> None:
+        """A preference between L1 cache and shared memory, which emulated devices do not have to divide."""
+        self.function(hfunc)
+        try:
+            cu.CUfunc_cache(int(config))
+        except ValueError:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{config!r} is no CUfunc_cache") from None
+
+    @entry()
+    def cuFuncLoad(self, function: Any) -> None:
+        """Translates the kernel now."""
+        self.prepare(self.function(function))
+
+    def prepare(self, function: Function) -> Any:
+        """The translated kernel."""
+        return function.module.program.kernel(function.name)
+
+    # -- occupancy ------------------------------------------------------------------------------------------------
+
+    def _blocks_per_sm(self, function: Function, threads: int, dynamic_bytes: int) -> int:
+        if threads < 1 or dynamic_bytes < 0:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{threads} threads, {dynamic_bytes} bytes")
+        if threads > function.max_threads or dynamic_bytes > function.max_dynamic_shared_bytes:
+            return 0
+        shared = function.static_shared_bytes + dynamic_bytes
+        return blocks_per_sm(function.context.device.model, threads, function.registers, shared)
+
+    @entry(1)
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, func: Any, blockSize: int, dynamicSMemSize: int) -> int:
+        return self._blocks_per_sm(self.function(func), blockSize, dynamicSMemSize)
+
+    @entry(1)
+    def cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+        self, func: Any, blockSize: int, dynamicSMemSize: int, flags: int
+    ) -> int:
+        if int(flags) & ~1:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {int(flags):#x}")
+        return self._blocks_per_sm(self.function(func), blockSize, dynamicSMemSize)
+
+    @entry(1)
+    def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> int:
+        """As if any multiprocessors could form a cluster; hardware's lie in one GPC."""
+        function = self.function(func)
+        model = function.context.device.model
+        if not model.has_clusters:
+            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"{model.device_name} has no clusters")
+        cluster = function.required_cluster or (1, 1, 1)
+        for attribute in config.attrs[: config.numAttrs]:
+            if attribute.id == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+                dims = attribute.value.clusterDim
+                cluster = (dims.x, dims.y, dims.z)
+        size = _product(cluster)
+        if not 1 <= size <= MAX_CLUSTER:
+            raise Refused(R.CUDA_ERROR_INVALID_CLUSTER_SIZE, f"a cluster of {size} blocks")
+        threads = config.blockDimX * config.blockDimY * config.blockDimZ
+        return self._blocks_per_sm(function, threads, config.sharedMemBytes) * model.num_sms // size
+
+
+def _name(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)

@@ -1,0 +1,1 @@
+"""A device's memory with its shadow bytes; loads, stores and atomics with their checks."""

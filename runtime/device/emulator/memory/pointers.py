@@ -1,0 +1,164 @@
+"""Atomics, copies and calls at addresses, for the compiled operations; pointers are `numba_kernels.pointers`'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from numba_kernels.pointers import intrinsic
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+@intrinsic
+def address_of(typing_context, pointer):
+    """A ``CPointer`` → its address as int64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], _I64)
+
+    return types.int64(pointer), generate
+
+
+def _atomic(kind: str, element: Any) -> Any:
+    """``f(address, value) -> old``: one read-modify-write, sequentially consistent."""
+
+    @intrinsic
+    def update(typing_context, address, value):
+        def generate(context, builder, signature, arguments):
+            pointer = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+            return builder.atomic_rmw(kind, pointer, arguments[1], "seq_cst")
+
+        return element(types.int64, element), generate
+
+    return update
+
+
+atomic_add_u32, atomic_add_u64 = _atomic("add", types.uint32), _atomic("add", types.uint64)
+atomic_and_u32, atomic_and_u64 = _atomic("and", types.uint32), _atomic("and", types.uint64)
+atomic_or_u32, atomic_or_u64 = _atomic("or", types.uint32), _atomic("or", types.uint64)
+atomic_xor_u32, atomic_xor_u64 = _atomic("xor", types.uint32), _atomic("xor", types.uint64)
+atomic_exchange_u32, atomic_exchange_u64 = _atomic("xchg", types.uint32), _atomic("xchg", types.uint64)
+atomic_min_u32, atomic_min_u64 = _atomic("umin", types.uint32), _atomic("umin", types.uint64)
+atomic_max_u32, atomic_max_u64 = _atomic("umax", types.uint32), _atomic("umax", types.uint64)
+atomic_min_s32, atomic_min_s64 = _atomic("min", types.int32), _atomic("min", types.int64)
+atomic_max_s32, atomic_max_s64 = _atomic("max", types.int32), _atomic("max", types.int64)
+
+
+def _compare_exchange(element: Any) -> Any:
+    """``f(address, expected, new) -> old``."""
+
+    @intrinsic
+    def exchange(typing_context, address, expected, new):
+        def generate(context, builder, signature, arguments):
+            pointer = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+            pair = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
+            return builder.extract_value(pair, 0)
+
+        return element(types.int64, element, element), generate
+
+    return exchange
+
+
+compare_exchange_u16 = _compare_exchange(types.uint16)
+compare_exchange_u32 = _compare_exchange(types.uint32)
+compare_exchange_u64 = _compare_exchange(types.uint64)
+
+
+@intrinsic
+def popcount(typing_context, value):
+    """The number of set bits of an integer, as int32."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.ctpop(arguments[0])
+        width = bits.type.width
+        return bits if width == 32 else builder.trunc(bits, _I32) if width > 32 else builder.zext(bits, _I32)
+
+    return types.int32(value), generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, value):
+    """The index of the lowest set bit of an integer, as int32; its width for 0."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+        width = bits.type.width
+        return bits if width == 32 else builder.trunc(bits, _I32) if width > 32 else builder.zext(bits, _I32)
+
+    return types.int32(value), generate
+
+
+def _memory_intrinsic(name: str) -> Any:
+    @intrinsic
+    def move(typing_context, target, source, count):
+        def generate(context, builder, signature, arguments):
+            byte = ir.IntType(8).as_pointer()
+            function = builder.module.declare_intrinsic(name, [byte, byte, _I64])
+            to, of = (builder.inttoptr(argument, byte) for argument in arguments[:2])
+            builder.call(function, [to, of, arguments[2], ir.Constant(ir.IntType(1), 0)])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return move
+
+
+copy_bytes = _memory_intrinsic("llvm.memcpy")  # copy_bytes(target, source, count): no overlap
+move_bytes = _memory_intrinsic("llvm.memmove")
+
+
+@intrinsic
+def fill_bytes(typing_context, target, value, count):
+    """``memset(target, value, count)``; `value` is a uint8."""
+
+    def generate(context, builder, signature, arguments):
+        byte = ir.IntType(8).as_pointer()
+        function = builder.module.declare_intrinsic("llvm.memset", [byte, _I64])
+        to = builder.inttoptr(arguments[0], byte)
+        builder.call(function, [to, arguments[1], arguments[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint8, types.int64), generate
+
+
+@intrinsic
+def call_run(typing_context, function, warp):
+    """Calls a translated kernel, ``int32 run(int64* warp)``, by its address."""
+
+    def generate(context, builder, signature, arguments):
+        type_ = ir.FunctionType(_I32, [_I64.as_pointer()])
+        run = builder.inttoptr(arguments[0], type_.as_pointer())
+        return builder.call(run, [builder.inttoptr(arguments[1], _I64.as_pointer())])
+
+    return types.int32(types.int64, types.int64), generate
+
+
+@intrinsic
+def call_operation(typing_context, function, warp, mask, site):
+    """Calls an operation without arguments of its own (translation/operations.py) by its address."""
+
+    def generate(context, builder, signature, arguments):
+        type_ = ir.FunctionType(_I32, [_I64.as_pointer(), _I32, _I32])
+        called = builder.inttoptr(arguments[0], type_.as_pointer())
+        warp_array = builder.inttoptr(arguments[1], _I64.as_pointer())
+        return builder.call(called, [warp_array, builder.trunc(arguments[2], _I32), builder.trunc(arguments[3], _I32)])
+
+    return types.int32(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def stack_longs(typing_context, count):
+    """Room for a literal number of int64 in the function's frame, as ``CPointer(int64)``; not cleared."""
+    if not isinstance(count, types.IntegerLiteral):
+        raise TypeError("stack_longs wants a literal")
+    number = count.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), number))
+        return builder.bitcast(room, ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(count), generate

@@ -1,0 +1,1 @@
+"""Barriers, mbarriers, clusters, and the control flow of a warp."""

@@ -1,0 +1,81 @@
+"""Translated kernels on disk: one file a kernel and translator, found by content, as `cache_files` says.
+
+    <XDG_CACHE_HOME or ~/.cache>/xserv/emulator/<digest of the sources>/<key>
+
+The key is of the text without its `.version` and `.target`, which a translation does not depend on: what one
+architecture has translated serves all others that NVVM writes the same text for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numba_kernels.cache_files import cache_root, locked, mark_used, read_entry, refuse_foreign, write_entry
+
+_FOR_ARCH = re.compile(r"^[ \t]*\.(?:version|target)\b.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A header of plain JSON values, and machine code."""
+
+    header: dict[str, Any]
+    code: bytes
+
+
+def default_folder() -> Path:
+    """``$XDG_CACHE_HOME/xserv/emulator``, or the same below ``~/.cache``."""
+    return cache_root("emulator")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of everything that decides what a kernel is translated to: the emulator's sources."""
+    digest = hashlib.sha256()
+    emulator = Path(__file__).resolve().parents[1]
+    for path in sorted(emulator.rglob("*.py")):
+        digest.update(str(path.relative_to(emulator)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def key_of(text: str, *parts: str) -> str:
+    """The key of what is made from a PTX text and from `parts`."""
+    digest = hashlib.sha256()
+    for part in (_FOR_ARCH.sub("", text), *parts):
+        digest.update(len(part).to_bytes(8, "little") + part.encode())
+    return digest.hexdigest()
+
+
+def load(key: str, folder: Path | None = None) -> Entry | None:
+    """What is kept under a key; None where there is nothing, or nothing sound.
+
+    Raises DeviceError where others could have written it.
+    """
+    folder = folder or default_folder()
+    refuse_foreign(folder)
+    _mark_used(folder / _generation())
+    found = read_entry(folder / _generation() / key)
+    return None if found is None else Entry(*found)
+
+
+def store(key: str, entry: Entry, folder: Path | None = None) -> None:
+    """Keeps an entry, if the folder lets us."""
+    write_entry((folder or default_folder()) / _generation() / key, entry.header, entry.code)
+
+
+def making(key: str, folder: Path | None = None) -> AbstractContextManager[bool]:
+    """While it lasts, whoever else would make the same entry waits, and then finds it."""
+    return locked((folder or default_folder()) / _generation() / key)
+
+
+def _generation() -> str:
+    return sources_digest()[:16]
+
+
+_mark_used = functools.cache(mark_used)

@@ -1,0 +1,474 @@
+"""Modules and launches of the emulated driver: images, arguments, limits, attributes, faults that stick."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as cu
+
+from runtime.device.emulator.async_copies.tensor_map import encode
+from runtime.device.emulator.execution import launch
+from runtime.device.emulator.execution.fault import EmulatorFault, FaultKind
+from runtime.device.emulator.translation.lowering import UnsupportedInstruction
+from tests.runtime.device.emulator.driver.driver_harness import PTX, Checks, Harness, R
+
+F = cu.CUfunction_attribute
+ID = cu.CUlaunchAttributeID
+HEAD = ".version 8.0\n.target {}\n.address_size 64\n"
+EMPTY = ".visible .entry {name}() {directives} {{ {body} ret; }}\n"
+
+
+def entry_text(name: str = "k", *, target: str = "sm_90", directives: str = "", body: str = "") -> str:
+    return HEAD.format(target) + EMPTY.format(name=name, directives=directives, body=body)
+
+
+def config(grid: tuple[int, int, int], block: tuple[int, int, int], stream: Any, **attributes: Any) -> Any:
+    """A CUlaunchConfig; attributes: shared, cluster, cooperative, dependent, priority."""
+    made = cu.CUlaunchConfig()
+    made.gridDimX, made.gridDimY, made.gridDimZ = grid
+    made.blockDimX, made.blockDimY, made.blockDimZ = block
+    made.sharedMemBytes = attributes.pop("shared", 0)
+    made.hStream = stream
+    listed = []
+    for name, value in attributes.items():
+        attribute = cu.CUlaunchAttribute()
+        if name == "cluster":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = value
+        elif name == "cooperative":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = value
+        elif name == "dependent":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = value
+        elif name == "priority":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+            attribute.value.priority = value
+        else:
+            attribute.id = getattr(ID, "CU_LAUNCH_ATTRIBUTE_" + name)
+        listed.append(attribute)
+    made.attrs, made.numAttrs = listed, len(listed)
+    return made
+
+
+def test_garbage_in_a_kernels_thread_does_not_wait_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection finds calls the driver, whose lock the launching thread holds while it waits for the others."""
+    harness = Harness("sm_80", checks=Checks.NONE, num_threads=2)
+    scale, stream, count = harness.function("scale"), harness.stream(), 1 << 18
+    memory = harness.put(np.ones(count, np.float32))
+    found: list[tuple[bool, Any]] = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.event = harness.event()
+            self.me = self
+
+        def __del__(self) -> None:
+            found.append((threading.current_thread() is threading.main_thread(), self.event))
+            harness("cuEventDestroy", self.event)
+
+    garbage = [Owner() for _ in range(8)]
+    run = launch._Run._work
+
+    def work(self: Any, worker: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            garbage.clear()
+            assert [[[] for _ in range(100)] for _ in range(10)]  # as much as makes Python collect
+        run(self, worker)
+
+    monkeypatch.setattr(launch._Run, "_work", work)
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(100, 1, 1)
+    try:
+        harness.scale(scale, memory, count, 3.0, stream)
+        harness("cuStreamSynchronize", stream)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert not garbage, "no second thread took part"
+    assert [is_main for is_main, _ in found] == [True] * 8
+    assert (harness.get(memory, count) == 3.0).all()
+
+
+def test_images() -> None:
+    harness = Harness("sm_90a")
+
+    def status(image: Any) -> Any:
+        return harness.status("cuModuleLoadData", image)
+
+    assert status(PTX.encode() + b"\0") == R.CUDA_SUCCESS
+    buffer = ctypes.create_string_buffer(PTX.encode())
+    assert status(ctypes.addressof(buffer)) == R.CUDA_SUCCESS
+    assert status(np.frombuffer(PTX.encode(), np.uint8)) == R.CUDA_SUCCESS
+    assert status(b"\x7fELF machine code") == R.CUDA_ERROR_NO_BINARY_FOR_GPU
+    assert status(b"no PTX at all") == R.CUDA_ERROR_INVALID_IMAGE
+    assert status(0) == R.CUDA_ERROR_INVALID_VALUE
+    assert status(PTX.replace("sm_80", "sm_100a").encode()) == R.CUDA_ERROR_NO_BINARY_FOR_GPU
+    assert "sm_100a" in harness.driver.last_reason
+    assert status(PTX.replace("mul.f32", "mul.f32 {{").encode()) == R.CUDA_ERROR_INVALID_PTX
+    assert "line" in harness.driver.last_reason
+    assert harness.status("cuModuleLoadDataEx", PTX.encode(), 0, [], []) == R.CUDA_SUCCESS
+    option = [cu.CUjit_option.CU_JIT_MAX_REGISTERS]
+    assert harness.status("cuModuleLoadDataEx", PTX.encode(), 1, option, [32]) == R.CUDA_ERROR_NOT_SUPPORTED
+
+
+def test_functions_and_globals_by_name() -> None:
+    harness = Harness()
+    text = HEAD.format("sm_80") + ".global .align 8 .b32 table[4] = {1, 2, 3, 4};\n" + entry_text().split("64\n", 1)[1]
+    before = harness("cuMemGetInfo")[0]
+    module = harness("cuModuleLoadData", text.encode())
+    address, size = harness("cuModuleGetGlobal", module, b"table")
+    assert size == 16
+    assert harness.get(int(address), 4, np.uint32).tolist() == [1, 2, 3, 4]
+    assert harness.status("cuModuleGetGlobal", module, b"other") == R.CUDA_ERROR_NOT_FOUND
+    assert harness.status("cuModuleGetFunction", module, b"other") == R.CUDA_ERROR_NOT_FOUND
+    assert "'other': k" in harness.driver.last_reason
+    function = harness("cuModuleGetFunction", module, b"k")
+    assert int(harness("cuModuleGetFunction", module, b"k")) == int(function)
+    assert harness("cuFuncGetName", function) == b"k"
+    assert int(harness("cuFuncGetModule", function)) == int(module)
+    assert harness("cuModuleGetFunctionCount", module) == 1
+    harness("cuModuleUnload", module)
+    assert harness("cuMemGetInfo")[0] == before
+    for call in (("cuModuleUnload", module), ("cuModuleGetFunction", module, b"k"), ("cuFuncGetName", function)):
+        assert harness.status(*call) == R.CUDA_ERROR_INVALID_HANDLE
+
+
+@pytest.mark.parametrize("form", ["tuple", "addresses", "buffer", "extra", "handle"])
+def test_arguments_in_every_form(form: str) -> None:
+    harness = Harness()
+    scale, stream = harness.function("scale"), harness.stream()
+    x = harness.put(np.arange(70, dtype=np.float32))
+    values = (ctypes.c_uint64(x), ctypes.c_uint32(70), ctypes.c_float(1.5))
+    pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
+    extra = 0
+    params: Any = None
+    if form == "tuple":
+        params = ((x, 70, 1.5), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float))
+    elif form == "handle":
+        params = ((cu.CUdeviceptr(x), values[1], 1.5), (None, ctypes.c_uint32, ctypes.c_float))
+    elif form == "addresses":
+        params = ctypes.addressof(pointers)
+    elif form == "buffer":
+        params = np.array([ctypes.addressof(value) for value in values], np.uint64)
+    else:
+        packed = ctypes.create_string_buffer(b"".join(bytes(value) for value in values), 16)
+        size = ctypes.c_size_t(16)
+        fields = (ctypes.c_uint64 * 5)(1, ctypes.addressof(packed), 2, ctypes.addressof(size), 0)
+        extra = ctypes.addressof(fields)
+    harness("cuLaunchKernel", scale, 2, 1, 1, 64, 1, 1, 0, stream, params, extra)
+    np.testing.assert_array_equal(harness.get(x, 70), np.arange(70) * np.float32(1.5))
+    assert [harness("cuFuncGetParamInfo", scale, index) for index in range(3)] == [(0, 8), (8, 4), (12, 4)]
+    assert harness.status("cuFuncGetParamInfo", scale, 3) == R.CUDA_ERROR_INVALID_VALUE
+
+
+def test_arguments_are_read_when_the_kernel_is_launched() -> None:
+    harness = Harness()
+    scale, stream = harness.function("scale"), harness.stream()
+    x = harness.put(np.ones(8, np.float32))
+    values = (ctypes.c_uint64(x), ctypes.c_uint32(8), ctypes.c_float(2.0))
+    pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
+    harness("cuLaunchKernel", scale, 1, 1, 1, 64, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+    values[2].value = 100.0
+    assert harness.get(x, 8).tolist() == [2.0] * 8
+
+
+def test_wrong_arguments() -> None:
+    harness = Harness()
+    scale, stream = harness.function("scale"), harness.stream()
+    kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float)
+    for params, extra in (
+        (None, 0), (0, 0), (((1, 2), kinds[:2]), 0), (((1, 2, 3.0), (kinds[0], kinds[0], kinds[2])), 0),
+        (np.zeros(2, np.uint64), 0), (np.zeros(3, np.uint64), 0), (((1, 2, 3.0), kinds), 12345),
+    ):  # fmt: skip
+        assert harness.status("cuLaunchKernel", scale, 1, 1, 1, 1, 1, 1, 0, stream, params, extra) == (
+            R.CUDA_ERROR_INVALID_VALUE
+        ), params
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared"),
+    [
+        ((0, 1, 1), (1, 1, 1), 0),
+        ((1, 65536, 1), (1, 1, 1), 0),
+        ((1, 1, 65536), (1, 1, 1), 0),
+        ((2**31, 1, 1), (1, 1, 1), 0),
+        ((1, 1, 1), (0, 1, 1), 0),
+        ((1, 1, 1), (1025, 1, 1), 0),
+        ((1, 1, 1), (1, 1, 65), 0),
+        ((1, 1, 1), (32, 33, 1), 0),
+        ((1, 1, 1), (1, 1, 1), 48 * 1024 + 1),
+    ],
+)
+def test_limits_of_a_launch(grid: Any, block: Any, shared: int) -> None:
+    harness = Harness()
+    function, stream = harness.function("k", entry_text(target="sm_80")), harness.stream()
+    assert harness.status("cuLaunchKernel", function, *grid, *block, shared, stream, None, 0) == (
+        R.CUDA_ERROR_INVALID_VALUE
+    )
+    assert harness.driver.last_reason
+    assert harness.status("cuLaunchKernelEx", config(grid, block, stream, shared=shared), function, None, 0) == (
+        R.CUDA_ERROR_INVALID_VALUE
+    )
+    harness("cuLaunchKernel", function, 1, 1, 1, 1024, 1, 1, 48 * 1024, stream, None, 0)
+    harness("cuCtxSynchronize")
+
+
+def test_dynamic_shared_memory_above_48_kb_needs_the_attribute() -> None:
+    harness = Harness("sm_80")
+    text = entry_text(target="sm_80", body=".shared .align 4 .b8 own[1024];")
+    function, stream = harness.function("k", text), harness.stream()
+    attribute = F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function) == 1024
+    assert harness("cuFuncGetAttribute", attribute, function) == 47 * 1024
+    launch = ("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 100 * 1024, stream, None, 0)
+    assert harness.status(*launch) == R.CUDA_ERROR_INVALID_VALUE
+    assert harness.status("cuFuncSetAttribute", function, attribute, 163 * 1024) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuFuncSetAttribute", function, attribute, 162 * 1024)
+    harness(*launch)
+    harness("cuFuncSetAttribute", function, attribute, 0)  # what was found valid is looked at again
+    assert harness.status(*launch) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuCtxSynchronize")
+
+
+def test_attributes_of_functions() -> None:
+    harness = Harness("sm_90a")
+    text = entry_text(directives=".maxntid 128, 2, 1\n.minnctapersm 2", body=".local .align 4 .b8 stack[48];")
+    function = harness.function("k", text)
+    values = {
+        name: harness("cuFuncGetAttribute", getattr(F, "CU_FUNC_ATTRIBUTE_" + name), function)
+        for name in ("MAX_THREADS_PER_BLOCK", "LOCAL_SIZE_BYTES", "NUM_REGS", "BINARY_VERSION", "CONST_SIZE_BYTES")
+    }
+    assert values["MAX_THREADS_PER_BLOCK"] == 256
+    assert values["LOCAL_SIZE_BYTES"] == 48
+    assert values["BINARY_VERSION"] == 90
+    assert values["CONST_SIZE_BYTES"] == 0
+    assert 1 <= values["NUM_REGS"] <= 255
+    assert harness.status("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_MAX, function) == R.CUDA_ERROR_INVALID_VALUE
+    assert harness.status("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_NUM_REGS, 1) == R.CUDA_ERROR_INVALID_VALUE
+    carveout = F.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    harness("cuFuncSetAttribute", function, carveout, 50)
+    assert harness("cuFuncGetAttribute", carveout, function) == 50
+    assert harness.status("cuFuncSetAttribute", function, carveout, 101) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuFuncSetCacheConfig", function, cu.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED)
+    assert harness.status("cuFuncSetCacheConfig", function, 77) == R.CUDA_ERROR_INVALID_VALUE
+    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 257, 1, 1, 0, 0, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+
+
+def test_a_required_block_is_required() -> None:
+    harness = Harness()
+    function = harness.function("k", entry_text(target="sm_80", directives=".reqntid 64, 2, 1"))
+    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 128, 1, 1, 0, 0, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuLaunchKernel", function, 1, 1, 1, 64, 2, 1, 0, 0, None, 0)
+
+
+def test_clusters() -> None:
+    harness = Harness("sm_90a")
+    function, stream = harness.function("k", entry_text()), harness.stream()
+
+    def launch(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> Any:
+        return harness.status("cuLaunchKernelEx", config(grid, (32, 1, 1), stream, cluster=cluster), function, None, 0)
+
+    assert launch((8, 2, 1), (4, 2, 1)) == R.CUDA_SUCCESS
+    assert launch((9, 1, 1), (2, 1, 1)) == R.CUDA_ERROR_INVALID_VALUE
+    assert launch((16, 1, 1), (16, 1, 1)) == R.CUDA_ERROR_INVALID_CLUSTER_SIZE
+    harness("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    assert launch((16, 1, 1), (16, 1, 1)) == R.CUDA_SUCCESS
+    assert launch((32, 1, 1), (32, 1, 1)) == R.CUDA_ERROR_INVALID_CLUSTER_SIZE
+    required = harness.function("k", entry_text(directives=".reqnctapercluster 2, 1, 1"))
+    harness("cuLaunchKernel", required, 4, 1, 1, 32, 1, 1, 0, stream, None, 0)
+    assert harness.status("cuLaunchKernel", required, 3, 1, 1, 32, 1, 1, 0, stream, None, 0) == (
+        R.CUDA_ERROR_INVALID_VALUE
+    )
+    harness("cuCtxSynchronize")
+    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, required) == 2
+    full = config((4, 1, 1), (1024, 1, 1), 0, cluster=(4, 1, 1))
+    assert harness("cuOccupancyMaxActiveClusters", function, full) == 66
+    older = Harness("sm_80")
+    function, stream = older.function("k", entry_text(target="sm_80")), older.stream()
+    made = config((2, 1, 1), (32, 1, 1), stream, cluster=(2, 1, 1))
+    assert older.status("cuLaunchKernelEx", made, function, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+    assert older.status("cuOccupancyMaxActiveClusters", function, made) == R.CUDA_ERROR_NOT_SUPPORTED
+
+
+def test_attributes_of_launches() -> None:
+    harness = Harness("sm_90a")
+    function, stream = harness.function("k", entry_text()), harness.stream()
+    shape = ((264, 1, 1), (1024, 1, 1), stream)
+    harness("cuLaunchKernelEx", config(*shape, cooperative=1, priority=-1), function, None, 0)
+    large = config((265, 1, 1), (1024, 1, 1), stream, cooperative=1)
+    assert harness.status("cuLaunchKernelEx", large, function, None, 0) == R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    assert harness.status("cuLaunchCooperativeKernel", function, 265, 1, 1, 1024, 1, 1, 0, stream, None) == (
+        R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    )
+    unknown = config(*shape, ACCESS_POLICY_WINDOW=None)
+    assert harness.status("cuLaunchKernelEx", unknown, function, None, 0) == R.CUDA_ERROR_NOT_SUPPORTED
+    harness("cuCtxSynchronize")
+
+
+def test_occupancy_follows_the_limits() -> None:
+    harness = Harness("sm_90a")
+    function = harness.function("k", entry_text(directives=".maxnreg 64"))
+
+    def blocks(threads: int, shared: int = 0) -> int:
+        value: int = harness("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared)
+        return value
+
+    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_NUM_REGS, function) == 64
+    assert blocks(32) == 32  # blocks of a multiprocessor
+    assert blocks(256) == 4  # registers: 4 × 256 × 64
+    assert blocks(1024) == 1
+    assert blocks(32, 40 * 1024) == 5  # shared memory: 41 KB each of 228
+    harness("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 227 * 1024)
+    assert blocks(32, 227 * 1024) == 1
+    assert harness.status("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, 0, 0) == R.CUDA_ERROR_INVALID_VALUE
+    assert harness("cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags", function, 256, 0, 0) == 4
+
+
+def test_handles_that_do_not_exist() -> None:
+    harness = Harness(num_devices=2)
+    function, stream = harness.function("k", entry_text(target="sm_80")), harness.stream()
+    assert harness.status("cuLaunchKernel", 7, 1, 1, 1, 1, 1, 1, 0, stream, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
+    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 7, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
+    harness.use(1)
+    other = harness.stream()
+    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, other, None, 0) == (
+        R.CUDA_ERROR_INVALID_HANDLE
+    )
+
+
+def test_a_fault_sticks_until_it_is_forgotten() -> None:
+    harness = Harness(num_devices=2)
+    scale, stream, other = harness.function("scale"), harness.stream(), harness.stream()
+    x, y = harness.put(np.ones(64, np.float32)), harness.put(np.ones(64, np.float32))
+    harness.scale(scale, x, 65, 2.0, stream)  # one too many
+    harness.scale(scale, y, 64, 2.0, stream)  # never runs
+    assert harness.driver.last_fault is None
+    assert harness.status("cuStreamSynchronize", stream) == R.CUDA_ERROR_ILLEGAL_ADDRESS
+    fault = harness.driver.last_fault
+    assert isinstance(fault, EmulatorFault)
+    assert (fault.kind, fault.kernel, fault.address) == (FaultKind.OUT_OF_BOUNDS, "scale", x + 256)
+    for call in (
+        ("cuMemAlloc", 16), ("cuMemFree", x), ("cuStreamSynchronize", other), ("cuStreamQuery", stream),
+        ("cuEventCreate", 0), ("cuCtxSynchronize",), ("cuMemcpyHtoD", x, np.ones(1), 8), ("cuMemGetInfo",),
+    ):  # fmt: skip
+        assert harness.status(*call) == R.CUDA_ERROR_ILLEGAL_ADDRESS, call
+    harness.use(1)  # the other device is not concerned
+    harness("cuMemAlloc", 16)
+    harness("cuCtxSetCurrent", harness.context)
+    harness.driver.forget_fault()
+    assert harness.driver.last_fault is None
+    assert harness.get(y, 64).tolist() == [1.0] * 64
+    harness.scale(scale, y, 64, 2.0, stream)
+    assert harness.get(y, 64).tolist() == [2.0] * 64
+
+
+def test_faults_have_the_drivers_codes() -> None:
+    cases = {
+        "ld.global.u32 %a, [%x+2];": R.CUDA_ERROR_MISALIGNED_ADDRESS,
+        "ld.global.u32 %a, [%x+4096];": R.CUDA_ERROR_ILLEGAL_ADDRESS,
+        "trap;": R.CUDA_ERROR_LAUNCH_FAILED,
+        "ld.global.u32 %a, [%x];": R.CUDA_ERROR_LAUNCH_FAILED,  # nothing was written there
+    }
+    for statement, status in cases.items():
+        harness = Harness()
+        text = HEAD.format("sm_80") + ".visible .entry k(.param .u64 p) {\n.reg .b64 %x; .reg .b32 %a;\n"
+        text += "ld.param.u64 %x, [p];\n" + statement + "\nret; }\n"
+        function, x = harness.function("k", text), int(harness("cuMemAlloc", 64))
+        harness("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, 0, ((x,), (ctypes.c_uint64,)), 0)
+        assert harness.status("cuCtxSynchronize") == status, statement
+        assert statement.rstrip(";") in str(harness.driver.last_fault)
+
+
+def test_an_unknown_instruction_is_named() -> None:
+    harness = Harness()
+    function = harness.function("k", entry_text(target="sm_80", body=".reg .b32 %a; frobnicate.b32 %a, 1;"))
+    harness("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, 0, None, 0)
+    assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_LAUNCH_FAILED
+    assert isinstance(harness.driver.last_fault, UnsupportedInstruction)
+    assert "frobnicate" in str(harness.driver.last_fault)
+
+
+def dependent_case(*bodies: str) -> tuple[Any, Exception | None]:
+    """Launches that each may begin before the one in front ends: the status of the synchronisation, and the fault.
+
+    The first is an ordinary one; {x} in a body stands for an address.
+    """
+    harness = Harness("sm_90a")
+    x, stream, _ = harness.put(np.ones(64, np.float32)), harness.stream(), harness.stream()
+    for number, body in enumerate(bodies):
+        text = HEAD.format("sm_90") + f".visible .entry k{number}(.param .u64 p) {{ .reg .b64 %x; .reg .b32 %a;\n"
+        text += f"ld.param.u64 %x, [p]; {body}\nret; }}\n"
+        made = config((1, 1, 1), (1, 1, 1), stream, dependent=int(number > 0))
+        harness("cuLaunchKernelEx", made, harness.function(f"k{number}", text), ((x,), (ctypes.c_uint64,)), 0)
+    return harness.status("cuCtxSynchronize"), harness.driver.last_fault
+
+
+WRITE, WAIT = "st.global.b32 [%x], 5;", "griddepcontrol.wait;"
+
+
+def test_dependent_launches_that_wait_are_ordered() -> None:
+    assert dependent_case(WRITE, WAIT + WRITE, WAIT + WRITE) == (R.CUDA_SUCCESS, None)
+
+
+def test_a_dependent_launch_that_touches_memory_before_it_waits() -> None:
+    for body in (WRITE, WRITE + WAIT):
+        status, fault = dependent_case(WRITE, body)
+        assert status == R.CUDA_ERROR_LAUNCH_FAILED
+        assert isinstance(fault, EmulatorFault)
+        assert fault.kind == FaultKind.BEFORE_DEPENDENCY
+
+
+def test_in_a_chain_of_dependent_launches_each_must_wait() -> None:
+    """The second touches nothing and never waits; the third waits for the second alone."""
+    status, fault = dependent_case(WRITE, "", WAIT + WRITE)
+    assert status == R.CUDA_ERROR_LAUNCH_FAILED
+    assert isinstance(fault, EmulatorFault)
+    assert fault.kind == FaultKind.MISSING_EVENT
+    assert "kernel k2 in stream 1" in str(fault)
+    assert "kernel k0 in stream 1" in str(fault)
+
+
+def test_counters_are_kept_on_demand() -> None:
+    harness = Harness()
+    scale, stream = harness.function("scale"), harness.stream()
+    x = harness.put(np.ones(64, np.float32))
+    harness.scale(scale, x, 64, 2.0, stream)
+    harness("cuStreamSynchronize", stream)
+    assert harness.driver.counters == {}
+    harness.driver.is_counting = True
+    for _ in range(2):
+        harness.scale(scale, x, 64, 2.0, stream)
+    harness("cuStreamSynchronize", stream)
+    assert harness.driver.counters["scale"].by_opcode["mul.f32"] == 4
+    assert harness.driver.num_launches == 3
+
+
+def test_tensor_maps() -> None:
+    harness = Harness("sm_90a")
+    x = int(harness("cuMemAlloc", 64 * 64 * 2))
+    kinds, none = cu.CUtensorMapDataType, cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    swizzle = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    promotion = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+    fill = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+    def arguments(box: int) -> tuple[Any, ...]:
+        sizes = [cu.cuuint64_t(64), cu.cuuint64_t(64)]
+        return (
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, x, sizes, [cu.cuuint64_t(128)],
+            [cu.cuuint32_t(box), cu.cuuint32_t(8)], [cu.cuuint32_t(1)] * 2, none, swizzle, promotion, fill,
+        )  # fmt: skip
+
+    made = harness("cuTensorMapEncodeTiled", *arguments(64))
+    expected = encode(9, x, [64, 64], [128], [64, 8], [1, 1], swizzle=3)
+    assert ctypes.string_at(made.getPtr(), 128) == expected
+    assert harness.status("cuTensorMapEncodeTiled", *arguments(128)) == R.CUDA_ERROR_INVALID_VALUE
+    assert "box" in harness.driver.last_reason
