@@ -27,7 +27,15 @@ from numba.extending import intrinsic
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.int8_tile import Int8Sums
 from numba_kernels.cpu.simd import F32, I32, I64
-from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, LANES, PANEL_COLUMNS, TILE_VECTORS, compiled_for
+from numba_kernels.cpu.target import (
+    GEMM_ROWS,
+    HAS_BF16_DOT,
+    LANES,
+    PANEL_COLUMNS,
+    ROUNDS_TO_BF16,
+    TILE_VECTORS,
+    compiled_for,
+)
 
 _MAX_PANELS = 4
 _WORDS = simd.vector(I32)
@@ -59,7 +67,7 @@ def gemm_tile(
         names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
         operands = dict(zip(f"{names} ahead step".split(), args[1:]))
         kind = stored.instance_type
-        make_sums = Int8Sums if kind == types.uint8 else BF16Sums if kind == types.uint16 and HAS_BF16_DOT else Sums
+        make_sums = Int8Sums if kind == types.uint8 else BF16Sums if kind == types.uint16 and ROUNDS_TO_BF16 else Sums
         done = builder.append_basic_block("tile.done")
         shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
         which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
@@ -156,19 +164,33 @@ class BF16Sums(Sums):
         self.elements = 1  # words of x a word of the weight
 
     def _add(self, builder, x_at, weight_places):
+        dot = self.instruction if HAS_BF16_DOT else self.spelled_out
         weights = [simd.load(builder, place, _WORDS, 4) for place in weight_places]
         for r in range(self.height):
             place = simd.offset(builder, x_at, r * 4)
             pair = simd.splat(builder, simd.load(builder, place, I32, 4))
             for v in range(self.vectors):
                 register = self.registers[r, v]
-                builder.store(self.dot(builder, builder.load(register), pair, weights[v]), register)
+                builder.store(dot(builder, builder.load(register), pair, weights[v]), register)
 
-    def dot(self, builder, total, pairs, weights):
+    @staticmethod
+    def instruction(builder, total, pairs, weights):
         """``total`` and the products of two pairs in each lane."""
         llvm.initialize_native_asmparser()
         kind = ir.FunctionType(simd.vector(F32), [simd.vector(F32), _WORDS, _WORDS])
         return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, pairs, weights])
+
+    @staticmethod
+    def spelled_out(builder, total, pairs, weights):
+        """The same without the instruction: the upper elements' product is added first, then the lower ones'.
+
+        The instruction takes numbers below the smallest normal one for zero; here they count.
+        """
+        mask, sixteen = simd.splat_constant(I32, 0xFFFF0000), simd.splat_constant(I32, 16)
+        for half in (lambda words: builder.and_(words, mask), lambda words: builder.shl(words, sixteen)):
+            a, b = (builder.bitcast(half(words), simd.vector(F32)) for words in (pairs, weights))
+            total = simd.fma(builder, a, b, total)
+        return total
 
 
 class _Tile:

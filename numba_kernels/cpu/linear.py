@@ -23,9 +23,10 @@ from numba_kernels.cpu.operands import (
     arrange_floats,
     arrange_groups,
     arrange_pairs,
+    is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.target import GEMM_ROWS, HAS_BF16_DOT, PANEL_COLUMNS
+from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
 from numba_kernels.cpu.words import GROUP_WORDS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
@@ -58,7 +59,7 @@ def linear_kernel(stored: type) -> Kernel:
     been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
     """
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
-    is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and HAS_BF16_DOT
+    is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
     span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
 
     @njit(nogil=True)
@@ -147,8 +148,7 @@ def multiply(
         count = min(MAX_ROWS, rows - first)
         tickets = tickets_of(count, depth, width, num_workers)
         start = x + first * depth * 4
-        is_arranged = count == 1 and row_words == depth and stored is not np.uint8
-        if is_arranged:
+        if count == 1 and is_own_operand(stored, depth):
             operands, num_arranging = start, 0
         else:
             memory = new_array((count * row_words,), np.float32)

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.cpu.launch import float32_at, int32_at
-from numba_kernels.cpu.target import DOT, HAS_BF16_DOT, LANES
+from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
 from numba_kernels.cpu.words import (
     GROUP,
     GROUP_WORDS,
@@ -49,7 +49,17 @@ def operand_words(stored: type, depth: int) -> int:
         return -(-depth // GROUP) * GROUP_ROW_WORDS
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     words = -(-depth // elements)
-    return words if stored is np.uint16 and HAS_BF16_DOT else words * elements
+    return words if _are_pairs(stored) else words * elements
+
+
+def is_own_operand(stored: type, depth: int) -> bool:
+    """True if a lone row of x, as it lies in memory, is what its tile reads."""
+    return stored is not np.uint8 and not _are_pairs(stored) and operand_words(stored, depth) == depth
+
+
+def _are_pairs(stored: type) -> bool:
+    """True if a word of x holds two elements, rounded to bfloat16."""
+    return stored is np.uint16 and ROUNDS_TO_BF16
 
 
 @njit(nogil=True)

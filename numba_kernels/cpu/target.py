@@ -42,6 +42,9 @@ _MODELS = {
 }
 """The processor that a forced kind of tile compiles for."""
 
+EMULATED_BF16 = "emulated_bf16"
+"""Never chosen, only forced: the arithmetic of ``avx512_bf16`` on any processor, its instruction spelled out."""
+
 
 def compiled_for(feature: str) -> bool:
     """Whether the code that numba makes in this process may use ``feature`` (an LLVM name such as ``avx512f``)."""
@@ -75,10 +78,12 @@ def _choose() -> str:
     forced = os.environ.get(VARIABLE)
     if not forced:
         return _AVAILABLE[-1]
+    if forced == EMULATED_BF16:
+        return forced
     if forced not in _AVAILABLE:
         limit = f"this processor runs {', '.join(_AVAILABLE)}"
         if forced not in _NEEDS:
-            limit = f"must be one of {', '.join(_NEEDS)}; {limit}"
+            limit = f"must be one of {', '.join(_NEEDS)}, {EMULATED_BF16}; {limit}"
         raise InvalidArgumentError(f"{VARIABLE} is {forced!r}: {limit}", param=VARIABLE)
     if _IS_X86:
         numba.config.CPU_NAME = _MODELS[forced]
@@ -89,7 +94,8 @@ def _choose() -> str:
 TILES = _choose()
 
 _HAS_AVX512 = compiled_for("avx512f")
-HAS_BF16_DOT = compiled_for("avx512bf16")  # vdpbf16ps: sums of products of pairs of bfloat16
+HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16
+ROUNDS_TO_BF16 = HAS_BF16_DOT or TILES == EMULATED_BF16  # activations, before they meet a bfloat16 weight
 DOT = "vnni" if compiled_for("avx512vnni") else "madd" if compiled_for("avx2") else "portable"  # of int8
 HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
 TILE_ROWS, TILE_VECTORS = (8, 3) if _HAS_AVX512 else (4, 1)

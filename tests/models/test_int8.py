@@ -6,9 +6,7 @@ them, too, nothing is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from runtime.ops import LinearWeight
 from runtime.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import Golden, golden_tensors, load_golden, write_model, write_safetensors
+from tests.models.products import products_by
 
 GROUP = 64  # elements of a row of activations that share a scale
 CASES = (  # tied or not, with biases or not, stored [outputs, inputs] or GPT-2's way, depths that are no whole groups
@@ -61,15 +60,6 @@ def rounded_rows(x: Tensor) -> Tensor:
     """Activations `[T, K]` on the grid that a product with int8 weights puts them on."""
     groups = [x.array[:, start : start + GROUP] for start in range(0, x.shape[1], GROUP)]
     return Tensor.from_numpy(np.concatenate([on_the_grid(group, 1) for group in groups], 1))
-
-
-@contextmanager
-def products_by(instead: Callable[..., Tensor]) -> Iterator[None]:
-    """Whoever multiplies with a linear map calls `instead(op, x, weight, **rest)`."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("linear", "logits_linear", "linear_glu"):
-            patch.setattr(ops, name, partial(instead, getattr(ops, name)))
-        yield
 
 
 def both_ways(model: Model, golden: Golden) -> list[Array]:

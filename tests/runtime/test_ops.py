@@ -233,14 +233,6 @@ def test_a_second_process_compiles_nothing_and_nothing_is_printed(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == kept
 
 
-@pytest.mark.exhaustive  # `test_goldens_cpu_tiles` has whole models on them each time
-@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs an x86-64 compiler target")
-def test_the_tiles_of_narrower_machines_are_right_too(tmp_path):
-    """The same kernels compiled for AVX2, with its smaller register tile."""
-    check = "from numba_kernels.cpu import target\nassert (target.TILE_ROWS, target.TILE_VECTORS) == (4, 1)\n"
-    assert _python(check + _EVERY_KERNEL, XDG_CACHE_HOME=str(tmp_path), XSERV_CPU_TILES="avx2") == ""
-
-
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")

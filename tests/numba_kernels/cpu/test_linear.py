@@ -1,4 +1,7 @@
-"""The packed matrix product against float64, exactly on integers, and row by row the same in any batch."""
+"""The packed matrix product against float64, exactly on integers, and row by row the same in any batch.
+
+`test_tiles` runs this file under each kind of tile.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,26 @@ from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, normal, tensor
-from tests.oracles import dense
+from tests.oracles import dense, int8
+from tests.oracles.tiles import as_multiplied
 
 SHAPES = [
     (1, 1, 1), (1, 768, 768), (2, 3, 5), (3, 47, 31), (4, 48, 16), (5, 49, 17), (6, 96, 64), (7, 97, 1), (8, 1, 100),
     (9, 145, 33), (13, 50, 1025), (16, 48, 2049), (17, 200, 3), (31, 61, 59), (33, 7, 1500), (64, 130, 70),
     (127, 96, 12), (128, 257, 40), (129, 33, 257), (300, 101, 19), (0, 10, 10), (3, 10, 0), (1, 2000, 700),
+    (1, 70, 1), (1, 5, 2), (1, 49, 3), (2, 2, 1),
 ]  # fmt: skip
+
+MORE_SHAPES = [
+    (1, 48, 64), (1, 700, 130), (2, 17, 3), (3, 33, 61), (4, 96, 257), (5, 1, 1), (6, 50, 128), (7, 49, 63),
+    (8, 100, 65), (9, 5, 1030), (10, 145, 20), (19, 31, 700), (40, 97, 192), (0, 10, 10), (3, 10, 0),
+]  # fmt: skip
+KINDS = ("float32", "bfloat16", "float16", "int8")
+
+
+def stored(kind):
+    """The type of a weight before it is prepared, and its quantization."""
+    return np.dtype("bfloat16" if kind == "int8" else kind), "int8" if kind == "int8" else "none"
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
@@ -31,9 +47,53 @@ def test_equals_float64(rows, width, depth, dtype):
     assert packed.shape == (width, depth)
     out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
     scale = max(1.0, np.sqrt(depth))  # of a sum of products of unit normals
-    assert np.abs(out - dense.linear(x, weight, bias, residual)).max(initial=0.0) <= 1e-5 * scale
+    given = as_multiplied(x, dtype)
+    assert np.abs(out - dense.linear(given, weight, bias, residual)).max(initial=0.0) <= 1e-5 * scale
     plain = ops.linear(tensor(x), ops.prepare_linear(tensor(weight))).numpy()
-    assert np.abs(plain - dense.linear(x, weight)).max(initial=0.0) <= 1e-5 * scale
+    assert np.abs(plain - dense.linear(given, weight)).max(initial=0.0) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_size(kind):
+    """No weight at all in a column, groups without any activation, huge and tiny rows; a row of a table is exact."""
+    dtype, quantization = stored(kind)
+    for rows, width, depth in MORE_SHAPES:
+        rng = np.random.default_rng([rows, width, depth])
+        x, weight = normal(rng, (rows, depth)), normal(rng, (width, depth), dtype)
+        bias, residual = normal(rng, width), normal(rng, (rows, width))
+        weight[width // 2] = 0
+        x[:, : depth // 2] *= 0
+        x[rows // 2 :] *= np.float32(1e4)
+        x[: rows // 4] *= np.float32(1e-12)
+        packed = ops.prepare_linear(tensor(weight), tensor(bias), quantization=quantization)
+        out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
+        if kind == "int8":
+            expected = int8.linear(x, weight, bias, residual)
+        else:
+            expected = dense.linear(as_multiplied(x, dtype), weight, bias, residual)
+        assert out.shape == expected.shape
+        size = np.abs(expected).max(1, keepdims=True, initial=1.0)
+        assert (np.abs(out - expected) <= 1e-5 * size).all(), (rows, width, depth)
+
+        ids = np.arange(0, width, 7, dtype=np.int32)
+        table = ops.embedding(tensor(ids), packed).numpy()
+        if kind == "int8":
+            integers, scales = int8.weight(weight)
+            np.testing.assert_array_equal(table, (integers.astype(np.float32) * scales[:, None])[ids])
+        else:
+            np.testing.assert_array_equal(table, weight[ids].astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(kind, bad):
+    dtype, quantization = stored(kind)
+    x = normal(np.random.default_rng(1), (5, 200))
+    x[3, 150] = bad
+    weight = normal(np.random.default_rng(2), (60, 200), dtype)
+    out = ops.linear(tensor(x), ops.prepare_linear(tensor(weight), quantization=quantization)).numpy()
+    assert not np.isfinite(out[3]).any()
+    assert np.isfinite(np.delete(out, 3, 0)).all()
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
@@ -98,7 +158,7 @@ def test_joined_weights_of_any_strides(dtype):
     packed = ops.prepare_linear([tensor(p) for p in parts], [None if b is None else tensor(b) for b in biases])
     x = normal(rng, (4, 30))
     bias = np.concatenate([np.zeros(10), biases[1], biases[2]])
-    expected = dense.linear(x, np.concatenate([p.astype(np.float64) for p in parts]), bias)
+    expected = dense.linear(as_multiplied(x, dtype), np.concatenate([p.astype(np.float64) for p in parts]), bias)
     assert dense.relative_error(ops.linear(tensor(x), packed).numpy(), expected) < 1e-5
     assert packed.panels.shape[0] == -(-131 // PANEL_COLUMNS)
 
@@ -108,15 +168,6 @@ def test_large_weights_lie_on_their_own_aligned_pages():
     assert panels.shape == (-(-1500 // PANEL_COLUMNS), 1000, PANEL_COLUMNS, 1)
     assert address_of(panels) % 4096 == 0
     assert not panels.any()
-
-
-def test_nan_stays_in_its_row():
-    rng = np.random.default_rng(7)
-    x, packed = normal(rng, (10, 20)), ops.prepare_linear(tensor(normal(rng, (60, 20))))
-    x[4, 3] = np.nan
-    out = ops.linear(tensor(x), packed).numpy()
-    assert np.isnan(out[4]).all()
-    assert np.isfinite(np.delete(out, 4, 0)).all()
 
 
 @pytest.mark.parametrize(

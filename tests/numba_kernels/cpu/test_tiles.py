@@ -1,4 +1,8 @@
-"""Every kind of register tile that this processor runs, each in a process that is forced to it."""
+"""Every kind of register tile that this processor runs, and the arithmetic of the one with vdpbf16ps on any processor.
+
+The kind in force has all tests in this process. The others run some telling ones each time, and all of the kernels' and
+the golden models' in `make test-all`, in processes that are forced to them. Compiling takes most of the time.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +17,56 @@ import llvmlite.ir as ir
 import ml_dtypes
 import numpy as np
 import pytest
-from numba import cfunc, types
+from numba import njit, types
+from numba.extending import intrinsic
 
-from numba_kernels.cpu import gemm_tile, launch, linear, operands, simd, target
+from numba_kernels.cpu import simd, target
 from numba_kernels.cpu.gemm_tile import BF16Sums
-from runtime.linear_weight import PanelWeight, prepare_linear
-from tests.numba_kernels.cpu.cases import normal, tensor
-from tests.oracles import dense
+from numba_kernels.cpu.launch import address_of
 
 ROOT = Path(__file__).resolve().parents[3]
+KINDS = ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", target.EMULATED_BF16]
+
+_GOLDENS = "tests/models/test_goldens.py"
+_ROWS = "tests/numba_kernels/cpu/test_linear.py::test_rows_of_any_size"
+TELLING = {
+    "portable": [f"{_GOLDENS}::test_float16[F16-auto-qwen2_tied]"],
+    "avx2": [f"{_ROWS}[int8]", f"{_GOLDENS}::test_float32_logits_and_greedy_continuation[gpt2_gelu_new]"],
+    "avx512": [f"{_ROWS}[int8]"],
+    "avx512_vnni": [f"{_ROWS}[int8]"],
+    "avx512_bf16": [f"{_ROWS}[bfloat16]"],
+    target.EMULATED_BF16: [f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]"],
+}
 
 
 def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=900,
+        timeout=1800,
     )  # fmt: skip
 
 
-def _check(tiles: str, *kinds: str) -> None:
-    if tiles not in target.available_tiles():
+def _passed(tiles: str, *tests: str) -> int:
+    """How many tests pass with these tiles, where no other one fails."""
+    if tiles not in (*target.available_tiles(), target.EMULATED_BF16):
         pytest.skip(f"this processor has no {tiles}")
-    done = _python("-m", "tests.numba_kernels.cpu.tile_checks", tiles, *kinds, XSERV_CPU_TILES=tiles)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"checked {tiles}\n"
+    done = _python("-m", "pytest", "-m", "not exhaustive", *tests, XSERV_CPU_TILES=tiles)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
+    (passed,) = re.findall(r"(\d+) passed", done.stdout)
+    return int(passed)
+
+
+@pytest.mark.parametrize("tiles", [tiles for tiles in KINDS if tiles != target.TILES])
+def test_telling_cases(tiles):
+    assert _passed(tiles, *TELLING[tiles]) == len(TELLING[tiles])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tiles", ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
-def test_products_of_forced_tiles(tiles):
-    _check(tiles)
-
-
-def test_int8_products_of_avx2():
-    _check("avx2", "int8")
+@pytest.mark.parametrize("tiles", [tiles for tiles in KINDS if tiles != target.TILES])
+def test_all_kernels_and_golden_models(tiles):
+    kernels = sorted(map(str, (ROOT / "tests/numba_kernels/cpu").glob("test_*.py")))
+    kernels.remove(__file__)
+    assert _passed(tiles, *kernels, _GOLDENS, "tests/models/test_int8.py", "tests/models/test_registry.py") > 400
 
 
 def test_a_forced_tile_limits_the_compiler():
@@ -78,7 +98,7 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
     floats, words = simd.vector(simd.F32), simd.vector(simd.I32)
     function = ir.Function(module, ir.FunctionType(floats, [floats, words, words]), "dot")
     builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(BF16Sums(types.uint16, 1, 1).dot(builder, *function.args))
+    builder.ret(BF16Sums.instruction(builder, *function.args))
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu="cooperlake")
     code = machine.emit_object(llvm.parse_assembly(str(module)))
     found = [
@@ -89,38 +109,44 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
     assert len(found) == 1
 
 
-def test_the_bfloat16_tile_computes_what_its_instruction_means(monkeypatch):
-    """The whole product with the instruction spelled out: both products of a pair, one after the other."""
+def _sums_of_pairs(emit, totals, pairs, weights):
+    """What code for LANES words at a time makes of arrays of totals and of pairs of bfloat16."""
 
-    def dot(self, builder, total, pairs, weights):
-        def halves(words):
-            low = builder.shl(words, simd.splat_constant(simd.I32, 16))
-            high = builder.and_(words, simd.splat_constant(simd.I32, 0xFFFF0000))
-            return [builder.bitcast(half, simd.vector(simd.F32)) for half in (high, low)]
+    @intrinsic
+    def add(typingctx, total, pair, weight, out):
+        def codegen(context, builder, signature, args):
+            floats, words = simd.vector(simd.F32), simd.vector(simd.I32)
+            values = [simd.load(builder, at, kind, 4) for at, kind in zip(args, (floats, words, words))]
+            simd.store(builder, emit(builder, *values), args[3])
+            return context.get_dummy_value()
 
-        for a, b in zip(halves(pairs), halves(weights)):
-            total = simd.fma(builder, a, b, total)
-        return total
+        return types.void(*[types.intp] * 4), codegen
 
-    monkeypatch.setattr(launch, "CFunction", lambda kind, body, folder, **options: cfunc(kind, **options)(body))
-    monkeypatch.setattr(BF16Sums, "dot", dot)
-    for module in (gemm_tile, linear, operands):
-        monkeypatch.setattr(module, "HAS_BF16_DOT", True)
-    for module in (gemm_tile, linear):  # fewer shapes to compile
-        monkeypatch.setattr(module, "GEMM_ROWS", 3)
-    kernel = linear.linear_kernel.__wrapped__(np.uint16)
-    monkeypatch.setattr(linear, "linear_kernel", lambda stored: kernel)
-    linear.tickets_of.cache_clear()
-    for rows, width, depth in [(1, 100, 64), (2, 50, 33), (5, 49, 300), (7, 130, 601)]:
-        rng = np.random.default_rng([rows, width, depth])
-        x, weight = normal(rng, (rows, depth)), normal(rng, (width, depth), np.dtype(ml_dtypes.bfloat16))
-        packed = prepare_linear(tensor(weight))
-        assert isinstance(packed, PanelWeight)
-        out = np.full((rows, width), np.nan, np.float32)
-        linear.multiply(
-            np.uint16, launch.address_of(x), packed.panels_address, packed.scales_address, packed.bias_address, 0,
-            launch.address_of(out), rows, depth, width, 2,
-        )  # fmt: skip
-        expected = dense.linear(x.astype(ml_dtypes.bfloat16), weight)
-        assert dense.relative_error(out, expected) < 1e-5, (rows, width, depth)
-    linear.tickets_of.cache_clear()
+    @njit
+    def add_all(total, pair, weight, out, size_bytes):
+        for at in range(0, size_bytes, 64):
+            add(total + at, pair + at, weight + at, out + at)
+
+    out = np.empty_like(totals)
+    add_all(*map(address_of, (totals, pairs, weights, out)), out.nbytes)
+    return out
+
+
+def test_the_instruction_spelled_out():
+    """The upper product is added and rounded first, then the lower one; on a processor that has the instruction it
+    does the same to the bit."""
+    rng = np.random.default_rng(1)
+    count = 1600
+    totals = (rng.standard_normal(count) * 10 ** rng.uniform(-3, 3, count)).astype(np.float32)
+    pairs, weights = (rng.standard_normal((count, 2)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    spelled_out = _sums_of_pairs(BF16Sums.spelled_out, totals, pairs, weights)
+    products = pairs.astype(np.float64) * weights.astype(np.float64)  # exact
+    once = (totals + products[:, 1]).astype(np.float32)
+    expected = (once + products[:, 0]).astype(np.float32)
+    if target.compiled_for("avx2"):
+        np.testing.assert_array_equal(spelled_out, expected)
+    else:  # products are rounded, too
+        np.testing.assert_allclose(spelled_out, expected, rtol=0, atol=1e-6 * np.abs(totals).max())
+    if target.compiled_for("avx512bf16"):
+        by_instruction = _sums_of_pairs(BF16Sums.instruction, totals, pairs, weights)
+        np.testing.assert_array_equal(by_instruction, spelled_out)

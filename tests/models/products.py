@@ -1,0 +1,55 @@
+"""Every product that a model asks for, seen by a test: replaced, or compared with what the tile in force defines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import ops
+from runtime.ops import LinearWeight
+from runtime.tensor import Tensor
+from tests.models.driver import relative_error
+from tests.oracles.tiles import as_multiplied
+
+
+@contextmanager
+def products_by(instead: Callable[..., Tensor]) -> Iterator[None]:
+    """Whoever multiplies with a linear map calls `instead(op, x, weight, **rest)`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("linear", "logits_linear", "linear_glu"):
+            patch.setattr(ops, name, partial(instead, getattr(ops, name)))
+        yield
+
+
+@contextmanager
+def compared_products() -> Iterator[list[float]]:
+    """Gives the relative error of each product against float32 weights and rows rounded as the tile rounds them. The
+    model goes on with float32 weights and its own rows, so that its logits have no rounding of activations in them.
+
+    Each product is compared by itself, since one number that is rounded to the other side moves all that follows.
+    """
+    errors: list[float] = []
+    twins: dict[int, tuple[LinearWeight, LinearWeight]] = {}  # by a weight's id, which is kept with its twin
+
+    def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, **rest: Any) -> Tensor:
+        if id(weight) not in twins:
+            twins[id(weight)] = weight, _in_float32(weight)
+        twin = twins[id(weight)][1]
+        rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.dtype.numpy))
+        errors.append(relative_error(op(x, weight, **rest).numpy(), op(rounded, twin, **rest).numpy()))
+        return op(x, twin, **rest)
+
+    with products_by(compared):
+        yield errors
+
+
+def _in_float32(weight: Any) -> LinearWeight:
+    """The same numbers and bias, in float32."""
+    count = weight.shape[0]
+    rows = ops.embedding(Tensor.from_numpy(np.arange(count, dtype=np.int32)), weight)
+    return ops.prepare_linear(rows, Tensor.from_numpy(weight.bias[:count].copy()))
