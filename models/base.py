@@ -11,9 +11,9 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
-from runtime.kv_cache import KVCache, KVCacheSpec
+from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.ops import LinearWeight
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 class Model(ABC):

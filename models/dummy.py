@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from models.checkpoint import TensorLayout
-from runtime.cast import cast_array
 from runtime.dtype import DType
+from runtime.tensor.cast import cast_array
 
 _STD = 0.02
 _STD_OF_INT16 = 2.0**16 / 12**0.5  # of uniform 16-bit integers

@@ -20,9 +20,9 @@ from models.config import ModelConfig
 from models.weights import Weights
 from runtime import ops
 from runtime.batch import Batch
-from runtime.kv_cache import KVCache
+from runtime.kv.cache import KVCache
 from runtime.ops import LinearWeight
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 _HARMLESS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask
 

@@ -24,9 +24,9 @@ from models.rope import make_rope_table
 from models.weights import Weights
 from runtime import ops
 from runtime.batch import Batch
-from runtime.kv_cache import KVCache
+from runtime.kv.cache import KVCache
 from runtime.ops import LinearWeight, RopeTable
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 

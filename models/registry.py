@@ -15,7 +15,7 @@ from models.weights import Weights
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
-from runtime.linear_weight import check_gemm, check_quantization
+from runtime.linear.weight import check_gemm, check_quantization
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -50,10 +50,10 @@ def load_model(
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
-        gemm: which matrix product a GPU uses, one of `runtime.linear_weight.GEMM_TIERS`.
+        gemm: which matrix product a GPU uses, one of `runtime.linear.weight.GEMM_TIERS`.
         exact: whether a product gives a row the same bits in any batch (attention is told by the batch).
         quantization: what the matrices of linear maps are made into, tensor by tensor, one of
-            `runtime.linear_weight.QUANTIZATIONS`.
+            `runtime.linear.weight.QUANTIZATIONS`.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.

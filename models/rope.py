@@ -16,7 +16,7 @@ import numpy as np
 from models.rope_config import RopeConfig
 from runtime.device.device import CPU, Device
 from runtime.ops import RopeTable
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 

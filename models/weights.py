@@ -12,11 +12,11 @@ import numpy as np
 
 from models.errors import WeightsError
 from runtime import ops
-from runtime.cast import cast_array
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType, float16, float32, promote
 from runtime.ops import LinearWeight
-from runtime.tensor import Tensor
+from runtime.tensor.cast import cast_array
+from runtime.tensor.tensor import Tensor
 
 _FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 

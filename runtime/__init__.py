@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from runtime.llm import LLM as LLM
     from runtime.llm import CompletionOutput as CompletionOutput
     from runtime.llm import RequestOutput as RequestOutput
-    from runtime.tensor import Tensor as Tensor
+    from runtime.tensor.tensor import Tensor as Tensor
 
 _HOME = {
     "LLM": "runtime.llm",
     "RequestOutput": "runtime.llm",
     "CompletionOutput": "runtime.llm",
     "SamplingParams": "runtime.engine.sampling_params",
-    "Tensor": "runtime.tensor",
+    "Tensor": "runtime.tensor.tensor",
 }
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Tensor"]

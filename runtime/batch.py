@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 @dataclass(slots=True)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from runtime.engine.admission import prepare
 from runtime.engine.checks import is_integer
-from runtime.engine.client import EngineClient, ThreadEngineClient
 from runtime.engine.config import EngineSettings
 from runtime.engine.errors import QueueFullError, RequestError
-from runtime.engine.grammar_compiler import GrammarChecker
+from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import (
     EngineOutput,
     EngineRequest,
@@ -34,8 +34,8 @@ from runtime.engine.messages import (
     RequestTimes,
     TokenLogprobs,
 )
+from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.vocabulary import LazyVocabulary
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from runtime.text.load import load_tokenizer
@@ -127,7 +127,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        from runtime.engine.build import build_engine
+        from runtime.engine.make_engine import build_engine
 
         settings.setdefault("seed", 0)
         engine = build_engine(

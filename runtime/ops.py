@@ -6,7 +6,7 @@ the activations' type on a GPU; norm weights and biases are float32 there.
 
 Every function checks dtype, shape, contiguity and device of each argument before anything is launched, and raises
 InvalidArgumentError naming the operation and the argument. `runtime.backends` holds the implementations. The generic
-arithmetic behind Tensor's operators is `runtime.tensor_ops`; its functions are reached through here too.
+arithmetic behind Tensor's operators is `runtime.tensor.arithmetic`; its functions are reached through here too.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from types import ModuleType
 from typing import Any, Literal
 
 from numba_kernels.cpu.recording import NotRecordableError, current
-from runtime import tensor_ops
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.cpu_checks import fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
-from runtime.linear_weight import LinearWeight, prepare_linear
+from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
-from runtime.storage import NDArray
-from runtime.tensor import Tensor
+from runtime.tensor import arithmetic
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "attention", "check_ids", "draw", "embedding", "gather_rows", "gelu",
@@ -39,9 +39,9 @@ GLU_ACTIVATIONS = ("silu", "gelu_tanh")
 
 def __getattr__(name: str) -> Any:
     """The generic arithmetic: ``ops.add`` and the rest, numpy's on the cpu, which no recording knows of."""
-    if current() is not None and name in tensor_ops.__dict__:
+    if current() is not None and name in arithmetic.__dict__:
         raise NotRecordableError(f"{name} is not a kernel on the cpu")
-    return getattr(tensor_ops, name)
+    return getattr(arithmetic, name)
 
 
 def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
@@ -172,7 +172,7 @@ def qkv_prepare(
     """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises (weights ``[D]``) and rotates q and k -> q ``[T, Hq, D]``.
 
     K and V of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere).
-    The pages' layout is the device's own (`runtime.kv_cache`).
+    The pages' layout is the device's own (`runtime.kv.cache`).
     """
     return _backend("qkv_prepare", "qkv", qkv).qkv_prepare(  # type: ignore[no-any-return]
         qkv,

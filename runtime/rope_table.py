@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan, Scope
 
-from runtime.engine.client import EngineClient
-from server.auth import ApiKeys, Authentication
-from server.chat import create_chat_completion
-from server.completions import create_completion
+from runtime.engine.process.client import EngineClient
 from server.config import ServerConfig
-from server.embeddings import create_embeddings
 from server.errors import (
     ApiError,
     handle_api_error,
@@ -31,17 +27,18 @@ from server.errors import (
     handle_http_exception,
     handle_unexpected,
 )
-from server.exchange import Exchange
-from server.gate import Gate, Observer
-from server.lifecycle import Lifecycle
-from server.live import watch_engine
-from server.logs import LogWriter, log_access
-from server.metrics import HttpMetrics, Metrics
-from server.models import get_model, get_version, health, list_models
-from server.openapi import get_description
-from server.origins import OriginRules
-from server.page import get_page
-from server.probes import metrics, ready
+from server.observing.live import watch_engine
+from server.observing.logs import LogWriter, log_access
+from server.observing.metrics import HttpMetrics, Metrics
+from server.observing.probes import metrics, ready
+from server.observing.tracing import Tracing
+from server.openai_api.chat import create_chat_completion
+from server.openai_api.completions import create_completion
+from server.openai_api.embeddings import create_embeddings
+from server.openai_api.models import get_model, get_version, health, list_models
+from server.openai_api.openapi import get_description
+from server.openai_api.tokenization import detokenize, tokenize
+from server.requests.cancellation import cancel_request
 from server.responses_api.endpoints import (
     cancel_response,
     create_response,
@@ -49,10 +46,13 @@ from server.responses_api.endpoints import (
     get_response,
     list_input_items,
 )
-from server.running import cancel_request
 from server.service import Service
-from server.tokenization import detokenize, tokenize
-from server.tracing import Tracing
+from server.static_page import get_page
+from server.transport.auth import ApiKeys, Authentication
+from server.transport.drain import Lifecycle
+from server.transport.exchange import Exchange
+from server.transport.gate import Gate, Observer
+from server.transport.origins import OriginRules
 from tokenizer import Tokenizer
 
 

@@ -16,24 +16,24 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from runtime.engine.client import EngineClient
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar_compiler import GrammarChecker
-from runtime.engine.vocabulary import LazyVocabulary
+from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
-from server.bridge import LoopBridge
 from server.config import ServerConfig
 from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, unsatisfiable
-from server.exchange import Exchange
-from server.generation import Generation, GenerationError
-from server.lifecycle import Lifecycle
-from server.logs import FIELDS
-from server.meter import RequestMeter
-from server.metrics import Metrics
+from server.observing.logs import FIELDS
+from server.observing.meter import RequestMeter
+from server.observing.metrics import Metrics
+from server.requests.bridge import LoopBridge
+from server.requests.cancellation import RunningGenerations
+from server.requests.generation import Generation, GenerationError
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore
-from server.running import RunningGenerations
+from server.transport.drain import Lifecycle
+from server.transport.exchange import Exchange
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -36,9 +36,7 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "layout", "storage", "cast", "dlpack", "dlpack_device", "tensor", "tensor_ops", "ops", "batch",
-                "kv_cache", "kv_runs", "kv_transfer", "kv_transfer_gpu", "communicator", "sampling_arrays",
-                "linear_weight", "rope_table", "backends",
+                "tensor", "ops", "batch", "kv", "communicator", "sampling_arrays", "linear", "rope_table", "backends",
             )
         ),
         4,
@@ -57,7 +55,7 @@ FLOORS = {
 SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
 """What the tokenizer takes from the rest: where compiled code is kept, and how it sees memory."""
 
-LATE = {("runtime.tensor", "runtime.ops")}
+LATE = {("runtime.tensor.tensor", "runtime.ops")}
 """Tensor's operators reach the door of the operations when they are called: the one named exception."""
 
 PEERS = {"runtime.bench.peer_child", "runtime.bench.peer_transformers", "runtime.bench.peer_llama"}
@@ -246,26 +244,26 @@ def test_the_tree_keeps_to_the_plan() -> None:
 
 def test_the_check_reads_the_whole_tree() -> None:
     modules = read_tree(ROOT)
-    assert {"runtime.tensor", "tokenizer.tokenizer", "server.app", "models.llama", "runtime.cli"} <= set(
+    assert {"runtime.tensor.tensor", "tokenizer.tokenizer", "server.app", "models.llama", "runtime.cli"} <= set(
         modules
     )
     graph = arrows(modules)
-    assert "runtime.dtype" in graph["runtime.tensor"]
+    assert "runtime.dtype" in graph["runtime.tensor.tensor"]
     assert resolve("runtime.LLM", modules) == "runtime.llm"
-    assert resolve("runtime.tensor.Tensor", modules) == "runtime.tensor"
+    assert resolve("runtime.tensor.tensor.Tensor", modules) == "runtime.tensor.tensor"
     assert resolve("numpy.ndarray", modules) is None
-    assert any(name == "runtime.ops" for name, _ in modules["runtime.tensor"].imports)
+    assert any(name == "runtime.ops" for name, _ in modules["runtime.tensor.tensor"].imports)
 
 
 GOOD = {
     "runtime/__init__.py": '_HOME = {"LLM": "runtime.llm"}\n',
     "runtime/dtype.py": "import numpy\n",
-    "runtime/tensor.py": "from runtime.dtype import x\ndef f():\n    from runtime import ops\n",
-    "runtime/ops.py": "from runtime import tensor\n",
+    "runtime/tensor/tensor.py": "from runtime.dtype import x\ndef f():\n    from runtime import ops\n",
+    "runtime/ops.py": "from runtime.tensor import tensor\n",
     "runtime/engine/engine.py": "from runtime.engine import engine\n",
     "runtime/llm.py": "from models import base\n",
     "models/__init__.py": "",
-    "models/base.py": "import typing\nfrom typing import TYPE_CHECKING\nfrom runtime.tensor import Tensor\n"
+    "models/base.py": "import typing\nfrom typing import TYPE_CHECKING\nfrom runtime.tensor.tensor import Tensor\n"
     "if TYPE_CHECKING:\n    from runtime.llm import LLM\n",
     "server/app.py": "from runtime import LLM\nimport models.base as base\n",
     "tokenizer/bpe.py": "from . import merges\n",
@@ -290,11 +288,11 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("runtime/dtype.py", "import runtime.tensor", "runtime.dtype:1 imports runtime.tensor: floor 1 -> 4"),
-        ("runtime/dtype.py", "def f():\n  from runtime.tensor import Tensor", "floor 1 -> 4"),
+        ("runtime/dtype.py", "import runtime.tensor.tensor", "dtype:1 imports runtime.tensor.tensor: floor 1 -> 4"),
+        ("runtime/dtype.py", "def f():\n  from runtime.tensor.tensor import Tensor", "floor 1 -> 4"),
         (
             "runtime/dtype.py",
-            "class C:\n  try:\n    from runtime import tensor\n  except E: pass",
+            "class C:\n  try:\n    from runtime.tensor import tensor\n  except E: pass",
             "floor 1 -> 4",
         ),
         ("models/base.py", "from runtime import LLM", "models.base:1 imports runtime.llm: floor 5 -> 7"),
@@ -303,8 +301,8 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
         ("models/base.py", "from models.x import y\nfrom runtime.engine.engine import z", "floor 5 -> 6"),
         ("models/base.py", "import importlib\nimportlib.import_module(name)", "made up at run time"),
         ("runtime/__init__.py", "from runtime.llm import LLM", "runtime:1 imports runtime.llm: floor None"),
-        ("runtime/storage.py", "from runtime.tensor import x", "runtime.tensor -> runtime.storage"),
-        ("runtime/layout.py", "from runtime.cast import f", "runtime.cast -> runtime.layout -> runtime.cast"),
+        ("runtime/tensor/storage.py", "from runtime.tensor.tensor import x", "tensor.tensor -> runtime.tensor.storage"),
+        ("runtime/ops.py", "from runtime.batch import f", "runtime.batch -> runtime.ops -> runtime.batch"),
         (
             "tokenizer/bpe.py",
             "from runtime.errors import XservError",
@@ -327,8 +325,8 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
 )
 def test_the_check_can_fail(tmp_path: Path, file: str, text: str, expected: str) -> None:
     others = {
-        "runtime/storage.py": {"runtime/tensor.py": "from runtime import storage"},
-        "runtime/layout.py": {"runtime/cast.py": "from runtime.layout import f"},
+        "runtime/tensor/storage.py": {"runtime/tensor/tensor.py": "from runtime.tensor import storage"},
+        "runtime/ops.py": {"runtime/batch.py": "from runtime.ops import f"},
     }.get(file, {})
     found = violations(plant(tmp_path, {**others, file: text}))
     assert any(expected in line for line in found), found

@@ -51,7 +51,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
     from runtime.engine.messages import EngineInfo, EngineOutput, EngineStats, RequestTimes
     from runtime.text.load import load_tokenizer
     from server.app import create_app
-    from server.protocol import uvicorn_config
+    from server.transport.protocol import uvicorn_config
 
     folder = Path(models.demo.__file__).resolve().parent
     tokenizer = load_tokenizer(folder)

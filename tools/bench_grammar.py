@@ -22,10 +22,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar import Grammar
-from runtime.engine.grammar_compiler import compile_grammar
-from runtime.engine.grammar_matcher import MaskComputer
-from runtime.engine.vocabulary import Vocabulary
+from runtime.engine.grammar.compiler import compile_grammar
+from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.matcher import MaskComputer
+from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.sampling_arrays import SamplingArrays
 from tests.runtime.engine.schema_cases import schema_case
 from tokenizer import Tokenizer

@@ -28,9 +28,9 @@ import numpy as np
 from numba_kernels.cuda import attention
 from runtime import ops
 from runtime.device.gpu import Gpu
-from runtime.engine.build import build_engine
+from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError, XservError
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 from tokenizer import Tokenizer
 
 MOST_TOKENS = 256

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
-from runtime.engine.eviction import POLICIES
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.eviction import POLICIES
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import Request, Sequence
 
 BLOCK_SIZE = 2
 POOL_SIZES = (5_000, 10_000, 20_000, 50_000)

@@ -22,7 +22,6 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.simulation import ROUTERS, simulate
 from runtime.bench.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
 from runtime.bench.traces import Trace, read_trace
-from runtime.engine.client import BURST_PAUSE_S
 from runtime.engine.config import (
     BATCHING,
     POLICIES,
@@ -32,6 +31,7 @@ from runtime.engine.config import (
     EngineLimits,
     resolve,
 )
+from runtime.engine.process.client import BURST_PAUSE_S
 from runtime.errors import XservError
 
 _CONFIG = EngineConfig()

@@ -1,4 +1,4 @@
-"""Which kernels a model will use: what can be compiled before it is loaded (`runtime.engine.compile_ahead`)."""
+"""Which kernels a model will use: what can be compiled before it is loaded (`runtime.engine.process.compile_ahead`)."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from runtime.backends.cpu_checks import check, checked_address, fail
 from runtime.batch import Batch
 from runtime.dtype import STORED, float32, int32, int64
 from runtime.errors import InvalidArgumentError
-from runtime.linear_weight import LinearWeight, PanelWeight
+from runtime.linear.weight import LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
-from runtime.storage import NDArray
-from runtime.tensor import Tensor
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
 
 MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread

@@ -6,8 +6,8 @@ from numba_kernels.cpu.recording import current
 from runtime.device.device import CPU
 from runtime.dtype import DType, int32
 from runtime.errors import InvalidArgumentError
-from runtime.storage import NDArray
-from runtime.tensor import Tensor
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
 
 
 def fail(op: str, argument: str, message: str) -> InvalidArgumentError:

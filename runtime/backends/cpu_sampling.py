@@ -14,7 +14,7 @@ from runtime.backends.cpu_checks import check, checked_address, fail
 from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
 from runtime.dtype import DType, float32, int32, int64
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:

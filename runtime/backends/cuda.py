@@ -22,9 +22,9 @@ from runtime.backends.cuda_tensor import id_flag, upload
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32, int32, int64
-from runtime.linear_weight import LinearWeight, RowWeight
+from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.rope_table import RopeTable
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 

@@ -1,4 +1,4 @@
-"""What stands behind Tensor's operators on a GPU; `runtime.tensor_ops` has the rules and settles the types.
+"""What stands behind Tensor's operators on a GPU; `runtime.tensor.arithmetic` has the rules and settles the types.
 
 Tensors of any strides go to the kernels as they are; axes that can be walked as one are merged.
 """
@@ -13,13 +13,13 @@ from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import integer_matmul as _integer_matmul
 from numba_kernels.cuda import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
-from runtime import layout
 from runtime.backends.cuda_checks import alignment
 from runtime.backends.cuda_tensor import upload, upload_together
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bool_, float32, int32, int64
-from runtime.layout import Shape
-from runtime.tensor import Tensor
+from runtime.tensor import views
+from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import Shape
 
 _DTYPES = {"f32": "float32", "s64": "int64", "s32": "int32"}
 
@@ -31,7 +31,7 @@ def kernel_dtype(dtype: DType) -> str:
 
 def elementwise(op: str, operands: Sequence[Tensor], result: DType, compute: DType) -> Tensor:
     """A new contiguous tensor: `op` of operands on one GPU, broadcast together, computed in float32 or int64."""
-    shape = layout.broadcast_shapes(op, *(operand.shape for operand in operands))
+    shape = views.broadcast_shapes(op, *(operand.shape for operand in operands))
     target = Tensor.empty(shape, result, operands[0].device)
     write_elementwise(op, operands, target, compute)
     return target
@@ -60,7 +60,7 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
     tensors = [*values, *condition, target]
     strides = []
     for tensor in tensors:
-        _, expanded = layout.expanded_strides(op, tensor.shape, tensor.strides, target.shape)
+        _, expanded = views.expanded_strides(op, tensor.shape, tensor.strides, target.shape)
         strides.append(tuple(stride * tensor.dtype.itemsize for stride in expanded))
     shape, merged = merge_axes(target.shape, strides)
     if len(shape) > _elementwise.MAX_AXES:
@@ -122,7 +122,7 @@ def matmul(first: Tensor, second: Tensor, dtype: DType) -> Tensor:
     is_row, is_column = first.ndim == 1, second.ndim == 1
     left = first.view((1, *first.shape)) if is_row else first
     right = second.view((*second.shape, 1)) if is_column else second
-    batch = layout.broadcast_shapes("matmul", left.shape[:-2], right.shape[:-2])
+    batch = views.broadcast_shapes("matmul", left.shape[:-2], right.shape[:-2])
     rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     if dtype.is_floating:
         compute = dtype if dtype.itemsize > 1 else float32

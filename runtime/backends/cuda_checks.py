@@ -10,7 +10,7 @@ from runtime.backends.cpu_checks import fail
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 FLOATS = (float32, float16, bfloat16)
 

@@ -10,8 +10,8 @@ import functools
 
 from runtime.device.cublas import Cublas
 from runtime.device.gpu import Gpu
-from runtime.linear_weight import RowWeight
-from runtime.tensor import Tensor
+from runtime.linear.weight import RowWeight
+from runtime.tensor.tensor import Tensor
 
 
 @functools.cache

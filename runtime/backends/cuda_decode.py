@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba_kernels.cuda import decode_inputs as _decode_inputs
 from runtime.backends.cuda_checks import check, first
 from runtime.dtype import int32
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 def take_decode_inputs(

@@ -19,7 +19,7 @@ from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, chec
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32, int32, int64
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.cast import cast_array
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import dtype_of_array
 from runtime.errors import InvalidArgumentError
-from runtime.layout import contiguous_strides
-from runtime.storage import NDArray, Storage
-from runtime.tensor import Tensor
+from runtime.tensor.cast import cast_array
+from runtime.tensor.storage import NDArray, Storage
+from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import contiguous_strides
 
 _ALIGNMENT = 16
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from runtime.bench.metrics import BenchmarkError, time_per_output_token_s
 
 if TYPE_CHECKING:
-    from runtime.engine.client import EngineClient
     from runtime.engine.messages import EngineOutput
+    from runtime.engine.process.client import EngineClient
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ import msgspec
 from runtime.bench.metrics import BenchmarkError
 
 if TYPE_CHECKING:
-    from runtime.engine.client import EngineClient
     from runtime.engine.engine import Engine
     from runtime.engine.messages import EngineOutput
+    from runtime.engine.process.client import EngineClient
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -58,7 +58,7 @@ def like(engine: Engine, **settings: Any) -> Engine:
 @contextmanager
 def served(engine: Engine) -> Iterator[EngineClient]:
     """A client to the engine in a thread of its own, closed at the end."""
-    from runtime.engine.client import ThreadEngineClient
+    from runtime.engine.process.client import ThreadEngineClient
 
     client = ThreadEngineClient(engine)
     try:

@@ -183,8 +183,8 @@ def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     from models.hub import resolve_model
     from models.registry import load_model
     from runtime.device.device import Device
-    from runtime.engine.build import engine_over, model_name
     from runtime.engine.config import EngineConfig
+    from runtime.engine.make_engine import engine_over, model_name
 
     model_arguments = {
         name: arguments[name]

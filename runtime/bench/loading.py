@@ -14,7 +14,7 @@ from models.checkpoint import open_checkpoint
 from runtime import ops
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peer_goals import host_row
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 
 def bench_load(folder: Path, num_rounds: int) -> dict[str, Any]:

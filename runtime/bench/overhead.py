@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from runtime.batch import Batch
     from runtime.device.device import Device
     from runtime.engine.engine import Engine
-    from runtime.kv_cache import KVCache, KVCacheSpec
-    from runtime.tensor import Tensor
+    from runtime.kv.cache import KVCache, KVCacheSpec
+    from runtime.tensor.tensor import Tensor
 
 BLOCK_SIZE = 16
 STEP_TOKENS = 1 << 16
@@ -44,7 +44,7 @@ class HollowModel:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """One number a token."""
         from runtime.dtype import float32
-        from runtime.kv_cache import KVCacheSpec
+        from runtime.kv.cache import KVCacheSpec
 
         return KVCacheSpec(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32, device=self.device
@@ -62,7 +62,7 @@ class HollowModel:
         return logits
 
     def _filled(self, rows: int, columns: int) -> Tensor:
-        from runtime.tensor import Tensor
+        from runtime.tensor.tensor import Tensor
 
         if self.device.kind == "cpu":
             return Tensor.from_numpy(np.zeros((rows, columns), np.float32))
@@ -76,7 +76,7 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
     from runtime.engine.config import EngineConfig, resolve
     from runtime.engine.engine import Engine
     from runtime.engine.messages import EngineInfo
-    from runtime.kv_cache import KVCache
+    from runtime.kv.cache import KVCache
 
     model = HollowModel(Device.parse(device))
     spec = model.kv_cache_spec(BLOCK_SIZE)

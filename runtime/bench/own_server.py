@@ -26,10 +26,10 @@ def _serve(arguments: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -
     import uvicorn
 
     from runtime.bench.environment import describe_engine
-    from runtime.engine.start import start_client
+    from runtime.engine.make_client import start_client
     from runtime.text.load import load_tokenizer
     from server.app import create_app
-    from server.protocol import uvicorn_config
+    from server.transport.protocol import uvicorn_config
 
     client = start_client(**arguments)
     info = client.info

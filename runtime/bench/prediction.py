@@ -145,7 +145,7 @@ def _run(engine: Engine, trace: Trace, seed: int) -> _Measured:
 
 
 def _simulate(engine: Engine, trace: Trace, fitted: Fit) -> Simulation:
-    from runtime.engine.client import BURST_PAUSE_S
+    from runtime.engine.process.client import BURST_PAUSE_S
 
     return simulate(trace, engine.limits, fitted.model, wake_s=BURST_PAUSE_S)
 

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
 from runtime.bench.step_model import StepModel, features_of
 from runtime.bench.traces import Trace, numbered
-from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
-from runtime.engine.host_pool import HostPool
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import Request, Sequence
 
 _TOKEN = -(1 << 31)  # what every step "draws": a number that no prompt has
 PERCENTILES = (50.0, 90.0, 99.0)

@@ -50,7 +50,7 @@ def profile(
     """Where a step's time goes, by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
     from runtime.bench.bars import profile_svg
     from runtime.bench.step_profile import as_lines, bench_profile
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     arguments = engine.arguments() | {"overlap": "off", "decode_graphs": "off"}
     report = bench_profile(

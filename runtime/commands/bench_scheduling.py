@@ -42,7 +42,7 @@ def schedule(
     from runtime.bench.schedule import bench_schedule, styles_named
     from runtime.bench.schedule_plot import svg
     from runtime.bench.traces import beside_decodes, read_trace
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     if replay is not None:
         requests = read_trace(replay).head(num_requests).scaled(rate=rate, length=length, max_len=engine.max_model_len)
@@ -97,7 +97,7 @@ def budget(
 ) -> None:
     """A TPOT target in, `max_num_batched_tokens` out, from measured step times."""
     from runtime.bench.budget import bench_budget
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     report = bench_budget(
         build_engine(**engine.arguments()),
@@ -127,7 +127,7 @@ def chunked(
     """What computing a prompt in chunks costs; without --model, on Qwen3-0.6B's shapes."""
     from runtime.bench.chunked import bench_chunked
     from runtime.bench.engines import model_arguments
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     with model_arguments(engine.arguments()) as arguments:
         arguments["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, prompt_len)
@@ -161,7 +161,7 @@ def stalls(
     """
     from runtime.bench.engines import model_arguments
     from runtime.bench.stalls import bench_stalls
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     with model_arguments(engine.arguments()) as arguments:
         arguments.setdefault("max_model_len", prompt_len + 1024)
@@ -203,7 +203,7 @@ def simulation(
     """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
     from runtime.bench.prediction import bench_simulation, poisson_trace
     from runtime.bench.traces import read_trace
-    from runtime.engine.build import build_engine
+    from runtime.engine.make_engine import build_engine
 
     built = build_engine(**engine.arguments())
     max_len = built.limits.max_model_len

@@ -32,9 +32,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions."""
-    from server import run
+    from server.serve import serve as run_server
 
-    run.serve(
+    run_server(
         host=host,
         port=port,
         served_model_name=served_model_name,

@@ -15,7 +15,7 @@ from runtime.engine.checks import check_seconds, is_integer
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
-from runtime.engine.sequence import Request
+from runtime.engine.scheduling.sequence import Request
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:

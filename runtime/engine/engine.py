@@ -6,8 +6,8 @@ next one's start; everything else of the next step was done while it ran. Where 
 next step starts before the one before it is over.
 
 It works in token ids alone; text, stop strings and parsers are the client's side (``runtime.text``). One thread owns
-an ``Engine``; others reach it through ``runtime.engine.client``. From anywhere they may call ``prepare`` and ``stats``,
-and read ``timeline``.
+an ``Engine``; others reach it through ``runtime.engine.process.client``. From anywhere they may call ``prepare`` and
+``stats``, and read ``timeline``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import as_token_ids, prepare
-from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import EngineLimits
-from runtime.engine.embedding import Embedder
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.grammar import grammar_error
-from runtime.engine.grammar_queue import GrammarQueue
-from runtime.engine.host_pool import HostPool
+from runtime.engine.grammar.compile_queue import GrammarQueue
+from runtime.engine.grammar.grammar import grammar_error
+from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
-from runtime.engine.runner import Computation, Drawn, Model, Prepared, Runner
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request
-from runtime.engine.step import Step
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.step import Step
+from runtime.engine.steps.embedder import Embedder
+from runtime.engine.steps.runner import Computation, Drawn, Model, Prepared, Runner
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
-from runtime.engine.vocabulary import LazyVocabulary
-from runtime.kv_cache import HostPages, KVCache
-from runtime.kv_transfer import KVTransfer
+from runtime.kv.cache import HostPages, KVCache
+from runtime.kv.transfer import KVTransfer
 
 logger = logging.getLogger("xserv.engine")
 

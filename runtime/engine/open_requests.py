@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar_matcher import GrammarMatcher, can_draw_end
+from runtime.engine.grammar.matcher import GrammarMatcher, can_draw_end
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
-from runtime.engine.runner import Drawn
-from runtime.engine.sampler import forbidden_ids
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence, State
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import Request, Sequence, State
+from runtime.engine.steps.runner import Drawn
+from runtime.engine.steps.sampler import forbidden_ids
 
 logger = logging.getLogger("xserv.engine")
 

@@ -16,7 +16,7 @@ import msgspec
 
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar import Grammar
+from runtime.engine.grammar.grammar import Grammar
 
 MAX_N = 128
 """Most choices of one request."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import ChunkView
-from runtime.engine.step import PreemptionWay
+from runtime.engine.scheduling.step import PreemptionWay
 
 TIMELINE_STEPS = 8192
 """Records kept: at 256 sequences a step these are about 40 MB."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from runtime.engine.grammar import Grammar, parse_json
+from runtime.engine.grammar.grammar import Grammar, parse_json
 from runtime.text.reasoning import CLOSE_TAG, OPEN_TAG, ReasoningStart
 
 

@@ -17,11 +17,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from server.body import decode_body, read_body
-from server.chat import Chat, prepare_chat
 from server.errors import ApiError, invalid
-from server.exchange import Exchange
-from server.generation import GenerationError, Piece
+from server.openai_api.chat import Chat, prepare_chat
+from server.openai_api.schema import Message
+from server.requests.collect import take_whole
+from server.requests.generation import GenerationError, Piece
 from server.responses_api.input import input_messages
 from server.responses_api.objects import (
     ErrorEvent,
@@ -43,10 +43,10 @@ from server.responses_api.objects import (
 from server.responses_api.output import ResponseOutput
 from server.responses_api.request import LOGPROBS, RENAMED, begun_response, chat_request, output_messages, renamed
 from server.responses_api.schema import ResponsesRequest
-from server.schema import Message
 from server.service import Service
-from server.sse import EventStreamResponse, named_frame
-from server.whole import take_whole
+from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
+from server.transport.sse import EventStreamResponse, named_frame
 
 
 @dataclass(slots=True, kw_only=True)

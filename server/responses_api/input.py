@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from server.body import schema_error
 from server.errors import ApiError, invalid
+from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.responses_api.schema import (
     InputFunctionCall,
     InputFunctionCallOutput,
     InputMessage,
     InputReasoning,
 )
-from server.schema import FunctionCall, Message, ToolCall
+from server.transport.body import schema_error
 
 Item = InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning
 
@@ -80,7 +80,7 @@ def _open_turn(messages: list[Message], is_open: Any = lambda last: True) -> Mes
 
 
 def _content(content: str | list[dict[str, Any]], path: str) -> str | list[dict[str, Any]]:
-    """In a chat's form; `server.conversation` checks the parts further."""
+    """In a chat's form; `server.requests.conversation` checks the parts further."""
     if isinstance(content, str):
         return content
     parts = []

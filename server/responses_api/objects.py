@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.responses import ChatTokenLogprob
+from server.openai_api.answers import ChatTokenLogprob
 from server.responses_api.schema import FunctionChoice, FunctionTool, Status, TextOptions
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
 from runtime.text.pipeline import TextDelta
-from server.responses import ChatTokenLogprob
+from server.openai_api.answers import ChatTokenLogprob
 from server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,

@@ -6,6 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.errors import ApiError, invalid
+from server.openai_api.schema import (
+    ChatCompletionRequest,
+    FunctionCall,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    TextFormat,
+    ToolCall,
+)
 from server.responses_api.objects import (
     OutputFunctionCall,
     OutputItem,
@@ -20,17 +31,6 @@ from server.responses_api.schema import (
     NamedJsonSchemaFormat,
     ResponsesRequest,
     TextOptions,
-)
-from server.schema import (
-    ChatCompletionRequest,
-    FunctionCall,
-    JsonSchema,
-    JsonSchemaFormat,
-    Message,
-    NamedFunction,
-    NamedToolChoice,
-    TextFormat,
-    ToolCall,
 )
 
 LOGPROBS = "message.output_text.logprobs"

@@ -1,6 +1,6 @@
 """The requests of `/v1/responses`: OpenAI's fields, and of vLLM's extensions those that a chat has, too.
 
-What has no effect or is not built is in `server.fields`."""
+What has no effect or is not built is in `server.openai_api.fields`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from server.schema import Int, JsonObjectFormat, Name, ReasoningEffort, RequestId, TextFormat
+from server.openai_api.schema import Int, JsonObjectFormat, Name, ReasoningEffort, RequestId, TextFormat
 
 
 class NamedJsonSchemaFormat(

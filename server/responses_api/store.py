@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from server.openai_api.schema import Message
 from server.responses_api.objects import Response
-from server.schema import Message
 
 Key = tuple[str | None, str]
 """Tenant and id: nobody finds another's responses."""

@@ -6,9 +6,9 @@ import pytest
 
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
-from runtime.kv_cache import HostPages, KVCache, KVCacheSpec
-from runtime.kv_transfer import KVTransfer
-from tests.runtime.test_kv_transfer_gpu import check_random_steps, check_round_trip
+from runtime.kv.cache import HostPages, KVCache, KVCacheSpec
+from runtime.kv.transfer import KVTransfer
+from tests.runtime.kv.test_transfer_gpu import check_random_steps, check_round_trip
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ import numpy as np
 from models.base import Model
 from runtime.batch import Batch
 from runtime.dtype import DType
-from runtime.kv_cache import KVCache
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ import pytest
 
 from runtime import ops
 from runtime.ops import LinearWeight
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.oracles.tiles import as_multiplied
 

@@ -18,10 +18,10 @@ from models.registry import load_model
 from runtime import ops
 from runtime.bench.exact import bench_exact, engine_maker
 from runtime.dtype import bfloat16, float32
-from runtime.engine.build import build_engine
+from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError
 from runtime.ops import LinearWeight
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import Golden, golden_tensors, load_golden, write_model, write_safetensors
 from tests.models.products import products_by

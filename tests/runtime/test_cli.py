@@ -60,9 +60,10 @@ HEAVY = {
         "asyncio",
     ),
     *("numba_kernels", "models", "tokenizer", "runtime.text.pipeline", "runtime.text.formats", "runtime.bench"),
-    *("server.app", "server.run", "server.schema", "server.service"),
-    *("runtime.engine.build", "runtime.engine.client", "runtime.engine.engine", "runtime.engine.sequence"),
-    *("runtime.tensor", "runtime.ops", "runtime.llm", "httpx"),
+    *("server.app", "server.serve", "server.openai_api.schema", "server.service"),
+    *("runtime.engine.make_engine", "runtime.engine.process.client", "runtime.engine.engine"),
+    "runtime.engine.scheduling.sequence",
+    *("runtime.tensor.tensor", "runtime.ops", "runtime.llm", "httpx"),
 }
 
 
@@ -127,8 +128,8 @@ def test_help_names_every_command() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    from runtime.engine.build import build_engine
     from runtime.engine.config import EngineConfig, EngineSettings
+    from runtime.engine.make_engine import build_engine
     from runtime.engine.sampling_params import SamplingParams
     from runtime.llm import LLM
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import ops, tensor_ops
+from runtime import ops
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32, int8
 from runtime.errors import InvalidArgumentError, XservError
-from runtime.kv_cache import KVCache, KVCacheSpec
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor import arithmetic
+from runtime.tensor.tensor import Tensor
 from tests.numba_kernels.cpu.cases import normal, paged_case, tensor
 from tests.oracles import dense
 
@@ -123,7 +124,7 @@ def test_output_must_be_writable_and_apart_from_x():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_embedding_from_a_table_and_from_packed_panels(dtype):
     rng = np.random.default_rng(0)
-    table = normal(rng, (131, 33), tensor_ops.Tensor.empty(0, dtype).dtype.numpy)
+    table = normal(rng, (131, 33), arithmetic.Tensor.empty(0, dtype).dtype.numpy)
     ids = rng.integers(0, 131, 50).astype(np.int32)
     expected = table[ids].astype(np.float32)
     np.testing.assert_array_equal(ops.embedding(tensor(ids), tensor(table)).numpy(), expected)
@@ -142,7 +143,7 @@ def test_gather_rows_also_of_nothing():
 
 
 def test_generic_arithmetic_is_reached_through_the_door():
-    assert ops.add is tensor_ops.add
+    assert ops.add is arithmetic.add
     with pytest.raises(AttributeError):
         _ = ops.no_such_operation
 

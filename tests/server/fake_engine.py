@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.engine.client import OutputSink
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError
 from runtime.engine.messages import (
     EngineInfo,
@@ -20,7 +19,8 @@ from runtime.engine.messages import (
     StepView,
     TokenLogprobs,
 )
-from runtime.engine.watching import Watchers
+from runtime.engine.process.client import OutputSink
+from runtime.engine.step_views import Watchers
 
 Script = Callable[[EngineRequest, int], list[int]]
 """The ids that a choice would go on to draw, without end or until an EOS id."""

@@ -12,9 +12,9 @@ import sys
 from functools import partial
 from typing import Any
 
-from runtime.engine.process_client import Supervision
-from runtime.engine.process_server import ProcessServer, main
-from runtime.engine.sampler import Sampler
+from runtime.engine.process.main import ProcessServer, main
+from runtime.engine.process.supervisor import Supervision
+from runtime.engine.steps.sampler import Sampler
 
 LOADING, SAMPLING = 666, 667
 
@@ -33,14 +33,14 @@ class PlantedSampler(Sampler):
 
 class PlantedProcess(ProcessServer):
     def make_engine(self, start: Any) -> Any:
-        import runtime.engine.runner as runner
+        import runtime.engine.steps.runner as runner
 
         runner.Sampler = PlantedSampler  # type: ignore[misc]
         return super().make_engine(start)
 
 
 def serve() -> None:
-    import runtime.engine.start as start
+    import runtime.engine.make_client as start
     from runtime.cli import main as run
 
     command = ("-m", "tests.server.planted_engine")

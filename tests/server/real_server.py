@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 
-from runtime.engine.build import build_engine
-from runtime.engine.client import ThreadEngineClient
+from runtime.engine.make_engine import build_engine
+from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig

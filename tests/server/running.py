@@ -16,12 +16,12 @@ from pathlib import Path
 import uvicorn
 
 from server.app import Application
-from server.protocol import uvicorn_config
+from server.transport.protocol import uvicorn_config
 
 _SERVE = """
 import json, sys
 from server.config import ServerConfig
-from server.run import serve
+from server.serve import serve
 options, settings = json.loads(sys.argv[2])
 serve(sys.argv[1], port=0, load_format="dummy", served_model_name="tiny", config=ServerConfig(**settings), **options)
 print("ended")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from runtime.engine.process_client import ProcessEngineClient, Supervision
+from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
 from server.app import create_app
 from tests.runtime.engine.light_engine import EXITS
 from tests.server.running import running, wait_until

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from server.fields import ACCEPTED_WITHOUT_EFFECT, NOT_BUILT
-from server.schema import ChatCompletionRequest, CompletionRequest
+from server.openai_api.fields import ACCEPTED_WITHOUT_EFFECT, NOT_BUILT
+from server.openai_api.schema import ChatCompletionRequest, CompletionRequest
 from tests.server.conftest import Served
 
 VALUES: list[Any] = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engine.eviction import POLICIES
+from runtime.engine.scheduling.eviction import POLICIES
 from tools.replay_prefixes import (
     belady_hits,
     lru_hits,

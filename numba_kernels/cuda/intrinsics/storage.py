@@ -5,10 +5,10 @@
     store(code, address, value)     # from float32 or from int64, to any dtype
 
 A dtype is its number in `DTYPES` (PTX's names, and "bool", a byte of 0 or 1), the same for all threads of a launch, so
-that one kernel serves all of them by a uniform branch. The conversions are those of `runtime.cast`: floats round once
-to nearest even, and overflow to infinity (e4m3, which has none: to NaN); floats become integers towards zero, clamped
-to the range, NaN 0; integers wrap, and become floats by way of float32; anything but zero, NaN too, is True. fp8 is
-made by integer arithmetic, since sm_80 has no instruction for it.
+that one kernel serves all of them by a uniform branch. The conversions are those of `runtime.tensor.cast`: floats
+round once to nearest even, and overflow to infinity (e4m3, which has none: to NaN); floats become integers towards
+zero, clamped to the range, NaN 0; integers wrap, and become floats by way of float32; anything but zero, NaN too, is
+True. fp8 is made by integer arithmetic, since sm_80 has no instruction for it.
 """
 
 from __future__ import annotations

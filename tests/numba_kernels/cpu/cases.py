@@ -10,8 +10,8 @@ import numpy as np
 
 from runtime.batch import Batch
 from runtime.dtype import DType
-from runtime.kv_cache import KVCache, KVCacheSpec
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
 
 WEIGHT_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 

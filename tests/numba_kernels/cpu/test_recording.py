@@ -13,7 +13,7 @@ from numba_kernels.cpu.recording import NotRecordableError, current, record
 from runtime import ops
 from runtime.batch import Batch
 from runtime.errors import InvalidArgumentError
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 from tests.numba_kernels.cpu.cases import normal, paged_case, tensor
 
 

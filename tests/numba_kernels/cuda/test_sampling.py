@@ -9,7 +9,7 @@ from numba_kernels.cuda import sampling
 from runtime import ops
 from runtime.device.gpu import Gpu
 from runtime.sampling_arrays import SamplingArrays
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 from tests.numba_kernels.cuda.harness import both_archs, empty, get, put
 
 FILTERS = [

@@ -14,8 +14,8 @@ from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
-from runtime.kv_cache import KVCache, KVCacheSpec
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
 from tests.oracles.dense import relative_error
 
 DEVICE = "emulated:sm_80"

@@ -8,7 +8,7 @@ import pytest
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.sampling_arrays import SamplingArrays
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 DEVICE = "emulated:sm_80"
 VOCAB = 700

@@ -12,7 +12,7 @@ import pytest
 from runtime import ops
 from runtime.dtype import ALL_DTYPES, DType, bfloat16, bool_, float32, int32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
-from runtime.tensor import Tensor
+from runtime.tensor.tensor import Tensor
 
 DEVICE = "emulated:sm_80"
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, 3.5, 447.9, 448.0, 464.1, 1e-3, -2e-3, 300.0, -300.0, 65504.0, 65520.0, 1e5]

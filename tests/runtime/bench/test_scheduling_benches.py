@@ -20,8 +20,8 @@ from runtime.bench.prediction import poisson_trace, step_times
 from runtime.bench.schedule import styles_named
 from runtime.bench.step_model import TERMS, StepFeatures
 from runtime.cli import app
-from runtime.engine.build import build_engine
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 from tests.runtime.bench.test_timeline_view import record
 
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=1, num_heads=2, vocab_size=97, max_positions=256)

@@ -15,8 +15,8 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.step_profile import CPU_OPERATIONS, HOST_PARTS, as_lines, bench_profile
 from runtime.cli import app
 from runtime.device.gpu import Gpu
-from runtime.engine.build import build_engine
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,

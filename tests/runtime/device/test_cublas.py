@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import linear_weight, ops
+from runtime import ops
 from runtime.backends import cuda_cublas
 from runtime.device import cublas
 from runtime.device.cublas import Cublas, CublasError, NoCublasError
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
-from runtime.linear_weight import RowWeight
-from runtime.tensor import Tensor
+from runtime.linear import weight as linear_weight
+from runtime.linear.weight import RowWeight
+from runtime.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
 

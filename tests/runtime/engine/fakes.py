@@ -20,8 +20,8 @@ from runtime.engine.config import EngineConfig, EngineSettings, resolve
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.kv_cache import KVCache, KVCacheSpec
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
 
 VOCAB_SIZE = 97
 EOS = 96

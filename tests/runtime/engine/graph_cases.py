@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from runtime.engine.build import build_engine
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
 from tests.runtime.engine.fakes import Collected, collect, request
 

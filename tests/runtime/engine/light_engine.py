@@ -21,7 +21,6 @@ import numpy as np
 
 from models.errors import ModelLoadError
 from runtime.engine.admission import prepare
-from runtime.engine.block_pool import BlockPool
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import (
     EngineInfo,
@@ -32,9 +31,10 @@ from runtime.engine.messages import (
     RequestTimes,
     TokenLogprobs,
 )
-from runtime.engine.process_server import ProcessServer, main
-from runtime.engine.sequence import Request
-from runtime.engine.wire import Start
+from runtime.engine.process.main import ProcessServer, main
+from runtime.engine.process.wire import Start
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.sequence import Request
 
 VOCAB_SIZE = 1_000_000
 EXITS, RAISES, HANGS, REFUSED = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3, VOCAB_SIZE - 4

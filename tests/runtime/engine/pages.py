@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.engine import Engine
-from runtime.engine.sequence import Sequence
-from runtime.kv_cache import KVCache
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.kv.cache import KVCache
 
 
 def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:

@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from runtime.engine.config import EngineLimits, SchedulingConfig
-from runtime.engine.sequence import Sequence
-from runtime.engine.step import Step
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.step import Step
 from tests.runtime.engine.scheduler_driver import VOCAB_SIZE, Driver
 
 

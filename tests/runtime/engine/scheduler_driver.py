@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import pytest
 
 from runtime.engine.admission import prepare
-from runtime.engine.block_pool import BlockPool
 from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, EngineLimits, SchedulingConfig
 from runtime.engine.errors import ContextLengthExceededError
-from runtime.engine.host_pool import HostPool
 from runtime.engine.messages import EngineInfo, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.sequence import Request, Sequence, State
-from runtime.engine.step import Chunk, Step
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import Request, Sequence, State
+from runtime.engine.scheduling.step import Chunk, Step
 
 VOCAB_SIZE = 4
 GARBAGE = -1

@@ -10,7 +10,7 @@ from runtime.engine.admission import prepare
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.sequence import Request
+from runtime.engine.scheduling.sequence import Request
 from tests.runtime.engine.scheduler_cases import make_driver
 
 

@@ -11,8 +11,8 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.sequence import Sequence
-from runtime.engine.step import Chunk
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.step import Chunk
 from tests.runtime.engine.fakes import (
     VOCAB_SIZE,
     Collected,
@@ -202,7 +202,7 @@ def check_logprobs(entry: object, context: list[int], num_top: int) -> None:
 def test_prompt_logprobs_whatever_the_chunks(
     prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.engine.runner.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
+    monkeypatch.setattr("runtime.engine.steps.runner.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
     prompt = random_prompt(random.Random(3), prompt_len)
     engine = make_engine(max_num_batched_tokens=budget)
     result = one(engine, prompt, max_tokens=2, prompt_logprobs=2, n=2)

@@ -14,12 +14,12 @@ import pytest
 
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
-from runtime.engine.build import build_engine
 from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.kv_cache import KVCache, KVCacheSpec
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.fakes import Collected, collect, request, run_to_end
 from tests.runtime.engine.pages import PageChecker, slot_sums

@@ -14,7 +14,7 @@ import pytest
 
 from runtime import LLM, SamplingParams
 from runtime.device.gpu import Gpu
-from runtime.engine.build import build_engine
+from runtime.engine.make_engine import build_engine
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.fakes import Collected, collect, run_to_end
 from tests.runtime.engine.test_real_models import check_logprobs, check_same, hundred_requests

@@ -9,12 +9,12 @@ import pytest
 from runtime.device import gpu as gpu_module
 from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.gpu import Gpu
-from runtime.engine.build import build_engine
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
 from runtime.errors import DeviceError
-from runtime.kv_cache import KVCache
-from runtime.tensor import Tensor
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
 from tests.models.folders import load_golden, write_model
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.engine.fakes import Collected, collect, request, run_to_end

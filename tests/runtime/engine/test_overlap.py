@@ -12,8 +12,8 @@ import pytest
 from runtime.batch import Batch
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineOutput
-from runtime.engine.sequence import Sequence
-from runtime.engine.step import Step
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.step import Step
 from tests.runtime.engine.fakes import Collected, FakeModel, collect, greedy, make_engine, request, run_to_end
 
 TIMEOUT_S = 300.0

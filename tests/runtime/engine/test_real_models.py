@@ -10,9 +10,9 @@ from typing import Literal, Unpack
 import numpy as np
 import pytest
 
-from runtime.engine.build import build_engine
 from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.fakes import Collected, collect, request, run_to_end

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 import models.demo
-from runtime.engine.grammar import Grammar
-from runtime.engine.grammar_compiler import check_grammar, compile_grammar
+from runtime.engine.grammar.compiler import check_grammar, compile_grammar
+from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.vocabulary import Vocabulary
 from runtime.llm import LLM
 from runtime.text.reasoning_grammar import after_reasoning
 from runtime.text.tool_calls import HERMES, ToolCallParser

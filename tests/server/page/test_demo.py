@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from runtime.engine.build import build_engine
-from runtime.engine.client import ThreadEngineClient
+from runtime.engine.make_engine import build_engine
+from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
-from server.run import warm_up
+from server.serve import warm_up
 from tests.server.page.browser import answers, ask, eventually, needs_browser, opened, wait_idle
 from tests.server.running import running
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from server.page import CONTENT_SECURITY_POLICY, page_files
+from server.static_page import CONTENT_SECURITY_POLICY, page_files
 from tests.server.conftest import Served
 
 

@@ -1,0 +1,84 @@
+"""Requests that wait for their grammars, which are compiled in threads of their own while the engine runs others."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from runtime.engine.grammar.compiler import compile_grammar
+from runtime.engine.grammar.matcher import GrammarMatcher
+from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.scheduling.sequence import Request
+
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request whose grammar is done with: a matcher for each of its choices, or the error."""
+
+    request: Request
+    matchers: list[GrammarMatcher]
+    error: Exception | None = None
+
+
+class GrammarQueue:
+    """Belongs to the engine's loop, but for the threads that compile."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._taken: list[Compiled] = []
+        self._num_under_way = 0
+
+    def __len__(self) -> int:
+        """Requests that have not been taken."""
+        return self._num_under_way + len(self._taken)
+
+    def add(self, request: Request, vocabulary: LazyVocabulary) -> None:
+        """Compile the request's grammar."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_THREADS, "xserv-grammar")
+        self._num_under_way += 1
+        self._pool.submit(self._compile, request, vocabulary)
+
+    def take(self) -> list[Compiled]:
+        """Those that are done; never waits."""
+        while self._num_under_way:
+            try:
+                self._receive(self._done.get_nowait())
+            except queue.Empty:
+                break
+        taken, self._taken = self._taken, []
+        return taken
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until one is done, at most so long."""
+        if self._taken or not self._num_under_way:
+            return
+        with suppress(queue.Empty):
+            self._receive(self._done.get(timeout=timeout_s))
+
+    def close(self) -> None:
+        """Compile no more; what is under way is waited for."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _receive(self, compiled: Compiled) -> None:
+        self._num_under_way -= 1
+        self._taken.append(compiled)
+
+    def _compile(self, request: Request, vocabulary: LazyVocabulary) -> None:
+        """In a thread of the pool."""
+        matchers: list[GrammarMatcher] = []
+        error: Exception | None = None
+        try:
+            grammar = request.params.grammar
+            assert grammar is not None
+            if request.open_sequences:  # else it was cancelled
+                matchers = compile_grammar(grammar, vocabulary.get(), request.params.n)
+        except Exception as failure:
+            error = failure
+        self._done.put(Compiled(request, matchers, error))

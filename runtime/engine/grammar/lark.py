@@ -1,0 +1,79 @@
+"""A grammar in llguidance's notation: Lark's, with JSON schemas in it (https://github.com/guidance-ai/llguidance,
+docs/syntax.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.grammar.schema_formats import with_narrow_formats
+
+_TOKENS = re.compile(r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)')
+"""Comments, strings and regular expressions, within which nothing is a schema; and what begins one."""
+
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    # No \uXXXX: else a key has two spellings, and can come twice.
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def lark_of(grammar: Grammar, *, is_canonical: bool) -> str:
+    """All of a grammar.
+
+    is_canonical  False: bytes that are forced may be tokenized in any way, and the model chooses
+    """
+    from llguidance import regex_to_lark
+
+    if grammar.kind == "lark":
+        text = _with_options(grammar.text)
+    elif grammar.kind == "regex":
+        text = f"start: /{regex_to_lark(grammar.text)}/"
+    elif grammar.kind == "choice":
+        text = f"start: {' | '.join(json.dumps(choice) for choice in parse_json(grammar))}"
+    else:
+        schema = ANY_OBJECT if grammar.kind == "json_object" else parse_json(grammar)
+        text = f"start: {_embedded(schema)}"
+    return text if is_canonical else f'%llguidance {{"no_forcing": true}}\n{text}'
+
+
+def schemas_in(text: str) -> Iterator[tuple[int, int, Any]]:
+    """The JSON schemas in a text in Lark's notation: where each begins (with ``%json``) and ends, and what it is.
+
+    Raises ``RequestError`` where one is not JSON.
+    """
+    decoder = json.JSONDecoder()
+    position = 0
+    while (found := _TOKENS.search(text, position)) is not None:
+        position = found.end()
+        if found["json"] is None:
+            continue
+        first = len(text) - len(text[position:].lstrip())
+        try:
+            schema, position = decoder.raw_decode(text, first)
+        except (ValueError, RecursionError):
+            raise grammar_error(f"no JSON schema follows %json at character {found.start()}") from None
+        yield found.start(), position, schema
+
+
+def _with_options(text: str) -> str:
+    pieces: list[str] = []
+    position = 0
+    for start, end, schema in schemas_in(text):
+        pieces += (text[position:start], _embedded(schema))
+        position = end
+    return "".join(pieces) + text[position:]
+
+
+def _embedded(schema: dict[str, Any]) -> str:
+    """A schema as a part of a grammar: no white space but for one blank behind a comma or a colon."""
+    return f"%json {json.dumps({**with_narrow_formats(schema), 'x-guidance': _JSON_OPTIONS})}"

@@ -1,0 +1,129 @@
+"""Where a choice is in its grammar, and the masks of the ids that may come next.
+
+A step's masks are computed beside its forward pass, in threads of llguidance's that do not hold Python's lock; they
+are waited for where tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.sampling_arrays import SamplingArrays
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+    from runtime.engine.grammar.vocabulary import Vocabulary
+    from runtime.engine.scheduling.sequence import Request, Sequence
+
+
+class GrammarMatcher:
+    """One choice's place in its grammar. What goes wrong in it stays in it: see ``error``."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self.ll_matcher = matcher
+        self.vocabulary = vocabulary
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, for the log; nothing can be drawn any more."""
+        return self.ll_matcher.get_error() if self.ll_matcher.is_error() else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is whole, and nothing but the end can follow."""
+        return self.ll_matcher.is_stopped() and not self.ll_matcher.is_error()
+
+    def consume(self, token_id: int) -> bool:
+        """Go on by a token that was drawn; False where the grammar has no place for it."""
+        return self.ll_matcher.consume_token(token_id)
+
+
+class PendingMasks:
+    """The masks of one step, under way.
+
+    places  the rows of the step's draw that they belong to
+    """
+
+    def __init__(
+        self, places: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
+    ) -> None:
+        self._places = places
+        self._sequences = sequences
+        self._buffer = buffer
+        self._done = done
+
+    def apply(self, arrays: SamplingArrays) -> list[int]:
+        """Wait for them and narrow ``arrays.allowed_mask`` by them. The places where there is none: their matchers
+        have failed."""
+        self._done.result()
+        mask = arrays.allowed_mask
+        assert mask is not None, "a step with grammars has a mask"
+        words = mask.shape[1]
+        failed = []
+        for place, sequence, row in zip(self._places, self._sequences, self._buffer):
+            matcher = sequence.matcher
+            assert matcher is not None
+            if matcher.ll_matcher.is_error():
+                failed.append(place)
+                continue
+            mask[place] &= row[:words]
+            for token_id in idle_ends(sequence.request, matcher.vocabulary):
+                mask[place, token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        return failed
+
+
+class MaskComputer:
+    """Computes masks of a step's sequences, all at once, in threads. Belongs to the engine's loop."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    def start(self, sequences: Sequences[Sequence]) -> PendingMasks | None:
+        """Begin with those of the sequences that have a grammar; None: none has.
+
+        Until the masks are applied nobody may touch the matchers.
+        """
+        places = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
+        if not places:
+            return None
+        chosen = [sequences[place] for place in places]
+        matchers = [sequence.matcher for sequence in chosen if sequence.matcher is not None]
+        buffer = np.empty((len(places), matchers[0].vocabulary.num_mask_words), np.uint32)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "xserv-masks")
+        return PendingMasks(places, chosen, buffer, self._thread.submit(self._fill, matchers, buffer))
+
+    def close(self) -> None:
+        """Compute no more."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _fill(self, matchers: list[GrammarMatcher], buffer: NDArray[np.uint32]) -> None:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        rows = [(matcher.ll_matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(rows, buffer.ctypes.data, buffer.strides[0], len(rows))
+
+
+def idle_ends(request: Request, vocabulary: Vocabulary) -> list[int]:
+    """The ends of sequence that do not end a choice of this request: a grammar's text has no place for them."""
+    return [token_id for token_id in vocabulary.eos_token_ids if token_id not in request.stop_ids]
+
+
+def can_draw_end(sequence: Sequence, vocabulary: Vocabulary) -> bool:
+    """Whether the next token can be an end of sequence that ends the choice."""
+    request = sequence.request
+    allowed = request.params.allowed_token_ids
+    return sequence.num_output_tokens >= request.params.min_tokens and any(
+        token_id in request.stop_ids and (allowed is None or token_id in allowed)
+        for token_id in vocabulary.eos_token_ids
+    )

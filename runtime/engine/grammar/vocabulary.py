@@ -1,0 +1,85 @@
+"""A tokenizer's ids as llguidance knows them: the bytes of each, which are special, which end a text.
+
+It takes about a second for 150,000 ids, so it is built when the first grammar comes, once for an engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from runtime.engine.grammar.grammar import grammar_error
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    from tokenizer import Tokenizer
+
+
+class Vocabulary:
+    """The ids ``[0, vocab_size)`` of a model.
+
+    ll_tokenizer   what llguidance's matchers are made with
+    num_mask_words of 32 bits that a mask of its ids has; where a model has no end of sequence, there is one id more
+    is_canonical   whether forced bytes have one tokenization, which the tokenizer gives; else a model chooses
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        from llguidance import LLTokenizer
+
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self.is_canonical = tokenizer.decoder.is_byte_level
+        adapter = _adapter(tokenizer, vocab_size, self.eos_token_ids)
+        self.ll_tokenizer: LLTokenizer = LLTokenizer(adapter, eos_token=list(self.eos_token_ids) or None)
+        adapter.tokens = []  # it has been copied
+        self.num_mask_words = -(-self.ll_tokenizer.vocab_size // 32)
+
+
+class LazyVocabulary:
+    """A vocabulary that is built when it is first asked for, on whichever thread that happens.
+
+    load  gives the tokenizer; None: the model has none
+    """
+
+    def __init__(
+        self, load: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    def get(self) -> Vocabulary:
+        """Raises ``RequestError`` where the model has no tokenizer, ``TokenizerFileError``."""
+        with self._lock:
+            if self._vocabulary is None:
+                tokenizer = self._load()
+                if tokenizer is None:
+                    raise grammar_error("the model has no tokenizer, so that its ids have no text")
+                self._vocabulary = Vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
+
+
+def _adapter(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenizerWrapper:
+    """What llguidance asks of a tokenizer, by the names that it asks for."""
+    from llguidance import TokenizerWrapper
+
+    class Adapter(TokenizerWrapper):
+        def __init__(self) -> None:
+            token_bytes = tokenizer.decoder.token_bytes
+            texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
+            self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
+            self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
+            # Without one llguidance makes itself a further id.
+            self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # type: ignore[assignment]
+            self.bos_token_id = None
+            self.is_tokenizer_wrapper = True
+
+        def __call__(self, text: str) -> list[int]:
+            """The ids of bytes that a grammar forces. A special token's text is ordinary text here."""
+            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    return Adapter()

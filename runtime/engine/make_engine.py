@@ -1,0 +1,125 @@
+"""From a model's name to a running engine: the one place that ``LLM``, the commands and the server use."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Literal, Unpack
+
+import models.demo
+from models.base import Model
+from models.generation_config import load_generation_config
+from models.hub import resolve_model
+from models.registry import load_model
+from runtime.device.device import Device
+from runtime.engine.config import (
+    EngineConfig,
+    EngineSettings,
+    available_memory_bytes,
+    resolve,
+)
+from runtime.engine.engine import Engine
+from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.messages import EngineInfo
+from runtime.kv.cache import KVCache
+from runtime.linear.weight import check_quantization
+from runtime.text.load import load_tokenizer
+
+logger = logging.getLogger("xserv.engine")
+
+BUNDLED_MODEL_NAME = "xserv-demo"
+
+
+def build_engine(
+    model: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+    gemm: str = "auto",
+    **settings: Unpack[EngineSettings],
+) -> Engine:
+    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
+
+    ``settings`` are ``EngineConfig``'s; its ``seed`` is that of dummy weights, too (None: 0). The other arguments are
+    ``models.load_model``'s.
+
+    Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
+    """
+    config = EngineConfig(**settings)
+    target = Device.parse(device)
+    check_quantization(config.quantization, target)  # before a model is downloaded
+    folder = resolve_model(None if model is None else str(model))
+    logger.info("loading %s on %s", folder, target)
+    loaded = load_model(
+        folder,
+        device=target,
+        dtype=dtype,
+        load_format=load_format,
+        seed=config.seed or 0,
+        max_model_len=config.max_model_len,
+        gemm=gemm,
+        exact=config.exact,
+        quantization=config.quantization,
+    )
+    return engine_over(loaded, folder, config, model_name(model, folder))
+
+
+def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) -> Engine:
+    """An engine over a model that is loaded from ``folder``, with a KV cache of its own.
+
+    Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
+    ``OutOfMemoryError``.
+    """
+    target = loaded.device
+    spec = loaded.kv_cache_spec(config.block_size)
+    limits = resolve(
+        config,
+        max_position_embeddings=loaded.config.max_position_embeddings,
+        bytes_per_block=spec.bytes_per_block,
+        available_bytes=free_device_bytes(target) if target.kind == "cuda" else available_memory_bytes(),
+        has_own_memory=target.kind == "cuda",
+    )
+    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
+    kv_cache = KVCache(spec, limits.num_blocks)
+    info = EngineInfo(
+        model_name=name,
+        model_path=str(folder),
+        architecture=loaded.config.architecture,
+        device=str(target),
+        dtype=loaded.dtype.name,
+        quantization=loaded.quantization,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=load_generation_config(folder).eos_token_ids,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_waiting=limits.max_waiting,
+        max_waiting_tokens=limits.max_waiting_tokens,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_cache_bytes=kv_cache.size_bytes,
+        weight_bytes=loaded.weight_bytes,
+        scheduling_policy=config.scheduling_policy,
+    )
+    vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
+    return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
+
+
+def free_device_bytes(device: Device) -> int:
+    """Bytes of a GPU's memory that nobody has taken."""
+    from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+    free, _ = Gpu.of(device).context.call("cuMemGetInfo")
+    return int(free)
+
+
+def model_name(model: str | Path | None, folder: Path) -> str:
+    """What users call the model: the hub id as given, a folder's name, or ``xserv-demo`` for the bundled
+    one."""
+    if folder.resolve() == Path(models.demo.__file__).resolve().parent:
+        return BUNDLED_MODEL_NAME
+    if model is not None and not Path(model).exists():
+        return str(model)
+    return folder.resolve().name

@@ -1,0 +1,132 @@
+"""A started engine process as its server sees it: messages in both directions, and its end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import site
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from os import environ, pathsep
+from pathlib import Path
+
+import msgspec
+
+from runtime import errors
+from runtime.engine.process.wire import (
+    SOCKET_BUFFER_BYTES,
+    FrameReader,
+    FromEngine,
+    PatientWriter,
+    Start,
+    frame,
+)
+
+logger = logging.getLogger("xserv.engine")
+
+COMMAND = ("-m", "runtime.engine.process.main")
+"""What Python runs in the process."""
+
+READ_TIMEOUT_S = 1
+EXIT_TIMEOUT_S = 5.0
+"""How long a process may take to end after its socket has been closed; then it is killed."""
+
+
+class EngineProcess:
+    """A process that has been told to start an engine, and the socket to it.
+
+    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError``
+    when there is no process to be had.
+    """
+
+    def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            for each in (self._connection, theirs):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            try:
+                self._process = _spawn(command, theirs.fileno())
+            except BaseException:
+                self._connection.close()
+                raise
+        timeout = struct.pack("@ll", READ_TIMEOUT_S, 0)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._reader = FrameReader(self._connection)
+        self._writer = PatientWriter(self._connection)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self.send(frame(start))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, data: bytearray) -> None:
+        """A message's ``frame``. Never waits. A process that has ended gets nothing, and nobody is told: ``receive``
+        tells."""
+        self._writer.send(data)
+
+    def receive(self) -> list[FromEngine] | None:
+        """The messages that have come; none after a second in which none came. None: the process has closed the socket,
+        so it has ended or is about to. Raises ``WireError`` and msgspec's errors when it sends nonsense."""
+        try:
+            frames = self._reader.read()
+        except BlockingIOError:
+            return []
+        except OSError:  # reset: it ended with our messages unread
+            return None
+        return [self._decoder.decode(data) for data in frames] or None
+
+    def kill(self) -> None:
+        """At once, by SIGKILL. May be called on any thread."""
+        self._process.kill()
+
+    def end(self) -> str:
+        """Close the socket, with which the process ends, and wait for that; returns how it ended, in words."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._writer.close()
+        self._connection.close()
+        try:
+            status = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if status < 0:
+            return f"was ended by {_signal_name(-status)}"
+        return f"ended with status {status}"
+
+
+def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Python, without the current folder among the places of modules, and with this very package there."""
+    # Blocked until the process ignores them itself. This thread is not the one that Python hands signals to.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", *command, "--fd", str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what is printed there by mistake is no answer of the server's
+            pass_fds=(descriptor,),
+            env=_environment(),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, in which Python finds the package where this process has found it."""
+    package_root = str(Path(errors.__file__).parents[1])
+    if package_root in (*site.getsitepackages(), site.getusersitepackages()):
+        return dict(environ)  # it is found there anyway, after the standard library
+    inherited = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": pathsep.join([package_root, inherited] if inherited else [package_root])}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

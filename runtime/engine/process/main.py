@@ -1,0 +1,330 @@
+"""The engine's own process: what ``ProcessEngineClient`` starts, and what stands at the other end of its socket.
+
+    python -m runtime.engine.process.main --fd N
+
+It reads messages from the inherited socket N and obeys them, and writes what the engine gives, a step's outputs in one
+message. While nobody reads them the engine waits, so that it holds no more than a step's outputs. It ends when it is
+told to, when the socket is closed (so with its server, however that ends), when the engine's loop has died, and when
+the engine has work and gets nowhere for too long. Signals from the terminal are for the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from runtime.engine.errors import EngineDeadError
+from runtime.engine.messages import EngineOutput, EngineRequest, StepView
+from runtime.engine.process.wire import (
+    Answer,
+    Call,
+    CallFailed,
+    Cancel,
+    CancelCall,
+    Close,
+    FrameReader,
+    FromEngine,
+    LogLine,
+    Outputs,
+    Pulse,
+    Refused,
+    Start,
+    Started,
+    StartFailed,
+    ToEngine,
+    WaitingWriter,
+    Watch,
+    WireError,
+    frame,
+)
+from runtime.engine.process.wire_errors import problem_of
+from runtime.errors import XservError
+
+if TYPE_CHECKING:  # so that a process whose server is gone ends before it has loaded them
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from runtime.engine.engine import Engine
+    from runtime.engine.process.client import ThreadEngineClient
+
+logger = logging.getLogger("xserv.engine")
+
+PULSE_IDLE_S = 1.0
+PULSE_BUSY_S = 0.1
+"""Seconds between two pulses."""
+
+EXIT_CLOSED = 0
+EXIT_START_FAILED = 1
+EXIT_LOOP_DIED = 70
+EXIT_STUCK = 71
+EXIT_SERVER_GONE = 72
+
+
+class ProcessServer:
+    """One engine and the socket to its server."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._reader = FrameReader(connection)
+        self._writer = WaitingWriter(connection)
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._client: ThreadEngineClient | None = None
+        self._has_died = threading.Event()
+        # The reader's:
+        self._num_received = self._num_received_tokens = 0
+        self._calls: dict[int, Future[NDArray[np.float32]]] = {}
+        self._stop_watching: Callable[[], None] = _do_nothing
+        # The engine thread's:
+        self._outputs: list[EngineOutput] = []
+        self._reported = (0, 0, 0, 0)
+        self._last_pulse_s = 0.0
+        self._was_busy = False
+        self._waits_for_server = False
+        self._progress_s = time.monotonic()
+
+    def run(self) -> NoReturn:
+        """Serve until one of the ends that the file names. To be called on the main thread."""
+        start = self._read_start()
+        _send_log(self, start.log_level)
+        threading.Thread(target=self._listen, name="xserv-engine-reader", daemon=True).start()
+        try:
+            engine = self.make_engine(start)
+        except BaseException as error:
+            if not isinstance(error, (XservError, OSError)):
+                logger.exception("the engine could not be started")
+            self.send(StartFailed(problem_of(error)))
+            _exit(EXIT_START_FAILED)
+        self._serve(engine, start.hang_timeout_s)
+
+    def make_engine(self, start: Start) -> Engine:
+        """See ``build_engine``, which raises. Kernels for the cpu are compiled before, and not in this process."""
+        from runtime.engine.process.compile_ahead import compile_ahead
+
+        compile_ahead(start.model, start.device, start.dtype, start.config)
+        from runtime.engine.make_engine import build_engine  # wakes the kernels
+
+        settings: Any = {each.name: getattr(start.config, each.name) for each in fields(start.config)}
+        return build_engine(
+            start.model,
+            device=start.device,
+            dtype=start.dtype,
+            load_format=start.load_format,
+            gemm=start.gemm,
+            **settings,
+        )
+
+    def send(self, message: FromEngine) -> None:
+        """Waits while the server does not read. Without a server the process ends."""
+        try:
+            self._writer.send(frame(message))
+        except OSError:
+            _exit(EXIT_SERVER_GONE)
+
+    def _read_start(self) -> Start:
+        messages = self._reader.read()
+        if not messages:
+            _exit(EXIT_SERVER_GONE)
+        start = self._decoder.decode(messages[0])
+        if len(messages) != 1 or not isinstance(start, Start):
+            raise WireError("the first message is not the only one, or is not Start")
+        return start
+
+    def _serve(self, engine: Engine, hang_timeout_s: float) -> NoReturn:
+        from runtime.engine.process.client import ThreadEngineClient
+
+        self._client = client = ThreadEngineClient(engine, after_delivery=self._report)
+        self._pulse(time.monotonic())
+        self.send(Started(client.info))
+        while not self._has_died.wait(PULSE_IDLE_S) and client.state != "down":
+            now = time.monotonic()
+            if not client.has_work or self._waits_for_server:
+                self._progress_s = now
+            elif now - self._progress_s > hang_timeout_s:
+                logger.critical("the engine has got nowhere for %.0f s; its process ends", now - self._progress_s)
+                faulthandler.dump_traceback()
+                _exit(EXIT_STUCK)
+            if now - self._last_pulse_s >= PULSE_IDLE_S:
+                self._pulse(now)
+        client.close()  # returns when every output has been sent
+        _exit(EXIT_LOOP_DIED)
+
+    # On the engine's thread
+
+    def _report(self) -> None:
+        """Send what has gathered since the last time."""
+        assert self._client is not None
+        client, outputs = self._client, self._outputs
+        received = self._num_received, self._num_received_tokens  # before the queue: who comes in between counts twice
+        report = (*received, *client.waiting)
+        if outputs or report != self._reported:
+            self._outputs, self._reported = [], report
+            self._waits_for_server = True
+            self.send(Outputs(outputs, *report))
+            self._waits_for_server = False
+        self._progress_s = now = time.monotonic()
+        is_busy = client.has_work
+        if now - self._last_pulse_s >= PULSE_BUSY_S or (self._was_busy and not is_busy):
+            self._pulse(now)
+        self._was_busy = is_busy
+        if client.state == "down":
+            self._has_died.set()
+
+    def _pulse(self, now: float) -> None:
+        assert self._client is not None
+        self._last_pulse_s = now
+        num_received = self._num_received
+        try:
+            self.send(Pulse(self._client.stats(), num_received))
+        except XservError:  # the loop has died: the end is near
+            return
+
+    def _answer(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
+        self._calls.pop(call_id, None)
+        error = EngineDeadError("cancelled") if future.cancelled() else future.exception()
+        if error is None:
+            result = future.result()
+            try:
+                self.send(Answer(call_id, list(result.shape), bytearray(result.tobytes())))
+            except WireError as too_long:
+                error = too_long
+        if error is not None:
+            self.send(CallFailed(call_id, problem_of(error)))
+
+    # On the reader's thread
+
+    def _listen(self) -> NoReturn:
+        try:
+            while messages := self._reader.read():
+                for message in messages:
+                    self._obey(self._decoder.decode(message))
+        except OSError:
+            pass
+        except BaseException:
+            logger.exception("the engine's process cannot go on")
+        _exit(EXIT_SERVER_GONE)
+
+    def _obey(self, message: ToEngine) -> None:
+        client = self._client
+        if client is None:
+            raise WireError(f"{type(message).__name__} came before the engine was started")
+        match message:
+            case EngineRequest():
+                self._submit(client, message)
+            case Cancel(request_id, index):
+                client.cancel(request_id, index)
+            case Call(call_id, name, arguments):
+                self._call(client, call_id, name, arguments)
+            case CancelCall(call_id):
+                future = self._calls.get(call_id)
+                if future is not None:
+                    future.cancel()
+            case Watch(is_wanted):
+                self._stop_watching()
+                self._stop_watching = client.watch(self._show) if is_wanted else _do_nothing
+            case Close(drain):
+                threading.Thread(target=self._close, args=(client, drain), daemon=True).start()
+            case Start():
+                raise WireError("Start came twice")
+
+    def _submit(self, client: ThreadEngineClient, request: EngineRequest) -> None:
+        try:
+            client.submit(request, self._receive)
+        except XservError as error:
+            self.send(Refused(request.request_id, problem_of(error)))
+        self._num_received += 1
+        self._num_received_tokens += len(request.prompt_token_ids)
+
+    def _receive(self, output: EngineOutput) -> None:
+        self._outputs.append(output)
+
+    def _call(self, client: ThreadEngineClient, call_id: int, name: str, arguments: list[Any]) -> None:
+        compute = {"logits": client.start_logits, "embed": client.embed}[name]
+        try:
+            future = compute(*arguments)
+        except XservError as error:
+            self.send(CallFailed(call_id, problem_of(error)))
+            return
+        self._calls[call_id] = future
+        future.add_done_callback(partial(self._answer, call_id))
+
+    def _show(self, view: StepView) -> None:
+        self.send(view)
+
+    def _close(self, client: ThreadEngineClient, drain: bool) -> None:
+        client.close(drain)
+        _exit(EXIT_CLOSED)
+
+
+class _LogSender(logging.Handler):
+    """Sends records to the server, which has the handlers that its operator chose."""
+
+    def __init__(self, server: ProcessServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        traceback = None
+        if record.exc_info:
+            traceback = logging.Formatter().formatException(record.exc_info)
+        try:
+            message = record.getMessage()
+        except Exception:
+            self.handleError(record)
+            return
+        self._server.send(LogLine(record.name, record.levelno, message, record.created, traceback))
+
+
+def _send_log(server: ProcessServer, level: int) -> None:
+    logging.getLogger().addHandler(_LogSender(server))
+    logging.getLogger("xserv").setLevel(level)
+
+
+def _do_nothing() -> None:
+    """Nobody watches."""
+
+
+def _exit(status: int) -> NoReturn:
+    """At once: nothing here outlives the process, and its memory is wanted by the next one."""
+    with suppress(Exception):  # a full disk, a closed pipe
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process with the thread that started it. The socket's end says so, too, but to a Python that
+    still runs."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def main(server_type: type[ProcessServer] = ProcessServer) -> NoReturn:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked until here by the server
+    _die_with_parent()
+    faulthandler.enable()
+    parser = argparse.ArgumentParser(description="An engine's own process; started by a server.")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    descriptor = parser.parse_args().fd
+    os.set_inheritable(descriptor, False)
+    server_type(socket.socket(fileno=descriptor)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,442 @@
+"""``EngineClient`` over a socket: the engine runs in a process of its own, which is started again when it dies.
+
+    client = ProcessEngineClient(model, device="cpu", max_num_seqs=64)   # ``build_engine``'s arguments, and its errors
+
+One thread, the supervisor, starts the process, hands out what comes from it, and when it ends tells everybody, waits a
+moment and starts the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Unpack
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.admission import as_token_ids, prepare
+from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, StepView
+from runtime.engine.process.child import COMMAND, READ_TIMEOUT_S, EngineProcess
+from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.process.wire import (
+    Answer,
+    Call,
+    CallFailed,
+    CallName,
+    Cancel,
+    CancelCall,
+    Close,
+    FromEngine,
+    LogLine,
+    Outputs,
+    Pulse,
+    Refused,
+    Start,
+    Started,
+    StartFailed,
+    Watch,
+    WireError,
+    frame,
+)
+from runtime.engine.process.wire_errors import error_of
+from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
+from runtime.engine.step_views import Watchers
+
+logger = logging.getLogger("xserv.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How an engine process is watched and started again.
+
+    first_delay_s, most_delay_s  before the first new start after a death, and before any; each is twice the one before
+    healthy_s                    an engine that has served so long is started again after the first delay
+    hang_timeout_s               an engine is ended that has work and finishes no step for so long, and a process of
+                                 which nothing is heard
+    close_timeout_s              how long it may take to close without a drain; then the process is killed
+    command                      what Python runs; for tests
+    """
+
+    first_delay_s: float = 1.0
+    most_delay_s: float = 30.0
+    healthy_s: float = 60.0
+    hang_timeout_s: float = 600.0
+    close_timeout_s: float = 15.0
+    command: tuple[str, ...] = COMMAND
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The waiting queue as far as it is known here: what the engine last said of it, and what was sent since then."""
+
+    num_sent: int = 0
+    num_sent_tokens: int = 0
+    num_older: int = 0  # reported as waiting, less all that were sent until then
+    num_older_tokens: int = 0
+
+    def report(self, message: Outputs) -> None:
+        self.num_older = message.num_waiting - message.num_received
+        self.num_older_tokens = message.num_waiting_tokens - message.num_received_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_older + self.num_sent
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self.num_older_tokens + self.num_sent_tokens
+
+
+class ProcessEngineClient:
+    """An engine in a process of its own.
+
+    Sinks are called on the supervisor's thread, with all outputs of a step in one go. If the process ends, is killed or
+    falls silent, every open choice gets a last output with "error" and ``engine_died``; until the next one is ready
+    ``EngineDeadError`` says in how many seconds to come again. The process ends with this one, however that ends.
+
+    The arguments are ``build_engine``'s, and so is what is raised when the engine cannot be started the first time; in
+    addition ``EngineDeadError`` when its process ends meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        gemm: str = "auto",
+        supervision: Supervision | None = None,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        self._supervision = supervision or Supervision()
+        self._start = Start(
+            model=None if model is None else str(model),
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            gemm=gemm,
+            config=EngineConfig(**settings),
+            log_level=logging.getLogger("xserv").getEffectiveLevel(),
+            hang_timeout_s=self._supervision.hang_timeout_s,
+        )
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._watchers = Watchers()
+        self._delivery = Delivery(self._lock, self.cancel)
+        # Guarded by the lock:
+        self._process: EngineProcess | None = None
+        self._state: EngineState = "starting"
+        self._info: EngineInfo | None = None
+        self._pulse: Pulse | None = None
+        self._queue = _Queue()
+        self._calls: dict[int, Future[NDArray[np.float32]]] = {}
+        self._num_calls = 0
+        self._is_watched = False  # as the process knows it
+        self._ready_s = 0.0  # since when it is ready, or when it is likely to be again
+        self._start_duration_s = 0.0
+        # The supervisor's:
+        self._delay_s = self._supervision.first_delay_s  # before the next start
+
+        started: Future[None] = Future()
+        self._supervisor = threading.Thread(
+            target=self._supervise, args=(started,), name="xserv-engine-supervisor", daemon=True
+        )
+        self._supervisor.start()
+        atexit.register(self.close)
+        try:
+            started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the latest process; a new one may have found less memory for its KV cache."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        """See ``EngineClient.state``."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """See ``EngineClient.submit``; the queue counts as full a little early: a request waits until the step that
+        computes the beginning of its prompt is over."""
+        prepared = prepare(request, self.info)
+        if not isinstance(request.prompt_token_ids, list):
+            request = msgspec.structs.replace(request, prompt_token_ids=prepared.prompt_ids.tolist())
+        if not request.arrival_time_s:
+            request = msgspec.structs.replace(request, arrival_time_s=prepared.arrival_s)
+        data, num_tokens = frame(request), prepared.num_prompt_tokens
+        with self._lock:
+            process, queue = self._live_process(), self._queue
+            self._delivery.check_free(request.request_id)
+            check_room(self.info, queue.num_waiting, queue.num_waiting_tokens, num_tokens)
+            process.send(data)
+            self._delivery.open(request, sink)
+            queue.num_sent += 1
+            queue.num_sent_tokens += num_tokens
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """See ``EngineClient.cancel``."""
+        with self._lock:
+            if request_id in self._delivery and self._process is not None:
+                self._process.send(frame(Cancel(request_id, index)))
+
+    def stats(self) -> EngineStats:
+        """See ``EngineClient.stats``: the latest that came, at most a second old unless the engine is stuck."""
+        with self._lock:
+            pulse = self._pulse
+            if pulse is None or self._state == "starting":
+                raise self._dead()
+            num_sent = self._queue.num_sent - pulse.num_received
+        return msgspec.structs.replace(pulse.stats, num_waiting=pulse.stats.num_waiting + num_sent)
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        """See ``EngineClient.watch``; the sink is called on the supervisor's thread."""
+        remove = self._watchers.add(sink)
+
+        def stop() -> None:
+            remove()
+            self._tell_watched()
+
+        self._tell_watched()
+        return stop
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See ``EngineClient.logits``."""
+        return self._call("logits", token_ids).result()
+
+    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.embed``; what it raises there the future may raise here."""
+        return self._call("embed", token_ids, pooling)
+
+    def close(self, drain: bool = False) -> None:
+        """See ``EngineClient.close``. From a sink it returns before the engine stops."""
+        with self._lock:
+            is_first = not self._closing.is_set()
+            process, was_ready = self._process, self._state == "ready" or not is_first
+            self._closing.set()
+            self._state = "closing"
+            if process is not None and was_ready and (is_first or not drain):
+                process.send(frame(Close(drain)))
+        atexit.unregister(self.close)
+        if process is not None and not was_ready:
+            process.kill()
+        if threading.current_thread() is self._supervisor:
+            return
+        if not drain:
+            self._supervisor.join(self._supervision.close_timeout_s)
+            if self._supervisor.is_alive() and process is not None:
+                logger.error("the engine did not close within %g s; it is killed", self._supervision.close_timeout_s)
+                process.kill()
+        self._supervisor.join()
+
+    def _call(self, name: CallName, token_ids: Sequence[int], *arguments: str) -> Future[NDArray[np.float32]]:
+        ids: list[int] = as_token_ids("token_ids", token_ids, self.info.vocab_size).tolist()
+        future: Future[NDArray[np.float32]] = Future()
+        with self._lock:
+            process = self._live_process()
+            if len(self._calls) >= self.info.max_waiting:
+                raise QueueFullError(self.info.max_waiting, RETRY_AFTER_S)
+            self._num_calls = call_id = self._num_calls + 1
+            self._calls[call_id] = future
+            process.send(frame(Call(call_id, name, [ids, *arguments])))
+        future.add_done_callback(partial(self._cancel_call, call_id))
+        return future
+
+    def _cancel_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
+        """The future is done. If that is because nobody wants the answer, tell the process; the call counts until the
+        process has replied."""
+        with self._lock:
+            if future.cancelled() and call_id in self._calls and self._process is not None:
+                self._process.send(frame(CancelCall(call_id)))
+
+    def _tell_watched(self) -> None:
+        with self._lock:
+            is_watched = bool(self._watchers)
+            if is_watched != self._is_watched and self._state == "ready" and self._process is not None:
+                self._is_watched = is_watched
+                self._process.send(frame(Watch(is_watched)))
+
+    def _live_process(self) -> EngineProcess:
+        if self._state != "ready":
+            raise self._dead()
+        assert self._process is not None
+        return self._process
+
+    def _dead(self) -> EngineDeadError:
+        if self._state == "closing":
+            return EngineDeadError("the engine is closed or closing")
+        if not self._supervisor.is_alive():
+            return EngineDeadError("the engine has died; see the log")
+        left_s = max(1.0, self._ready_s - time.monotonic())
+        return EngineDeadError(f"the engine has died and is started again, in about {left_s:.0f} s", left_s)
+
+    # Everything below runs on the supervisor's thread.
+
+    def _supervise(self, started: Future[None]) -> None:
+        try:
+            while not self._closing.is_set():
+                failure = self._run_process(started)
+                if not started.done():
+                    raise failure
+                if not self._closing.is_set():
+                    logger.error("the engine has died (%s); it is started again in %g s", failure, self._delay_s)
+                if not self._closing.wait(self._delay_s):
+                    self._set_state("starting")
+                self._delay_s = min(2 * self._delay_s, self._supervision.most_delay_s)
+        except BaseException as error:
+            self._set_state("down")
+            if started.done():
+                logger.exception("the engine is not started any more")
+            else:
+                started.set_exception(error)
+        finally:
+            self._end_all()
+
+    def _run_process(self, started: Future[None]) -> Exception:
+        """Start a process and hand out what comes from it until it ends. Returns why it did."""
+        begun_s = time.monotonic()
+        process: EngineProcess | None = None
+        failure: Exception | None = None
+        how = "could not be made"
+        try:
+            process = EngineProcess(self._start, self._supervision.command)
+            with self._lock:
+                self._process = process
+            if self._closing.is_set():
+                process.kill()
+            for message in self._messages(process):
+                if isinstance(message, Started):
+                    self._take_up(message.info, begun_s)
+                    if not started.done():
+                        started.set_result(None)
+                elif isinstance(message, StartFailed):
+                    failure = error_of(message.problem)
+                else:
+                    self._take(message)
+        except (OSError, WireError, msgspec.DecodeError) as error:
+            failure = error
+        finally:
+            self._let_go()
+            if process is not None:
+                how = process.end()
+        return failure or EngineDeadError(f"the engine's process {how}")
+
+    def _take_up(self, info: EngineInfo, begun_s: float) -> None:
+        """The engine is ready."""
+        with self._lock:
+            self._info = info
+            self._ready_s = time.monotonic()
+            self._start_duration_s = self._ready_s - begun_s
+            if self._state != "closing":
+                self._state = "ready"
+        self._tell_watched()
+
+    def _let_go(self) -> None:
+        """The process has ended, or will have in a moment: tell everybody, forget what it was told."""
+        now = time.monotonic()
+        if self._state == "ready" and now - self._ready_s >= self._supervision.healthy_s:
+            self._delay_s = self._supervision.first_delay_s
+        with self._lock:
+            if self._state != "closing":
+                self._state = "down"
+            self._process = self._pulse = None
+            self._queue, self._is_watched = _Queue(), False
+            self._ready_s = now + self._delay_s + self._start_duration_s
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """Nothing that is open goes on."""
+        with self._lock:
+            futures = list(self._calls.values())
+            self._calls.clear()
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._dead())
+        if self._closing.is_set():
+            self._delivery.end_all("abort", None)
+        else:
+            self._delivery.end_all("error", "the engine has died")
+
+    def _set_state(self, state: EngineState) -> None:
+        with self._lock:
+            if self._state != "closing":
+                self._state = state
+
+    def _messages(self, process: EngineProcess) -> Iterator[FromEngine]:
+        num_silent_s = 0.0
+        while (messages := process.receive()) is not None:
+            num_silent_s = 0.0 if messages or self._state == "starting" else num_silent_s + READ_TIMEOUT_S
+            if num_silent_s >= self._supervision.hang_timeout_s:
+                logger.error("nothing was heard of the engine's process for %.0f s; it is killed", num_silent_s)
+                process.kill()
+            yield from messages
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs):
+                with self._lock:
+                    self._queue.report(message)
+                for output in outputs:
+                    self._delivery.deliver(output)
+            case Pulse():
+                self._pulse = message
+            case StepView():
+                self._watchers.show(message)
+                self._tell_watched()
+            case Refused(request_id, problem):
+                error = error_of(problem)
+                self._delivery.end(
+                    request_id,
+                    "error",
+                    str(error),
+                    engine_died=isinstance(error, EngineDeadError),
+                    is_unsatisfiable=isinstance(error, RequestError),
+                )
+            case Answer(call_id, shape, data):
+                self._settle(call_id, np.frombuffer(data, np.float32).reshape(shape))
+            case CallFailed(call_id, problem):
+                self._settle(call_id, error_of(problem))
+            case LogLine():
+                _log(message)
+
+    def _settle(self, call_id: int, result: NDArray[np.float32] | Exception) -> None:
+        with self._lock:
+            future = self._calls.pop(call_id, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _log(line: LogLine) -> None:
+    """Give a line of the engine's log to the handlers of this process."""
+    target = logging.getLogger(line.name)
+    if target.isEnabledFor(line.level):
+        record = logging.LogRecord(line.name, line.level, "", 0, line.message, None, None)
+        record.created, record.msecs = line.created_s, line.created_s % 1.0 * 1000.0
+        record.exc_text = line.traceback
+        target.handle(record)

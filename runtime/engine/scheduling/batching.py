@@ -1,0 +1,87 @@
+"""How decodes and prompts share the steps: the default, and what went before it, for comparison.
+
+A style composes three parts of the scheduler: ``decode`` (every running sequence whose last token is all that is
+missing), ``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and
+budget last). ``extend`` adds to a planned step what arrived since.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.engine.scheduling.step import Step
+
+if TYPE_CHECKING:
+    from runtime.engine.scheduling.scheduler import Scheduler
+
+
+class StallFree:
+    """Decodes first, then prompts in chunks that fill what is left of the budget (Sarathi-Serve, Agrawal et al.
+    2024)."""
+
+    cuts_prompts = True
+
+    def fill(self, scheduler: Scheduler, step: Step) -> None:
+        scheduler.decode(step)
+        scheduler.prefill(step)
+        scheduler.admit(step)
+
+    def extend(self, scheduler: Scheduler, step: Step) -> None:
+        scheduler.admit(step)
+
+
+class Orca:
+    """Decodes and whole prompts in one step (Yu et al. 2022); a prompt beyond the budget has a step of its own."""
+
+    cuts_prompts = False
+
+    def fill(self, scheduler: Scheduler, step: Step) -> None:
+        if scheduler.waiting and scheduler.waiting[0].num_tokens > step.max_tokens:
+            scheduler.admit(step, most=1)
+        if not step.chunks:
+            scheduler.decode(step)
+            scheduler.admit(step)
+
+    def extend(self, scheduler: Scheduler, step: Step) -> None:
+        scheduler.admit(step)
+
+
+class PrefillFirst:
+    """Whole prompts alone as long as any can be admitted, else decodes (vLLM's first scheduler, Kwon et al. 2023)."""
+
+    cuts_prompts = False
+
+    def fill(self, scheduler: Scheduler, step: Step) -> None:
+        scheduler.admit(step)
+        if not step.chunks:
+            scheduler.decode(step)
+
+    def extend(self, scheduler: Scheduler, step: Step) -> None:
+        if all(chunk.is_first for chunk in step.chunks):
+            scheduler.admit(step)
+
+
+class Static:
+    """A batch is admitted when the one before has ended."""
+
+    cuts_prompts = False
+
+    def fill(self, scheduler: Scheduler, step: Step) -> None:
+        if scheduler.running:
+            scheduler.decode(step)
+        else:
+            scheduler.admit(step)
+
+    def extend(self, scheduler: Scheduler, step: Step) -> None:
+        if all(chunk.is_first for chunk in step.chunks) and len(step.chunks) == len(scheduler.running):
+            scheduler.admit(step)
+
+
+Batching = StallFree | Orca | PrefillFirst | Static
+
+BATCHING_STYLES: dict[str, type[Batching]] = {
+    "stall-free": StallFree,
+    "orca": Orca,
+    "prefill-first": PrefillFirst,
+    "static": Static,
+}

@@ -1,0 +1,143 @@
+"""In which order cached blocks that nobody holds are given up.
+
+The block pool tells a policy which blocks have lost their last holder and which are used again; the policy names the
+next victim. A sequence's blocks come in the order last to first, and whoever holds a block holds those before it, so
+a block's parent is never older than the block and was reused at least as often. Both policies rely on that: they never
+give up a block before those that continue it. Every operation takes constant time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from runtime.engine.errors import RequestError
+from runtime.engine.scheduling.prefix_cache import CachedBlock
+
+_GHOSTS_PER_BLOCK = 4  # evicted contents that are remembered, for each block of the pool
+_RESPITES = (0.0, 1.5, 2.5, 3.5, 4.5)  # in typical gaps, by times reused: how much longer than a new block one is kept
+_GAP_RATE = 0.002  # weight of one observation in the running mean of the gaps
+_LEAST_NEW_SHARE = 0.02  # of the pool: what reused blocks leave to those that were not, or old favourites could fill it
+
+
+class EvictionPolicy(Protocol):
+    """The cached blocks that nobody holds."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, node: CachedBlock, /) -> bool: ...
+
+    def add(self, node: CachedBlock) -> None:
+        """``node`` has lost its last holder."""
+
+    def reuse(self, node: CachedBlock) -> None:
+        """Take out a node that another sequence holds from now on."""
+
+    def discard(self, node: CachedBlock) -> None:
+        """Take out a node whose content is of no more use."""
+
+    def pop(self) -> CachedBlock:
+        """Take out the next victim. There must be one."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """The block whose last holder left first."""
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[CachedBlock, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, node: CachedBlock, /) -> bool:
+        return node in self._nodes
+
+    def add(self, node: CachedBlock) -> None:
+        self._nodes[node] = None
+
+    def reuse(self, node: CachedBlock) -> None:
+        del self._nodes[node]
+
+    def discard(self, node: CachedBlock) -> None:
+        del self._nodes[node]
+
+    def pop(self) -> CachedBlock:
+        return self._nodes.popitem(last=False)[0]
+
+
+class ReuseGap:
+    """Least recently used, but blocks that came back are given longer to come back again.
+
+    Most blocks are never asked for again; one that was is likely to be, the more often the likelier. How long that
+    takes is learned: the running mean of the gaps between a block's last use and its next, in blocks evicted meanwhile.
+    A reused block counts as younger by a small multiple of it. The digests of the latest victims are remembered, so a
+    block that comes back too late is known as reused, and its gap counts, too (the ghosts of 2Q, Johnson and Shasha
+    1994, and ARC, Megiddo and Modha 2003). Where nothing comes back, or all at once, this is least recently used.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_ghosts = _GHOSTS_PER_BLOCK * num_blocks
+        self._least_new = _LEAST_NEW_SHARE * num_blocks
+        self._queues = [OrderedDict[CachedBlock, None]() for _ in _RESPITES]  # by times reused
+        self._ghosts: OrderedDict[int, tuple[int, int]] = OrderedDict()  # victims' digests: last use, times reused
+        self._clock = 0  # evictions so far
+        self._gap = 0.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def __contains__(self, node: CachedBlock, /) -> bool:
+        return node in self._queues[node.times_reused]
+
+    def add(self, node: CachedBlock) -> None:
+        ghost = self._ghosts.pop(node.digest, None)
+        if ghost is not None:
+            last_used, times_reused = ghost
+            node.times_reused = max(node.times_reused, times_reused)
+            self._count(node, last_used)
+        parent = node.parent  # still held; its own ghost may be gone, or hidden by one with the same digest
+        if parent is not None and parent.times_reused < node.times_reused:
+            parent.times_reused = node.times_reused
+        node.last_used = self._clock
+        self._queues[node.times_reused][node] = None
+
+    def reuse(self, node: CachedBlock) -> None:
+        self.discard(node)
+        self._count(node, node.last_used)
+
+    def discard(self, node: CachedBlock) -> None:
+        del self._queues[node.times_reused][node]
+
+    def pop(self) -> CachedBlock:
+        victim = self._next_queue().popitem(last=False)[0]
+        self._clock += 1
+        self._ghosts[victim.digest] = victim.last_used, victim.times_reused
+        if len(self._ghosts) > self._num_ghosts:
+            self._ghosts.popitem(last=False)
+        return victim
+
+    def _next_queue(self) -> OrderedDict[CachedBlock, None]:
+        """The queue whose head is due first; of equals, the least reused."""
+        gap = 0.0 if len(self._queues[0]) < self._least_new else self._gap
+        best, earliest = self._queues[0], float("inf")
+        for queue, respite in zip(self._queues, _RESPITES):
+            if queue and (due := next(iter(queue)).last_used + respite * gap) < earliest:
+                best, earliest = queue, due
+        return best
+
+    def _count(self, node: CachedBlock, last_used: int) -> None:
+        node.times_reused = min(node.times_reused + 1, len(_RESPITES) - 1)
+        self._gap += _GAP_RATE * (self._clock - last_used - self._gap)
+
+
+POLICIES = ("lru", "reuse-gap")
+
+
+def eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """A policy by name, for a pool of ``num_blocks``. Raises RequestError for an unknown name."""
+    if name == "lru":
+        return LeastRecentlyUsed()
+    if name == "reuse-gap":
+        return ReuseGap(num_blocks)
+    raise RequestError(f"eviction must be one of {', '.join(POLICIES)}, got {name!r}", param="eviction")

@@ -1,0 +1,94 @@
+"""Whose blocks are taken when there are not enough, and how their content comes back.
+
+The victim is never the first in order, so there is always one sequence that goes on to its end. Its content is either
+computed again or copied to the host and back; the cost model compares the two by measured times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.engine.scheduling.sequence import Sequence
+
+_MEMORY = 0.98
+"""What is left of a measurement's weight one measurement later: about fifty of them count."""
+
+
+def latest(running: list[Sequence]) -> Sequence:
+    """The last in order: under every policy the least urgent, and the latest of equals."""
+    return running[-1]
+
+
+def least_recently_used(running: list[Sequence]) -> Sequence:
+    """The one that has been in no step for longest; the last in order of equals."""
+    return min(reversed(running[1:]), key=_last_step)
+
+
+def shortest_remaining(running: list[Sequence]) -> Sequence:
+    """The one with the fewest output tokens left before its ``max_tokens``; the last in order of equals."""
+    return min(reversed(running[1:]), key=_remaining)
+
+
+VICTIM_RULES: dict[str, Callable[[list[Sequence]], Sequence]] = {
+    "latest": latest,
+    "least-recently-used": least_recently_used,
+    "shortest-remaining": shortest_remaining,
+}
+"""Each takes the running sequences in order, at least two, and never names the first."""
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Seconds that computing tokens and moving blocks takes, from measurements whose weights fade.
+
+    A step's time is taken to be a constant and a share for each token: recomputed tokens mostly join steps that run
+    anyway, so only their share counts.
+    """
+
+    _weight: float = 0.0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _tokens_squared: float = 0.0
+    _tokens_seconds: float = 0.0
+    _moved_blocks: float = 0.0
+    _moved_seconds: float = 0.0
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of ``num_tokens`` tokens took ``seconds``."""
+        self._weight = _MEMORY * self._weight + 1.0
+        self._tokens = _MEMORY * self._tokens + num_tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._tokens_squared = _MEMORY * self._tokens_squared + num_tokens * num_tokens
+        self._tokens_seconds = _MEMORY * self._tokens_seconds + num_tokens * seconds
+
+    def observe_transfer(self, num_blocks: int, seconds: float) -> None:
+        """Moving ``num_blocks`` blocks between device and host took ``seconds``."""
+        self._moved_blocks = _MEMORY * self._moved_blocks + num_blocks
+        self._moved_seconds = _MEMORY * self._moved_seconds + seconds
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Seconds that so many tokens add to the steps; 0.0 before the first measurement."""
+        if self._tokens <= 0.0:
+            return 0.0
+        mean = self._seconds / self._tokens
+        spread = self._weight * self._tokens_squared - self._tokens * self._tokens
+        if spread <= 1e-9 * self._tokens * self._tokens:  # all steps alike: the slope is unknown
+            return num_tokens * mean
+        slope = (self._weight * self._tokens_seconds - self._tokens * self._seconds) / spread
+        return num_tokens * min(max(slope, 0.0), mean)
+
+    def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether moving ``num_blocks`` out and back is quicker than computing ``num_tokens`` again. Before the first
+        transfer was measured: yes."""
+        if self._moved_blocks <= 0.0:
+            return True
+        return 2 * num_blocks * (self._moved_seconds / self._moved_blocks) < self.compute_s(num_tokens)
+
+
+def _last_step(sequence: Sequence) -> int:
+    return sequence.last_step
+
+
+def _remaining(sequence: Sequence) -> int:
+    return sequence.request.max_tokens - sequence.num_output_tokens

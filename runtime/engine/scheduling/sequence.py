@@ -1,0 +1,226 @@
+"""The engine's own record of a request and of each of its choices.
+
+A ``Request`` holds what its choices share: the prompt, the parameters, the prompt's log probabilities. A
+``Sequence`` is one choice: its output so far, its KV blocks and how many of its tokens are computed.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.grammar.matcher import GrammarMatcher
+from runtime.engine.messages import RequestTimes, TokenLogprobs
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduling.block_pool import Chain
+
+_FIRST_OUTPUT_CAPACITY = 32
+
+
+class State(enum.Enum):
+    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, and all but the
+    first until that has computed the prompt."""
+
+    HELD = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """An admitted request; it is open while it has sequences.
+
+    number          the order of arrival, unique
+    prompt_ids      [num_prompt_tokens] int32
+    seed            the request's seed, or one drawn at admission
+    max_tokens      output tokens of each choice, at least 1, already cut to the context's end
+    stop_ids        ids that end a choice, mapped to its ``stop_reason`` (None for EOS)
+    cache_salt      whose prefixes it may share; None: those of all requests without a salt
+    ttft_target_s, tpot_target_s  for the deadline policy; None: as configured
+    prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
+    awaits_grammar  its grammar is being compiled, and its choices are held until then
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "awaits_grammar",
+        "cache_salt",
+        "eos_token_ids",
+        "max_tokens",
+        "number",
+        "params",
+        "priority",
+        "prompt_ids",
+        "prompt_logprobs",
+        "request_id",
+        "seed",
+        "sequences",
+        "stop_ids",
+        "tpot_target_s",
+        "ttft_target_s",
+        "was_scheduled",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        ttft_target_s: float | None = None,
+        tpot_target_s: float | None = None,
+        max_tokens: int,
+        arrival_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.eos_token_ids = eos_token_ids
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.ttft_target_s = ttft_target_s
+        self.tpot_target_s = tpot_target_s
+        self.max_tokens = max_tokens
+        self.arrival_s = arrival_s
+        self.stop_ids: dict[int, int | None] = {i: i for i in params.stop_token_ids or ()}
+        if not params.ignore_eos:
+            self.stop_ids.update(dict.fromkeys(eos_token_ids))
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing precedes the first token
+        self.number = 0
+        self.seed = 0
+        self.sequences: list[Sequence] = []
+        self.was_scheduled = False
+        self.awaits_grammar = params.grammar is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def open_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+
+class Sequence:
+    """One choice of a request.
+
+    order          its place in every queue; the scheduler's policy gives it
+    max_tokens     most output tokens, the request's
+    num_tokens     known tokens, prompt and output
+    num_pending    tokens that planned steps will draw: 0, 1, or 2 while a step runs and the next is planned
+    num_computed   tokens whose keys and values lie in ``block_ids`` (in ``host_slots`` while it is swapped out) when
+                   the planned steps have run
+    num_committed  of those, the ones in ``block_ids`` whose step has run
+    host_slots     where its blocks lie while it is swapped out
+    chain          how far its blocks are recorded in the prefix cache
+    row            its row in the runner's arrays while it runs, unique among the running; else None
+    last_step      number of the last step that had a chunk of it; -1: none
+    num_cached_tokens  tokens that were found when it first started; None before that
+    matcher        where its output is in the request's grammar; None: there is none
+    """
+
+    __slots__ = (
+        "_output_buffer",
+        "block_ids",
+        "chain",
+        "first_scheduled_s",
+        "first_token_s",
+        "host_slots",
+        "index",
+        "last_step",
+        "last_token_id",
+        "last_token_s",
+        "matcher",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_committed",
+        "num_computed",
+        "num_output_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "num_tokens",
+        "order",
+        "request",
+        "row",
+        "state",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.order: tuple[float, int, int] = (0.0, request.number, index)
+        self.max_tokens = request.max_tokens
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_tokens = self.num_prompt_tokens
+        self.num_pending = 0
+        self.num_computed = 0
+        self.num_committed = 0
+        self.num_cached_tokens: int | None = None
+        self.last_step = -1
+        self.last_token_id = int(request.prompt_ids[-1])
+        self.block_ids: list[int] = []
+        self.host_slots: list[int] = []
+        self.chain = Chain(request.cache_salt)
+        self.row: int | None = None
+        self.matcher: GrammarMatcher | None = None
+        self.state = State.HELD
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        capacity = min(request.max_tokens, _FIRST_OUTPUT_CAPACITY)
+        self._output_buffer: NDArray[np.int32] = np.empty(capacity, np.int32)
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        """The output so far, ``[num_output_tokens]`` int32: a view that the next ``append`` may outdate."""
+        return self._output_buffer[: self.num_output_tokens]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def is_drawing_last(self) -> bool:
+        """Whether the planned steps draw the last token that it may have: it only waits for them."""
+        return self.num_output_tokens + self.num_pending >= self.max_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether this sequence's pass over the prompt has to give log probabilities."""
+        logprobs = self.request.prompt_logprobs
+        return self.index == 0 and logprobs is not None and len(logprobs) < self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        """Add the token that a step has drawn; its keys and values are computed by a later one."""
+        count = self.num_output_tokens
+        if count == len(self._output_buffer):
+            self._output_buffer = np.resize(self._output_buffer, 2 * count)
+        self._output_buffer[count] = token_id
+        self.last_token_id = token_id
+        self.num_output_tokens = count + 1
+        self.num_tokens += 1
+        self.num_pending -= 1
+
+    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
+        """Write the tokens ``start : start + len(out)`` of prompt and output into ``out``."""
+        from_prompt = self.request.prompt_ids[start : start + len(out)]
+        out[: len(from_prompt)] = from_prompt
+        if len(from_prompt) < len(out):
+            first = max(0, start - self.num_prompt_tokens)
+            out[len(from_prompt) :] = self._output_buffer[first : first + len(out) - len(from_prompt)]
+
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            arrival_s=self.request.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+        )

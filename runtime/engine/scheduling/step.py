@@ -1,0 +1,117 @@
+"""What one step computes and moves, as the scheduler planned it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.engine.scheduling.sequence import Sequence
+
+PreemptionWay = Literal["recompute", "swap"]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens ``start : start + num_tokens`` of a sequence, to be computed in this step.
+
+    is_first  the sequence was given its row in this step
+    is_last   the chunk ends at the last token, known or pending, so the step draws a new one
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """Executed in the order ``swap_out``, ``swap_in``, ``copies``, chunks.
+
+    number          counts the steps that were planned
+    max_tokens      the budget; only a prompt that may not be cut runs beyond it, alone
+    num_tokens      of all chunks
+    swap_out        (block, host slot): copied before anything is written to the block
+    swap_in         (host slot, block): copied before any chunk reads the block
+    copies          (source block, target block), on the device
+    preempted       the sequences that gave up their blocks for this step, and how they will get them back
+    held_blocks     of ``copies``: sources are kept until the step has run, or until the owner of the target is gone
+    held_slots      host slots of prefixes that ``swap_in`` reads, kept until the step has run
+    returned_slots  host slots of swapped sequences that ``swap_in`` reads: free when the step has run
+    """
+
+    number: int
+    max_tokens: int
+    num_tokens: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[tuple[Sequence, PreemptionWay]] = field(default_factory=list)
+    held_blocks: list[tuple[int, int]] = field(default_factory=list)
+    held_slots: list[list[int]] = field(default_factory=list)
+    returned_slots: list[int] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be added."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to execute: a step without chunks may still have to move blocks."""
+        return bool(self.chunks) or self.has_transfers
+
+    def add(self, sequence: Sequence, count: int, *, is_first: bool) -> None:
+        """Add the next ``count`` tokens of a sequence and count them as computed: the step after this one may be
+        planned before this one has run."""
+        start = sequence.num_computed
+        end = start + count
+        is_last = end == sequence.num_tokens + sequence.num_pending
+        sequence.num_computed = end
+        if is_last:
+            sequence.num_pending += 1
+        sequence.last_step = self.number
+        self.num_tokens += count
+        self.chunks.append(Chunk(sequence, start, count, is_first, is_last))
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """``add`` one token of each: the last, known or pending."""
+        number, chunks = self.number, self.chunks
+        for sequence in sequences:
+            start = sequence.num_computed
+            sequence.num_computed = start + 1
+            sequence.num_pending += 1
+            sequence.last_step = number
+            chunks.append(Chunk(sequence, start, 1, False, True))
+        self.num_tokens += len(sequences)
+
+    def drop_finished(self) -> None:
+        """Leave out the chunks of sequences that have ended since the step was planned."""
+        chunks = [chunk for chunk in self.chunks if not chunk.sequence.is_finished]
+        if len(chunks) < len(self.chunks):
+            self.chunks = chunks
+            self.num_tokens = sum(chunk.num_tokens for chunk in chunks)
+
+    def drop_transfers(self, block_ids: list[int], host_slots: list[int]) -> None:
+        """Leave out what would be copied into blocks and host slots that are about to be free."""
+        if self.swap_in or self.copies:
+            blocks = set(block_ids)
+            self.swap_in = [pair for pair in self.swap_in if pair[1] not in blocks]
+            self.copies = [pair for pair in self.copies if pair[1] not in blocks]
+        if self.swap_out and host_slots:
+            slots = set(host_slots)
+            self.swap_out = [pair for pair in self.swap_out if pair[1] not in slots]
+
+    def let_go(self, block_ids: list[int]) -> list[int]:
+        """The held sources of copies into these blocks, which are about to be free: held no longer. What comes to lie
+        in them comes after the copies."""
+        targets = set(block_ids)
+        sources = [source for source, target in self.held_blocks if target in targets]
+        self.held_blocks = [pair for pair in self.held_blocks if pair[1] not in targets]
+        return sources

@@ -1,0 +1,101 @@
+"""Steps as they are shown to whoever looks on: nothing is made while nobody does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from runtime.engine.messages import StepView
+
+if TYPE_CHECKING:
+    from runtime.engine.scheduling.block_pool import BlockPool
+    from runtime.engine.timeline import StepRecord, Timeline
+
+logger = logging.getLogger("xserv.engine")
+
+BLOCK_MAP_INTERVAL_S = 0.25
+"""A map of the blocks is made at most once in this time: it takes as long as there are blocks."""
+
+ViewSink = Callable[[StepView], None]
+"""Receives the view of each step, on any thread; it must not block. One that raises is logged and removed."""
+
+
+class Watchers:
+    """The sinks that get to see the steps. ``add`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sinks: tuple[ViewSink, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def add(self, sink: ViewSink) -> Callable[[], None]:
+        """Returns the way to remove it, which may be called again."""
+
+        def watch(view: StepView) -> None:  # of its own, so that one sink may watch twice
+            sink(view)
+
+        with self._lock:
+            self._sinks = (*self._sinks, watch)
+        return lambda: self._remove(watch)
+
+    def show(self, view: StepView) -> None:
+        """Give the view to every sink."""
+        for sink in self._sinks:
+            try:
+                sink(view)
+            except Exception:
+                logger.exception("a sink that watches the steps failed; it is removed")
+                self._remove(sink)
+
+    def _remove(self, removed: ViewSink) -> None:
+        with self._lock:
+            self._sinks = tuple(sink for sink in self._sinks if sink is not removed)
+
+
+class StepViews:
+    """Views of an engine's steps, made on its thread."""
+
+    def __init__(self, timeline: Timeline, pool: BlockPool) -> None:
+        self._timeline = timeline
+        self._pool = pool
+        self._last_number = -1
+        self._next_map_s = 0.0
+
+    def skip(self) -> None:
+        """Nobody wants the steps until now."""
+        if self._timeline:
+            self._last_number = self._timeline[-1].number
+
+    def take(self) -> list[StepView]:
+        """Those of the steps since the last call or ``skip``, oldest first."""
+        records: list[StepRecord] = []
+        for record in reversed(self._timeline):
+            if record.number <= self._last_number:
+                break
+            records.append(record)
+        self.skip()
+        return [self._view(record) for record in reversed(records)]
+
+    def _view(self, record: StepRecord) -> StepView:
+        now, block_map = time.monotonic(), None
+        if now >= self._next_map_s:
+            self._next_map_s = now + BLOCK_MAP_INTERVAL_S
+            block_map = self._pool.run_lengths()
+        return StepView(
+            step=record.number,
+            start_s=record.start_s,
+            duration_s=record.end_s - record.start_s,
+            chunks=record.chunk_views,
+            num_running=record.num_running,
+            num_waiting=record.num_waiting,
+            num_blocks=self._pool.num_blocks,
+            num_free_blocks=self._pool.num_free,
+            num_cached_blocks=self._pool.num_cached,
+            preempted=[request_id for request_id, _, _ in record.preempted],
+            block_map=block_map,
+        )

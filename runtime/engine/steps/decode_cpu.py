@@ -1,0 +1,127 @@
+"""Decode graphs on the cpu: recorded launches that one compiled call replays, in memory that they share.
+
+A step runs when it is waited for: in the runner's own thread where the loop is overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_kernels.cpu.arena import Arena
+from numba_kernels.cpu.attention import SEGMENT_TOKENS
+from numba_kernels.cpu.recording import NotRecordableError, Recording, record
+from runtime.device.errors import CaptureError
+from runtime.dtype import float32
+from runtime.engine.config import EngineLimits
+from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.steps.ragged import Layout
+from runtime.engine.steps.recorded_forwards import RecordedForwards
+from runtime.errors import OutOfMemoryError
+from runtime.tensor.tensor import Tensor
+
+SHORT_SEQUENCES = 128
+"""Attention over sequences up to this length is planned apart: alone it is not worth waking a thread."""
+
+
+class HostBuffers:
+    """See `StepBuffers`."""
+
+    def __init__(self, upload_bytes: int, num_results: int) -> None:
+        self.upload: NDArray[np.uint8] = np.empty(upload_bytes, np.uint8)
+        self.results: NDArray[np.int32] = np.empty(num_results, np.int32)
+        self.pending: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Runs the step."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+
+class CpuGraph:
+    """See `StepGraph`."""
+
+    def __init__(self, recording: Recording, result: Tensor | None) -> None:
+        self.recording = recording
+        self.result = result
+
+    def release(self) -> None:
+        self.result = None
+
+
+class CpuDecodes:
+    """See `DecodeDevice`."""
+
+    can_lead = False
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._arena = Arena()
+        lengths = self.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._forwards = RecordedForwards(limits, lengths)  # another thread's than captures, where loops overlap
+        self._recorded_bytes = 0
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._arena.size_bytes + self._recorded_bytes + self._forwards.size_bytes
+
+    @staticmethod
+    def batch_sizes(max_num_seqs: int) -> list[int]:
+        """Every number up to 32, from there on in steps of an eighth: an empty place costs as much as another."""
+        sizes, size = [], 1
+        while size < max_num_seqs:
+            sizes.append(size)
+            size += 1 if size < 32 else (1 << (size.bit_length() - 1)) // 8
+        return [*sizes, max_num_seqs]
+
+    @staticmethod
+    def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
+        """A short one, and the segments of attention doubled again and again; results are the same in all."""
+        lengths, length = [], SHORT_SEQUENCES
+        while length < max_model_len:
+            lengths.append(length)
+            length = SEGMENT_TOKENS if length < SEGMENT_TOKENS else 2 * length
+        return [*lengths, max_model_len]
+
+    def new_buffers(self, upload_bytes: int, num_results: int) -> HostBuffers:
+        return HostBuffers(upload_bytes, num_results)
+
+    def upload(self, target: Tensor, buffers: StepBuffers, size_bytes: int) -> None:
+        target.array[:size_bytes] = buffers.upload[:size_bytes]
+
+    def write(self, target: Tensor, values: NDArray[Any]) -> None:
+        target.array[: len(values)] = values
+
+    def capture(self, work: Callable[[], Tensor], *, num_rows: int, keeps_logits: bool) -> CpuGraph:
+        try:
+            with record(self._arena) as recording:
+                logits = work()
+        except NotRecordableError as error:
+            raise CaptureError(f"cpu: {error}") from error
+        except MemoryError as error:
+            raise OutOfMemoryError(f"cpu: no memory for a step of {num_rows} sequences") from error
+        self._recorded_bytes += recording.size_bytes
+        # What comes after the logits in a run leaves them as they are, so that they need no memory of their own.
+        kept = Tensor.over(self._arena.borrowed(logits.array), float32) if keeps_logits else None
+        return CpuGraph(recording, kept)
+
+    def launch(self, graph: StepGraph, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
+        def run() -> None:
+            cast(CpuGraph, graph).recording.replay()
+            buffers.results[:num_results] = results.array[:num_results]
+
+        cast(HostBuffers, buffers).pending = run
+
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        try:
+            return self._forwards.run(layout, forward)
+        except NotRecordableError as error:
+            raise CaptureError(f"cpu: {error}") from error
+
+    def release(self) -> None:
+        self._arena = Arena()
+        self._forwards.clear()
+        self._recorded_bytes = 0

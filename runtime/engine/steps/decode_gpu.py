@@ -1,0 +1,112 @@
+"""Decode graphs on a GPU: CUDA graphs that share one pool of memory, copies through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph, GraphPool
+from runtime.dtype import float32
+from runtime.engine.config import EngineLimits
+from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.steps.ragged import Layout
+from runtime.tensor.tensor import Tensor
+
+
+class PinnedBuffers:
+    """See `StepBuffers`."""
+
+    def __init__(self, gpu: Gpu, upload_bytes: int, num_results: int) -> None:
+        self.pinned_upload = gpu.pinned.allocate(upload_bytes)
+        self.pinned_results = gpu.pinned.allocate(4 * num_results)
+        self.upload: NDArray[np.uint8] = self.pinned_upload.array
+        self.results: NDArray[np.int32] = self.pinned_results.array.view(np.int32)
+        self.event = gpu.new_event()
+        self.is_under_way = False
+
+    def wait(self) -> None:
+        """Until the device has come past the step's last copy. Raises LaunchError where work before it failed."""
+        if self.is_under_way:
+            self.is_under_way = False
+            self.event.synchronize()
+
+
+class GpuDecodes:
+    """See `DecodeDevice`."""
+
+    can_lead = True
+
+    def __init__(self, device: Device, limits: EngineLimits, vocab_size: int) -> None:
+        self._device = device
+        self._exact = limits.exact
+        self._gpu = Gpu.of(device)
+        self._vocab_size = vocab_size
+        self._pool: GraphPool | None = None  # with the first graph
+        self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
+
+    @property
+    def graph_bytes(self) -> int:
+        kept = sum(tensor.size_bytes for tensor in self._kept_logits.values())
+        return kept + (0 if self._pool is None else self._pool.reserved_bytes)
+
+    @staticmethod
+    def batch_sizes(max_num_seqs: int) -> list[int]:
+        """1, 2, 4, 8, 16, 24, 32 ... and the most that there may be."""
+        return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
+
+    @staticmethod
+    def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
+        """The longest that is never cut, and the longest that there may be. In exact mode none is cut."""
+        if exact or max_model_len <= MIN_PART_KEYS:
+            return [max_model_len]
+        return [MIN_PART_KEYS, max_model_len]
+
+    def new_buffers(self, upload_bytes: int, num_results: int) -> PinnedBuffers:
+        return PinnedBuffers(self._gpu, upload_bytes, num_results)
+
+    def upload(self, target: Tensor, buffers: StepBuffers, size_bytes: int) -> None:
+        self._gpu.upload(target.address, cast(PinnedBuffers, buffers).pinned_upload, size_bytes)
+
+    def write(self, target: Tensor, values: NDArray[Any]) -> None:
+        self._gpu.write(target.address, values)
+
+    def capture(self, work: Callable[[], Tensor], *, num_rows: int, keeps_logits: bool) -> Graph:
+        gpu = self._gpu
+        if self._pool is None:
+            self._pool = GraphPool(gpu)
+        kept = self._kept(num_rows) if keeps_logits else None
+
+        def run() -> Tensor | None:
+            logits = work()
+            if kept is not None:
+                gpu.copy(kept.address, logits.address, kept.size_bytes)
+            return kept
+
+        return Graph.capture(gpu, run, pool=self._pool, is_chained=True)
+
+    def launch(self, graph: StepGraph, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
+        cast(Graph, graph).replay()
+        pinned = cast(PinnedBuffers, buffers)
+        self._gpu.download(pinned.pinned_results, results.address, 4 * num_results)
+        pinned.event.record(self._gpu.stream)
+        pinned.is_under_way = True
+
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        return forward(layout.batch(self._device, exact=self._exact))
+
+    def release(self) -> None:
+        self._kept_logits.clear()
+        self._pool = None
+
+    def _kept(self, num_rows: int) -> Tensor:
+        """Where logits outlive their graph; one tensor serves the graphs of similar sizes."""
+        rows = 1 << (num_rows - 1).bit_length()
+        if rows not in self._kept_logits:
+            self._kept_logits[rows] = Tensor.empty((rows, self._vocab_size), float32, self._device)
+        return self._kept_logits[rows][:num_rows]

@@ -1,0 +1,180 @@
+"""Embeddings: the pooled hidden states of prompts, computed beside the running requests.
+
+One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps: so running requests wait
+for no more than they would for a chunk of somebody's prompt. Short prompts share a pass, a longer one takes several.
+They have pages of their own for the time of the work, and know nothing of the scheduler's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.dtype import float32
+from runtime.engine.admission import as_token_ids
+from runtime.engine.checks import check_one_of
+from runtime.engine.config import EngineLimits
+from runtime.engine.errors import RequestError
+from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.runner import Model
+from runtime.errors import XservError
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+logger = logging.getLogger("xserv.engine")
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states, after the final norm, become the embedding: the last token's, or the mean of all."""
+
+POOLINGS = ("last", "mean")
+
+
+class EmbeddingError(XservError):
+    """The model failed at an embedding, or computed one that is not finite."""
+
+
+@dataclass(slots=True, eq=False)
+class Embedding:
+    """A prompt on its way to a vector.
+
+    token_ids     [num_tokens] int32
+    future        of the embedding ``[hidden_size]`` float32; when it is cancelled, no further pass is spent on it
+    num_computed  tokens whose keys and values are in the pages
+    total         sum of their hidden states, ``[hidden_size]`` float64
+    """
+
+    token_ids: NDArray[np.int32]
+    pooling: Pooling
+    future: Future[NDArray[np.float32]]
+    num_computed: int = 0
+    total: NDArray[np.float64] | float = 0.0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+
+class Embedder:
+    """The prompts that wait for their embedding, in the order in which they came.
+
+    synchronize  waits until no step runs
+
+    ``prepare`` may be called on any thread; the rest belongs to the engine's loop.
+    """
+
+    def __init__(self, model: Model, limits: EngineLimits, vocab_size: int, synchronize: Callable[[], None]) -> None:
+        self._model = model
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._synchronize = synchronize
+        self._waiting: deque[Embedding] = deque()
+        self._pages: KVCache | None = None  # of a prompt that takes several passes: the first that waits
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def prepare(self, token_ids: Sequence[int], pooling: str) -> Embedding:
+        """A checked prompt of 1 … ``max_model_len`` tokens. Raises ``RequestError``."""
+        check_one_of("pooling", pooling, POOLINGS)
+        ids = as_token_ids("token_ids", token_ids, self._vocab_size)
+        if len(ids) > self._limits.max_model_len:
+            raise RequestError(
+                f"the input has {len(ids)} tokens; the model reads at most {self._limits.max_model_len}",
+                param="token_ids",
+                code="context_length_exceeded",
+            )
+        return Embedding(ids, "mean" if pooling == "mean" else "last", Future())
+
+    def add(self, embedding: Embedding) -> None:
+        self._waiting.append(embedding)
+
+    def advance(self) -> None:
+        """One forward pass, if there is work for one. A failure is told to those whose prompts it had."""
+        chosen = self._choose()
+        if not chosen:
+            return
+        try:
+            self._synchronize()
+            self._run(chosen)
+        except Exception:
+            logger.exception("the embedding of %d prompts failed", len(chosen))
+            for embedding in chosen:
+                embedding.num_computed = len(embedding.token_ids)
+                if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
+                    embedding.future.set_exception(EmbeddingError("the model failed at this embedding"))
+        while self._waiting and not self._waiting[0].num_left:
+            self._waiting.popleft()
+        if not (self._waiting and self._waiting[0].num_computed):
+            self._pages = None
+
+    def _choose(self) -> list[Embedding]:
+        """The prompts of the next pass: the first alone, or as many whole ones as fit."""
+        while self._waiting and self._waiting[0].future.cancelled():
+            self._waiting.popleft()
+            self._pages = None
+        if not self._waiting:
+            return []
+        chosen, room = [self._waiting[0]], self._limits.max_num_batched_tokens - self._waiting[0].num_left
+        if room < 0 or self._waiting[0].num_computed:
+            return chosen
+        for embedding in list(self._waiting)[1 : self._limits.max_num_seqs]:
+            room -= embedding.num_left
+            if room < 0:
+                break
+            chosen.append(embedding)
+        return chosen
+
+    def _run(self, chosen: list[Embedding]) -> None:
+        block_size, most = self._limits.block_size, self._limits.max_num_batched_tokens
+        starts = np.array([embedding.num_computed for embedding in chosen])
+        counts = np.array([min(embedding.num_left, most) for embedding in chosen])
+        num_blocks = np.array([-(-len(embedding.token_ids) // block_size) for embedding in chosen])
+        first_blocks = np.cumsum(num_blocks) - num_blocks
+        if self._pages is None:
+            self._pages = KVCache(self._model.kv_cache_spec(block_size), int(num_blocks.sum()))
+        # A row that has fewer blocks than another ends with numbers that nobody reads.
+        tables = first_blocks[:, None] + np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
+        ids = [
+            embedding.token_ids[start : start + count] for embedding, start, count in zip(chosen, starts, counts)
+        ]
+        ends = np.cumsum(counts)
+        layout = lay_out(
+            np.concatenate(ids), starts, counts, tables.astype(np.int32), block_size, (ends - 1).astype(np.int32)
+        )
+        batch = layout.batch(self._model.device, exact=self._limits.exact)
+        hidden = self._model.forward(batch, self._pages)  # [num_tokens, hidden_size]
+        last = _on_host(ops.gather_rows(hidden, batch.logits_indices))
+        sums = None
+        if any(embedding.pooling == "mean" for embedding in chosen):
+            sums = np.add.reduceat(_on_host(hidden), ends - counts, axis=0, dtype=np.float64)
+        for i, embedding in enumerate(chosen):
+            embedding.num_computed += int(counts[i])
+            if embedding.pooling == "mean" and sums is not None:
+                embedding.total += sums[i]
+            if not embedding.num_left:
+                _finish(embedding, last[i])
+
+
+def _finish(embedding: Embedding, last: NDArray[np.float32]) -> None:
+    vector = last.copy()
+    if embedding.pooling == "mean":
+        vector = np.asarray(embedding.total / len(embedding.token_ids), np.float32)
+    if not embedding.future.set_running_or_notify_cancel():
+        return
+    if np.isfinite(vector).all():
+        embedding.future.set_result(vector)
+    else:
+        embedding.future.set_exception(EmbeddingError("the model's hidden states are not finite"))
+
+
+def _on_host(hidden: Tensor) -> NDArray[np.float32]:
+    return hidden.to("cpu", float32).array

@@ -1,0 +1,121 @@
+"""Forward passes on the cpu that are recorded when a batch of their shape comes for the first time, and then replayed.
+
+What Python does to note down the operations of a model's layers takes milliseconds, in which the processors wait. While
+a long prompt is computed in chunks beside decodes, step after step has the same number of tokens and sequences: such a
+step costs no more than copying its arrays to where the recording reads them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_kernels.cpu.arena import Arena
+from numba_kernels.cpu.recording import NotRecordableError, Recording, record
+from runtime.device.device import CPU
+from runtime.dtype import float32
+from runtime.engine.config import EngineLimits
+from runtime.engine.steps.decode_device import Forward
+from runtime.engine.steps.ragged import Layout
+from runtime.tensor.tensor import Tensor
+
+NUM_KEPT = 32
+"""Recordings, about 100 KB each; the one that was used longest ago goes first."""
+
+_ARRAYS = ("token_ids", "positions", "query_start", "seq_lens", "slot_mapping", "logits_indices")
+"""Of a layout, those whose sizes its shape tells; block tables may have any width."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """All of a layout that its recording does not read from arrays. ``max_seq_len``: rounded up."""
+
+    num_tokens: int
+    num_seqs: int
+    num_logits: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """``inputs``: what the recording reads. ``hidden`` and ``logits``: what each replay leaves behind."""
+
+    recording: Recording
+    inputs: Layout
+    hidden: Tensor
+    logits: Tensor | None
+
+
+class RecordedForwards:
+    """Recordings of one model's forward passes, over the same inputs and the same memory; for one thread.
+
+    sequence_lengths  to which the longest sequence is rounded up, ascending
+    """
+
+    def __init__(self, limits: EngineLimits, sequence_lengths: list[int]) -> None:
+        self._limits = limits
+        self._lengths = sequence_lengths
+        self._arena = Arena()
+        self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
+        tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some styles compute a prompt whole
+        seqs = limits.max_num_seqs
+        self._token_ids, self._positions = np.zeros((2, tokens), np.int32)
+        self._slot_mapping = np.zeros(tokens, np.int64)
+        self._query_start, self._seq_lens, self._logits_indices = np.zeros((3, seqs + 1), np.int32)
+        self._tables = np.zeros(seqs * -(-limits.max_model_len // limits.block_size), np.int32)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of memory for results, and of recordings."""
+        return self._arena.size_bytes + sum(kept.recording.size_bytes for kept in list(self._kept.values()))
+
+    def run(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """What ``forward``, always the same function, makes of the batch; until the next run.
+
+        Raises NotRecordableError, before anything was done, and what its kernels find wrong.
+        """
+        longest = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
+        shape = _Shape(len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices), longest)
+        kept = self._kept.pop(shape, None)
+        if kept is None:
+            kept = self._record(shape, forward)
+        self._kept[shape] = kept
+        if len(self._kept) > NUM_KEPT:
+            del self._kept[next(iter(self._kept))]
+        for name in _ARRAYS:
+            getattr(kept.inputs, name)[...] = getattr(layout, name)
+        width = min(layout.block_tables.shape[1], kept.inputs.block_tables.shape[1])
+        kept.inputs.block_tables[:, :width] = layout.block_tables[:, :width]  # all that the sequences have
+        kept.recording.replay()
+        return kept.hidden, kept.logits
+
+    def clear(self) -> None:
+        """Give the memory back; nothing is run any more."""
+        self._kept.clear()
+        self._arena = Arena()
+
+    def _record(self, shape: _Shape, forward: Forward) -> _Recorded:
+        tokens, seqs = shape.num_tokens, shape.num_seqs
+        width = -(-shape.max_seq_len // self._limits.block_size)
+        inputs = Layout(
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            query_start=self._query_start[: seqs + 1],
+            seq_lens=self._seq_lens[:seqs],
+            slot_mapping=self._slot_mapping[:tokens],
+            block_tables=self._tables[: seqs * width].reshape(seqs, width),
+            logits_indices=self._logits_indices[: shape.num_logits],
+            max_query_len=tokens - seqs + 1,
+            max_seq_len=shape.max_seq_len,
+        )
+        batch = inputs.batch(CPU, exact=self._limits.exact)
+        with record(self._arena) as recording:
+            hidden, logits = forward(batch)
+        try:
+            kept = [self._arena.borrowed(tensor.array) for tensor in (hidden, logits) if tensor is not None]
+        except ValueError as error:
+            raise NotRecordableError("a forward pass returns what no kernel has made") from error
+        results = [Tensor.over(array, float32) for array in kept]
+        return _Recorded(recording, inputs, results[0], results[1] if logits is not None else None)

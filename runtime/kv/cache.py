@@ -1,0 +1,214 @@
+"""The storage of the KV pages: what a page looks like in memory, and how many bytes it costs.
+
+A page (block) holds ``block_size`` consecutive tokens of one sequence for every KV head of one layer. On cpu the keys
+of a page are stored transposed, so that a vector register runs over the tokens of the page and ``q . K`` needs no
+horizontal sums, and the values' rows are padded to whole vectors of 16:
+
+- K ``[num_blocks, num_kv_heads, head_dim, block_size]``
+- V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
+
+On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
+part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
+
+`HostPages` holds whole blocks in host memory in the same layout, for what leaves the device and comes back; what moves
+them is `runtime.kv.transfer`. Who owns which block is not known here: that is the engine's block pool.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.device.device import CPU, Device
+from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.errors import InvalidArgumentError, OutOfMemoryError
+from runtime.tensor.tensor import Tensor
+
+if TYPE_CHECKING:
+    from runtime.device.pinned import PinnedBlock
+    from runtime.device.stream import Event
+
+_CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
+_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type
+_GPU_BLOCK_SIZES = (8, 16, 32)
+_BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The shape of one model's KV cache; the number of blocks is the engine's choice.
+
+    Raises InvalidArgumentError for a size that is not positive, a ``block_size`` that is no multiple of 8 (on a GPU:
+    not 8, 16 or 32), or a dtype other than float32, float16 and bfloat16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens a page
+    dtype: DType
+    device: Device = CPU
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidArgumentError(f"KVCacheSpec: {name} is {value}, must be at least 1", param=name)
+        if self.block_size % _BLOCK_SIZE_MULTIPLE:
+            raise InvalidArgumentError(
+                f"KVCacheSpec: block_size is {self.block_size}, must be a multiple of {_BLOCK_SIZE_MULTIPLE}",
+                param="block_size",
+            )
+        if self.device.kind != "cpu" and self.block_size not in _GPU_BLOCK_SIZES:
+            raise InvalidArgumentError(
+                f"KVCacheSpec: block_size is {self.block_size}, must be 8, 16 or 32 on {self.device}",
+                param="block_size",
+            )
+        if self.dtype not in (float32, float16, bfloat16):
+            raise InvalidArgumentError(
+                f"KVCacheSpec: dtype is {self.dtype.name}, must be float32, float16 or bfloat16", param="dtype"
+            )
+
+    @property
+    def page_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """(K, V): the shape of one block of one layer."""
+        if self.device.kind == "cpu":
+            value_row = _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE)
+            keys = (self.num_kv_heads, self.head_dim, self.block_size)
+            return keys, (self.num_kv_heads, self.block_size, value_row)
+        page = (self.num_kv_heads, self.block_size, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
+        return page, page
+
+    @property
+    def page_bytes(self) -> tuple[int, int]:
+        """(K, V): bytes of one block of one layer."""
+        keys, values = self.page_shapes
+        return math.prod(keys) * self.dtype.itemsize, math.prod(values) * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.num_layers * sum(self.page_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, keys and values."""
+        return self.bytes_per_block // self.block_size
+
+
+class KVCache:
+    """The pages of every layer on the spec's device, allocated once and zeroed: kernels read pages whole, whatever of
+    them has been written.
+
+    Attributes:
+        spec, num_blocks, device: what it was made of.
+        arrivals: on a GPU, by layer: what work on that layer's pages has still to wait for (`runtime.kv.transfer`).
+
+    Raises InvalidArgumentError when ``num_blocks`` is not positive, OutOfMemoryError when the device refuses the bytes.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise InvalidArgumentError(f"KVCache: num_blocks is {num_blocks}, must be at least 1", param="num_blocks")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device = spec.device
+        self.arrivals: dict[int, Event] = {}
+        keys, values = spec.page_shapes
+        self._layers = [
+            (_pages((num_blocks, *keys), spec), _pages((num_blocks, *values), spec)) for _ in range(spec.num_layers)
+        ]
+        if spec.device.kind != "cpu":  # any stream may use them from now on
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(spec.device).stream.synchronize()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say.
+
+        What the device's current stream does from now on comes after the copies of these pages that are under way. A
+        recorded graph does not come by here: see `wait_for_arrivals`.
+        """
+        if self.arrivals and (arrival := self.arrivals.pop(index, None)) is not None:
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(self.device).stream.wait(arrival)
+        return self._layers[index]
+
+    def wait_for_arrivals(self) -> None:
+        """As `layer` for all layers: what the device's current stream does from now on, a recorded graph's replay for
+        one, comes after all copies of pages that are under way."""
+        for index in list(self.arrivals):
+            self.layer(index)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_blocks * self.spec.bytes_per_block
+
+
+class HostPages:
+    """Room for whole blocks in host memory, allocated once: pinned for a GPU, real or emulated, plain for the cpu.
+
+    Attributes:
+        spec: the cache's whose blocks fit here.
+        num_slots: blocks that there is room for.
+        planes: K and V of layer 0, K and V of layer 1 …: each uint8 ``[num_slots, bytes of one page]``.
+
+    Raises InvalidArgumentError when ``num_slots`` is not positive, OutOfMemoryError with the sizes when the machine has
+    less memory, or refuses it.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_slots: int) -> None:
+        if num_slots < 1:
+            raise InvalidArgumentError(f"HostPages: num_slots is {num_slots}, must be at least 1", param="num_slots")
+        self.spec = spec
+        self.num_slots = num_slots
+        needed = f"HostPages: {num_slots} slots of {spec.bytes_per_block} bytes are {self.size_bytes} bytes"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.size_bytes > memory:  # the system may promise it all the same
+            raise OutOfMemoryError(f"{needed}, the machine has {memory}")
+        self._pinned: list[PinnedBlock] = []  # lend their bytes to the planes
+        try:
+            self.planes = [self._plane(size) for _ in range(spec.num_layers) for size in spec.page_bytes]
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{needed}, which were refused: {error}") from error
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.spec.bytes_per_block
+
+    def _plane(self, page_bytes: int) -> NDArray[np.uint8]:
+        shape = (self.num_slots, page_bytes)
+        if self.spec.device.kind == "cpu":
+            plane = np.empty(shape, np.uint8)
+            plane.fill(0)  # the system gives the memory now, and not page by page to the first that are swapped
+            return plane
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+        self._pinned.append(Gpu.of(self.spec.device).pinned.allocate(math.prod(shape)))
+        return self._pinned[-1].array.reshape(shape)
+
+
+def _pages(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
+    if spec.device.kind != "cpu":
+        from runtime.device.gpu import Gpu
+
+        pages = Tensor.empty(shape, spec.dtype, spec.device)
+        Gpu.of(spec.device).fill(pages.address, 0, pages.size_bytes)
+        return pages
+    try:
+        return Tensor.from_numpy(np.zeros(shape, spec.dtype.numpy))
+    except MemoryError as error:
+        size = math.prod(shape) * spec.dtype.itemsize
+        raise OutOfMemoryError(f"KVCache: {size} bytes for one layer's pages {shape} were refused") from error
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

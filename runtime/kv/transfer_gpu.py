@@ -1,0 +1,82 @@
+"""Moving KV blocks on a GPU: batches of copies on a stream of their own, a layer at a time.
+
+The stream waits for all that the device's own stream holds, so that pages are read as the steps before left them and
+are not overwritten while those read them. An event behind each layer's copies goes to `KVCache.arrivals`: the device's
+stream waits for it where the forward pass asks for that layer's pages, so that its kernels neither read pages too early
+nor write pages too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable
+
+from runtime.device.gpu import Gpu
+from runtime.device.stream import Event, Stream
+from runtime.errors import DeviceError
+from runtime.kv.cache import HostPages, KVCache
+from runtime.kv.runs import Wave
+
+_PLANES_PER_LAYER = 2  # K and V
+
+
+class GpuMover:
+    """Queues copies; `move` returns at once. Its memory must live as long as it does, so it holds both."""
+
+    def __init__(self, kv_cache: KVCache, host_pages: HostPages | None) -> None:
+        spec = kv_cache.spec
+        tensors = [tensor for index in range(spec.num_layers) for tensor in kv_cache.layer(index)]
+        self._kv_cache = kv_cache
+        self._host_pages = host_pages
+        self.swap_bytes = self.num_driver_calls = 0
+        self.swap_s = 0.0
+        self._page_bytes = spec.page_bytes
+        self._pages = [tensor.address for tensor in tensors]
+        self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
+        self._gpu = Gpu.of(kv_cache.device)
+        self._stream: Stream | None = None  # made when it is needed: with a second one the emulator has more to watch
+        self._arrivals = [self._gpu.new_event() for _ in range(spec.num_layers)]
+        self._timed: deque[tuple[Event, Event, int]] = deque()  # start, end, bytes swapped between them
+
+    def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
+        if self._stream is None:
+            self._stream = self._gpu.new_stream()
+        stream = self._stream
+        stream.wait(self._gpu.stream.record())
+        start = stream.record(is_timed=True) if swap_bytes else None
+        for layer, arrival in enumerate(self._arrivals):
+            self._copy(layer, self._pages, self._host, swap_out, stream)
+            self._copy(layer, self._host, self._pages, swap_in, stream)
+            self._copy(layer, self._pages, self._pages, copies, stream)
+            self._kv_cache.arrivals[layer] = arrival.record(stream)
+        if start is not None:
+            self._timed.append((start, stream.record(is_timed=True), swap_bytes))
+        self.collect()
+
+    def _copy(self, layer: int, sources: list[int], targets: list[int], waves: list[Wave], stream: Stream) -> None:
+        first = layer * _PLANES_PER_LAYER
+        for wave in waves:
+            to: list[int] = []
+            origin: list[int] = []
+            sizes: list[int] = []
+            for plane, size in enumerate(self._page_bytes, first):
+                source_base, target_base = sources[plane], targets[plane]
+                for source, target, num_pages in wave:
+                    origin.append(source_base + source * size)
+                    to.append(target_base + target * size)
+                    sizes.append(num_pages * size)
+            self._gpu.copy_batch(to, origin, sizes, stream=stream)
+            self.num_driver_calls += 1
+
+    def collect(self) -> None:
+        while self._timed and self._timed[0][1].is_done():
+            start, end, size = self._timed.popleft()
+            self.swap_s += end.elapsed_ms(start) / 1e3
+            self.swap_bytes += size
+
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (stream := getattr(self, "_stream", None)) and not is_over():
+            with contextlib.suppress(DeviceError):  # of a device whose kernel failed: there is nobody to tell
+                stream.synchronize()

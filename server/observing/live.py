@@ -1,0 +1,272 @@
+"""`GET /live`: what the engine does, as server-sent events, for whoever looks on.
+
+    data: {"now_s": …, "state": "ready", "info": {…}, "stats": {…}, "steps": [StepView, …], "num_missed": 0}
+
+One watch of the engine serves all watchers; with the last of them it ends, and then nothing is made or kept. Steps
+gather for a tenth of a second and go out together; while there are none, a message a second says how the engine is. A
+run of quick steps of decodes alone becomes one (`merge`), so that a message's size depends on the number of sequences,
+not of steps. Every buffer is bounded: what has no room is counted in `num_missed` and not shown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.engine.errors import EngineDeadError
+from runtime.engine.messages import ChunkView, StepView
+from runtime.engine.process.client import EngineClient
+from server.errors import ApiError
+from server.service import Service
+from server.transport.sse import EventStreamResponse, frame
+
+MESSAGE_INTERVAL_S = 0.1
+IDLE_INTERVAL_S = 1.0
+MERGED_S = 0.03
+"""A run of decode steps is one as long as it takes no longer than this."""
+
+MAX_GATHERED_STEPS = 1024
+"""Steps of one interval; beyond it the oldest are not shown."""
+
+MAX_CHUNKS = 2048
+"""Chunks of all steps of one message; beyond it the oldest steps are not shown."""
+
+MAX_PENDING_MESSAGES = 8
+"""Messages that a watcher has not read yet; then it misses the oldest."""
+
+MAX_WATCHERS = 16
+
+
+class LiveInfo(msgspec.Struct, frozen=True):
+    """What does not change: the model, and how large the engine is."""
+
+    model: str
+    device: str
+    dtype: str
+    quantization: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class LiveStats(msgspec.Struct, frozen=True):
+    """How the engine is now, and its counters since its start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class LiveMessage(msgspec.Struct, frozen=True):
+    """now_s       the server's `time.monotonic()`, the clock of all steps
+    stats       null while the engine is not there
+    num_missed  steps since the message before that are not shown
+    """
+
+    now_s: float
+    state: Literal["ready", "starting", "down", "closing"]
+    info: LiveInfo
+    stats: LiveStats | None
+    steps: list[StepView] = []
+    num_missed: int = 0
+
+
+def merge(steps: Iterable[StepView]) -> list[StepView]:
+    """The steps, runs of decodes alone as one of up to `MERGED_S`: its chunks hold the tokens of all of them, what it
+    says of queue and blocks is the latest. A step with a piece of a prompt, or a preemption, stays by itself."""
+    merged: list[StepView] = []
+    run: list[StepView] = []
+    for step in steps:
+        is_quiet = not step.preempted and all(chunk.start >= chunk.num_prompt_tokens for chunk in step.chunks)
+        if run and not (is_quiet and step.start_s + step.duration_s - run[0].start_s <= MERGED_S):
+            merged.append(_joined(run))
+            run = []
+        if is_quiet:
+            run.append(step)
+        else:
+            merged.append(step)
+    if run:
+        merged.append(_joined(run))
+    return merged
+
+
+def _joined(run: list[StepView]) -> StepView:
+    if len(run) == 1:
+        return run[0]
+    chunks: dict[tuple[str, int], ChunkView] = {}
+    for step in run:
+        for chunk in step.chunks:
+            key = chunk.request_id, chunk.index
+            before = chunks.get(key)
+            if before is not None:
+                chunk = msgspec.structs.replace(chunk, start=before.start, count=before.count + chunk.count)
+            chunks[key] = chunk
+    last = run[-1]
+    return msgspec.structs.replace(
+        last,
+        start_s=run[0].start_s,
+        duration_s=last.start_s + last.duration_s - run[0].start_s,
+        chunks=list(chunks.values()),
+        block_map=next((step.block_map for step in reversed(run) if step.block_map is not None), None),
+    )
+
+
+class Watcher:
+    """One who looks on: the messages that it has not read yet."""
+
+    def __init__(self, feed: LiveFeed) -> None:
+        self._feed = feed
+        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING_MESSAGES)
+        self._has_news = asyncio.Event()
+        self._has_ended = False
+
+    def put(self, data: bytes) -> None:
+        self._pending.append(data)
+        self._has_news.set()
+
+    def close(self) -> None:
+        """The watcher is gone, or the server stops: its messages end. May be called again."""
+        self._has_ended = True
+        self._has_news.set()
+        self._feed.leave(self)
+
+    leave = close
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        """Framed messages until `close`."""
+        while not self._has_ended:
+            await self._has_news.wait()
+            self._has_news.clear()
+            while self._pending and not self._has_ended:
+                yield self._pending.popleft()
+
+
+class LiveFeed:
+    """From the engine's steps to messages for all watchers, until `closing` is set. All methods are the event loop's,
+    but `_see`."""
+
+    def __init__(self, client: EngineClient, closing: asyncio.Event) -> None:
+        self._client = client
+        self._closing = closing
+        self._watchers: set[Watcher] = set()
+        self._gathered: deque[StepView] = deque(maxlen=MAX_GATHERED_STEPS)
+        self._num_dropped = 0  # for want of room, by the engine's thread alone
+        self._num_reported = 0  # of these, in messages
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the engine is watched at the moment."""
+        return self._task is not None
+
+    def join(self) -> Watcher:
+        """A new watcher, whose first message comes at once. Raises `ApiError` 429."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise ApiError(
+                429,
+                f"{MAX_WATCHERS} watchers are looking on, which is the most.",
+                type="rate_limit_error",
+                code="too_many_watchers",
+                headers={"Retry-After": "10"},
+            )
+        watcher = Watcher(self)
+        watcher.put(frame(self._message([], 0)))
+        self._watchers.add(watcher)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """With the last one the engine is not watched any more."""
+        self._watchers.discard(watcher)
+        if not self._watchers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def _see(self, step: StepView) -> None:
+        """The engine's sink: a step is put down, no more."""
+        self._num_dropped += len(self._gathered) == MAX_GATHERED_STEPS  # the oldest one goes
+        self._gathered.append(step)
+
+    async def _run(self) -> None:
+        unwatch = self._client.watch(self._see)
+        last_s = time.monotonic()
+        try:
+            while not self._closing.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), MESSAGE_INTERVAL_S)
+                now = time.monotonic()
+                if self._gathered or now - last_s >= IDLE_INTERVAL_S:
+                    last_s = now
+                    data = frame(self._news())
+                    for watcher in self._watchers:
+                        watcher.put(data)
+        finally:
+            unwatch()
+            self._gathered.clear()
+        for watcher in list(self._watchers):
+            watcher.close()
+
+    def _news(self) -> LiveMessage:
+        taken = [self._gathered.popleft() for _ in range(len(self._gathered))]
+        steps = merge(taken)
+        num_chunks, num_steps = 0, 0
+        for step in reversed(steps):
+            num_chunks += len(step.chunks)
+            if num_steps and num_chunks > MAX_CHUNKS:
+                break
+            num_steps += 1
+        num_dropped = self._num_dropped
+        num_missed = num_dropped - self._num_reported + len(steps) - num_steps
+        self._num_reported = num_dropped
+        return self._message(steps[len(steps) - num_steps :], num_missed)
+
+    def _message(self, steps: list[StepView], num_missed: int) -> LiveMessage:
+        return LiveMessage(time.monotonic(), self._client.state, self._info(), self._stats(), steps, num_missed)
+
+    def _info(self) -> LiveInfo:
+        info = self._client.info
+        return LiveInfo(
+            model=info.model_name,
+            device=info.device,
+            dtype=info.dtype,
+            quantization=info.quantization,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+        )
+
+    def _stats(self) -> LiveStats | None:
+        try:
+            stats = self._client.stats()
+        except EngineDeadError:
+            return None
+        return LiveStats(**{name: getattr(stats, name) for name in LiveStats.__struct_fields__})
+
+
+async def watch_engine(request: Request) -> Response:
+    """The stream, until the client leaves or the server stops."""
+    service: Service = request.app.state.service
+    feed: LiveFeed | None = getattr(request.app.state, "live_feed", None)
+    if feed is None:
+        feed = request.app.state.live_feed = LiveFeed(service.client, service.lifecycle.closing)
+    watcher = feed.join()
+    return EventStreamResponse(watcher.messages(), watcher, {})

@@ -1,0 +1,260 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import SamplingParams
+from runtime.text.pipeline import TextDelta
+from runtime.text.reasoning import reasoning_start
+from runtime.text.reasoning_grammar import after_reasoning
+from server.errors import invalid
+from server.openai_api.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatFinishReason,
+    ChatFunction,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    ChatToolCall,
+    Usage,
+)
+from server.openai_api.chat_chunks import ChatChunks
+from server.openai_api.logprobs import chat_logprobs, prompt_logprobs
+from server.openai_api.schema import ChatCompletionRequest
+from server.requests.collect import take_whole
+from server.requests.conversation import template_tools
+from server.requests.generation import Generation, GenerationError, Scheduling
+from server.requests.prompt import conversation_prompt
+from server.requests.sampling import chat_params, stream_flags
+from server.requests.structured import grammar_field, grammar_of, refused
+from server.service import Service, new_id
+from server.transport.body import decode_body, read_body
+from server.transport.sse import DONE, EventStreamResponse, frame
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request that has passed every check, and its generation.
+
+    grammar_field  the request's field that the grammar of its parameters comes from
+    echo           what the answer begins with
+    """
+
+    service: Service
+    request_id: str
+    created: int
+    generation: Generation
+    params: SamplingParams
+    grammar_field: str | None
+    prompt_token_ids: list[int]
+    echo: str
+    is_streamed: bool
+    has_usage: bool
+    has_running_usage: bool
+    has_token_ids: bool
+
+    def logprobs(self, tokens: list[ChatTokenLogprob]) -> ChatLogprobs | None:
+        """null unless the request asked for them."""
+        return ChatLogprobs(tokens) if self.params.logprobs is not None else None
+
+    def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
+        """Those of the content's tokens; without the one that ended the answer, unless its text is shown."""
+        return chat_logprobs(delta, self.service.tokenizer)
+
+    def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
+        """Why a choice has ended, with its last delta."""
+        assert delta.finish_reason is not None
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+
+    def usage(self) -> Usage:
+        generation = self.generation
+        return Usage.of(
+            generation.num_prompt_tokens,
+            generation.num_completion_tokens,
+            generation.num_cached_tokens,
+            generation.num_reasoning_tokens,
+        )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A choice of an answer that is not streamed, as it grows."""
+
+    texts: list[str]
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ChatToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    finish_reason: ChatFinishReason = "stop"
+    stop_reason: int | str | None = None
+
+    def add(self, chat: Chat, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id is not None and call.name is not None:
+                self.tool_calls.append(ChatToolCall(call.id, ChatFunction(call.name, "")))
+            self.tool_calls[call.index].function.arguments += call.arguments
+        self.token_ids += delta.token_ids
+        self.logprobs += chat.token_logprobs(delta)
+        if delta.finish_reason is not None:
+            self.finish_reason = chat.finish_reason(delta, has_calls=bool(self.tool_calls))
+            self.stop_reason = delta.stop_reason
+
+    def message(self) -> ChatMessage:
+        content = "".join(self.texts)
+        return ChatMessage(
+            content if content or not self.tool_calls else None,
+            reasoning_content="".join(self.reasoning) or UNSET,
+            tool_calls=self.tool_calls or UNSET,
+        )
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Checks everything, admits the request, then answers at once with a stream or at the end with the
+    whole."""
+    service: Service = request.app.state.service
+    arrival_time_s = time.monotonic()
+    body = await read_body(request, service.config)
+    chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
+    renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
+    await service.check_grammar(chat.generation, renamed)
+    service.admit(request, chat.generation, renamed)
+    headers = {"X-Request-Id": chat.request_id}
+    if chat.is_streamed:
+        return EventStreamResponse(_events(chat), chat.generation, headers)
+    answer = await _whole_answer(request, chat)
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
+
+
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> Chat:
+    """All that a request costs before the engine has it. Raises `ApiError`."""
+    asked = decode_body(body, ChatCompletionRequest, service.config)
+    return prepare_chat(service, asked, new_id("chatcmpl"), arrival_time_s)
+
+
+def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float) -> Chat:
+    """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
+    service.check_model(asked.model)
+    has_usage, has_running_usage = stream_flags(asked)
+    tools = template_tools(asked)
+    grammar, forced_by = grammar_of(asked, tools), grammar_field(asked)
+    if forced_by == "tool_choice" and service.answer_format.tools is None:
+        raise invalid(
+            "tool_choice",
+            'This model has no tool calls that can be forced; tool_choice can be "none" or "auto".',
+            "unsupported_value",
+        )
+    params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
+    if asked.stream and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
+    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
+    reasoning = service.answer_format.reasoning
+    if reasoning and grammar is not None:
+        if forced_by == "structured_outputs" and grammar.kind == "lark":
+            reasoning = False  # the client's own grammar is one of all that the model writes
+        else:
+            params = _with_reasoning(params, service.tokenizer, token_ids, forced_by)
+    generation = Generation(
+        client=service.client,
+        bridge=service.bridge,
+        tokenizer=service.tokenizer,
+        request_id=request_id,
+        prompts=[token_ids],
+        params=params,
+        arrival_time_s=arrival_time_s,
+        scheduling=Scheduling.of(asked),
+        reasoning=reasoning,
+        tools=service.answer_format.tools if tools is not None else None,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+    )
+    return Chat(
+        service=service,
+        request_id=request_id,
+        created=int(time.time()),
+        generation=generation,
+        params=params,
+        grammar_field=forced_by,
+        prompt_token_ids=token_ids,
+        echo=echo,
+        is_streamed=bool(asked.stream),
+        has_usage=has_usage,
+        has_running_usage=has_running_usage,
+        has_token_ids=bool(asked.return_token_ids),
+    )
+
+
+def _with_reasoning(
+    params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: list[int], forced_by: str | None
+) -> SamplingParams:
+    """The grammar holds from where the reasoning ends. Raises `ApiError` 400 where it is then too long."""
+    assert tokenizer is not None
+    assert params.grammar is not None
+    try:
+        grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids))
+    except RequestError as error:
+        raise refused(error, forced_by) from None
+    return msgspec.structs.replace(params, grammar=grammar)
+
+
+async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
+    generation = chat.generation
+    answers = [_Answer([chat.echo]) for _ in range(chat.params.n)]
+    try:
+        await take_whole(request, generation, lambda piece: answers[piece.choice].add(chat, piece.delta))
+    except GenerationError as error:
+        raise chat.service.failure(chat.request_id, error) from None
+    return ChatCompletion(
+        id=chat.request_id,
+        created=chat.created,
+        model=chat.service.model_name,
+        system_fingerprint=chat.service.system_fingerprint,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=answer.message(),
+                logprobs=chat.logprobs(answer.logprobs),
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                token_ids=answer.token_ids if chat.has_token_ids else UNSET,
+            )
+            for index, answer in enumerate(answers)
+        ],
+        usage=chat.usage(),
+        prompt_token_ids=chat.prompt_token_ids if chat.has_token_ids else UNSET,
+        prompt_logprobs=(
+            UNSET
+            if chat.params.prompt_logprobs is None
+            else prompt_logprobs(generation.prompt_logprobs(0), chat.service.tokenizer)
+        ),
+    )
+
+
+async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
+    generation, chunks = chat.generation, ChatChunks(chat)
+    if opening := chunks.opening():
+        yield opening
+    try:
+        async for pieces in generation:
+            if data := b"".join(map(chunks.of, pieces)):
+                yield data
+    except GenerationError as error:
+        yield frame(chat.service.failure(chat.request_id, error).body())
+        return
+    if generation.has_left:
+        return
+    if chat.has_usage:
+        yield chunks.usage()
+    yield DONE

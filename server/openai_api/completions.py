@@ -1,0 +1,239 @@
+"""`POST /v1/completions`: the legacy form, of which evaluation tools need what chat has not: raw prompts,
+token ids, echo, and log probabilities of the prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.text.pipeline import TextDelta
+from server.errors import invalid
+from server.openai_api.answers import Completion, CompletionChoice, Usage
+from server.openai_api.logprobs import Echo, join_logprobs, legacy_logprobs, prompt_logprobs
+from server.openai_api.schema import CompletionRequest, Prompt
+from server.requests.collect import take_whole
+from server.requests.generation import Generation, GenerationError, Scheduling
+from server.requests.prompt import completion_prompts
+from server.requests.sampling import completion_params, stream_flags
+from server.requests.structured import grammar_field, grammar_of
+from server.service import Service, new_id
+from server.transport.body import decode_body, read_body
+from server.transport.sse import DONE, EventStreamResponse, frame
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Completion:
+    """A request that has passed every check, and its generation.
+
+    grammar_field  what its grammar comes from
+    echoes        each prompt's text, and with logprobs its tokens; None without `echo`
+    drops_output  `max_tokens=0`: only the prompt is wanted, the one token that was drawn is not sent
+    """
+
+    service: Service
+    request_id: str
+    created: int
+    generation: Generation
+    grammar_field: str | None
+    prompts: list[list[int]]
+    echoes: list[Echo] | None
+    drops_output: bool
+    has_logprobs: bool
+    has_prompt_logprobs: bool
+    is_streamed: bool
+    has_usage: bool
+    has_running_usage: bool
+    has_token_ids: bool
+
+    def streams(self) -> list[_ChoiceStream]:
+        num_choices = len(self.prompts) * self.generation.params.n
+        return [_ChoiceStream(self, index) for index in range(num_choices)]
+
+    def envelope(self, choices: list[CompletionChoice], *, has_usage: bool) -> Completion:
+        generation = self.generation
+        num_completion_tokens = 0 if self.drops_output else generation.num_completion_tokens
+        usage = Usage.of(generation.num_prompt_tokens, num_completion_tokens, generation.num_cached_tokens)
+        return Completion(
+            id=self.request_id,
+            created=self.created,
+            model=self.service.model_name,
+            choices=choices,
+            usage=usage if has_usage else UNSET,
+            system_fingerprint=self.service.system_fingerprint,
+        )
+
+
+async def create_completion(request: Request) -> Response:
+    """Checks everything, admits every prompt or none; answers at once with a stream or at the end with the
+    whole."""
+    service: Service = request.app.state.service
+    arrival_time_s = time.monotonic()
+    body = await read_body(request, service.config)
+    completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
+    renamed = {"grammar": completion.grammar_field or "grammar"}
+    await service.check_grammar(completion.generation, renamed)
+    service.admit(request, completion.generation, renamed)
+    headers = {"X-Request-Id": completion.request_id}
+    if completion.is_streamed:
+        return EventStreamResponse(_events(completion), completion.generation, headers)
+    answer = await _whole_answer(request, completion)
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
+
+
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completion:
+    """All that a request costs before the engine has it. Raises `ApiError`."""
+    asked = decode_body(body, CompletionRequest, service.config)
+    service.check_model(asked.model)
+    has_usage, has_running_usage = stream_flags(asked)
+    params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked))
+    if asked.stream and asked.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
+    prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
+    if len(prompts) * params.n > service.config.max_choices:
+        raise invalid("n", f"n × prompts must be at most {service.config.max_choices}.")
+    request_id = new_id("cmpl")
+    generation = Generation(
+        client=service.client,
+        bridge=service.bridge,
+        tokenizer=service.tokenizer,
+        request_id=request_id,
+        prompts=prompts,
+        params=params,
+        arrival_time_s=arrival_time_s,
+        scheduling=Scheduling.of(asked),
+    )
+    echoes = None
+    if asked.echo:
+        echoes = _echoes(asked.prompt, prompts, service.tokenizer, has_offsets=asked.logprobs is not None)
+    return _Completion(
+        service=service,
+        request_id=request_id,
+        created=int(time.time()),
+        generation=generation,
+        grammar_field=grammar_field(asked),
+        prompts=prompts,
+        echoes=echoes,
+        drops_output=asked.max_tokens == 0,
+        has_logprobs=asked.logprobs is not None,
+        has_prompt_logprobs=asked.prompt_logprobs is not None,
+        is_streamed=bool(asked.stream),
+        has_usage=has_usage,
+        has_running_usage=has_running_usage,
+        has_token_ids=bool(asked.return_token_ids) or service.tokenizer is None,
+    )
+
+
+def _echoes(given: Prompt, prompts: list[list[int]], tokenizer: Tokenizer | None, *, has_offsets: bool) -> list[Echo]:
+    if tokenizer is None:
+        raise invalid("echo", "This model has no tokenizer: there is no text to echo.")
+    texts: list[str | None] = [given] if isinstance(given, str) else [t if isinstance(t, str) else None for t in given]
+    if len(texts) != len(prompts):  # one prompt, given as its ids
+        texts = [None]
+    return [Echo.of(ids, text, tokenizer, has_offsets=has_offsets) for ids, text in zip(prompts, texts, strict=True)]
+
+
+@dataclass(slots=True)
+class _ChoiceStream:
+    """Turns one choice's pieces into chunks. An answer that is not streamed is the sum of the same chunks,
+    so that both say the same."""
+
+    completion: _Completion
+    index: int
+    num_characters: int = 0
+    is_begun: bool = False
+
+    def chunk(self, delta: TextDelta) -> CompletionChoice:
+        """What `delta` adds; with `echo` the first chunk begins with the prompt."""
+        completion, tokenizer = self.completion, self.completion.service.tokenizer
+        number = self.index // completion.generation.params.n
+        choice = CompletionChoice(index=self.index, text="", finish_reason=delta.finish_reason)
+        parts = []
+        if not self.is_begun:
+            self.is_begun = True
+            if completion.has_token_ids:
+                choice.prompt_token_ids = completion.prompts[number]
+            if completion.echoes is not None:
+                echo = completion.echoes[number]
+                choice.text = echo.text
+                if completion.has_logprobs:
+                    parts.append(echo.logprobs(completion.generation.prompt_logprobs(number)))
+        if not completion.drops_output:
+            if completion.has_logprobs:
+                offset = self.num_characters + len(choice.text)
+                parts.append(legacy_logprobs(delta, offset, tokenizer))
+            choice.text += delta.text
+            if delta.stop_reason is not None:
+                choice.stop_reason = delta.stop_reason
+        elif delta.finish_reason is not None:
+            choice.finish_reason = "length"
+        if completion.has_logprobs:
+            choice.logprobs = join_logprobs(parts)
+        if completion.has_token_ids:
+            choice.token_ids = [] if completion.drops_output else delta.token_ids
+        self.num_characters += len(choice.text)
+        return choice
+
+
+async def _whole_answer(request: Request, completion: _Completion) -> Completion:
+    generation = completion.generation
+    streams = completion.streams()
+    chunks: list[list[CompletionChoice]] = [[] for _ in streams]
+    try:
+        await take_whole(
+            request, generation, lambda piece: chunks[piece.choice].append(streams[piece.choice].chunk(piece.delta))
+        )
+    except GenerationError as error:
+        raise completion.service.failure(completion.request_id, error) from None
+    choices = [_sum(parts) for parts in chunks]
+    if completion.has_prompt_logprobs:
+        for choice in choices:
+            entries = generation.prompt_logprobs(choice.index // generation.params.n)
+            choice.prompt_logprobs = prompt_logprobs(entries, completion.service.tokenizer)
+    return completion.envelope(choices, has_usage=True)
+
+
+def _sum(chunks: list[CompletionChoice]) -> CompletionChoice:
+    """One choice from its chunks; what ends it stands in the last, what begins it in the first."""
+    whole, last = chunks[0], chunks[-1]
+    whole.text = "".join(chunk.text for chunk in chunks)
+    whole.finish_reason = last.finish_reason
+    whole.stop_reason = None if last.stop_reason is UNSET else last.stop_reason
+    if whole.logprobs is not None:
+        whole.logprobs = join_logprobs([chunk.logprobs for chunk in chunks if chunk.logprobs is not None])
+    if whole.token_ids is not UNSET:
+        whole.token_ids = [i for chunk in chunks if chunk.token_ids is not UNSET for i in chunk.token_ids]
+    return whole
+
+
+async def _events(completion: _Completion) -> AsyncGenerator[bytes, None]:
+    """A chunk for each piece that says something, the last of a choice with its finish_reason; usage;
+    `[DONE]`."""
+    streams = completion.streams()
+    try:
+        async for pieces in completion.generation:
+            yield b"".join(
+                frame(completion.envelope([choice], has_usage=completion.has_running_usage))
+                for piece in pieces
+                if _says_something(choice := streams[piece.choice].chunk(piece.delta))
+            )
+    except GenerationError as error:
+        yield frame(completion.service.failure(completion.request_id, error).body())
+        return
+    if completion.generation.has_left:
+        return
+    if completion.has_usage:
+        yield frame(completion.envelope([], has_usage=True))
+    yield DONE
+
+
+def _says_something(choice: CompletionChoice) -> bool:
+    has_tokens = choice.logprobs is not None and choice.logprobs.tokens
+    return bool(choice.text or choice.finish_reason or choice.token_ids or has_tokens)

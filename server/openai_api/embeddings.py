@@ -1,0 +1,124 @@
+"""`POST /v1/embeddings`: texts or token ids to vectors, by the hidden states of the served decoder.
+
+A decoder was not trained to embed, so these say less than those of a model that was; but its last token has read the
+whole input, and the mean of all is a robust summary."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.errors import XservError
+from server.errors import from_engine, internal_error, invalid
+from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
+from server.openai_api.schema import EmbeddingRequest
+from server.requests.prompt import embedding_inputs
+from server.service import Service
+from server.transport.body import decode_body, read_body
+from server.transport.sse import watch_disconnect
+
+logger = logging.getLogger("xserv.server")
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that has passed every check but the engine's."""
+
+    inputs: list[list[int]]
+    pooling: str
+    dimensions: int | None
+    is_normalized: bool
+    is_base64: bool
+
+
+async def create_embeddings(request: Request) -> Response:
+    """All inputs are asked for at once; when the client leaves, those that wait are not computed."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.config)
+    asked = await service.prepare(len(body), partial(_prepare, service, body))
+    vectors = await _vectors(request, service, asked)
+    if asked.dimensions is not None and asked.dimensions > len(vectors[0]):
+        raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {asked.dimensions}.")
+    answer = await service.prepare(vectors[0].nbytes * len(vectors), partial(_answer, service, asked, vectors))
+    return Response(answer, media_type="application/json")
+
+
+def _prepare(service: Service, body: bytes) -> _Asked:
+    asked = decode_body(body, EmbeddingRequest, service.config)
+    service.check_model(asked.model)
+    return _Asked(
+        inputs=embedding_inputs(asked, service.tokenizer, service.config, service.client.info),
+        pooling=asked.pooling or "last",
+        dimensions=asked.dimensions,
+        is_normalized=asked.normalize is not False,
+        is_base64=asked.encoding_format == "base64",
+    )
+
+
+async def _vectors(request: Request, service: Service, asked: _Asked) -> list[Vector]:
+    futures: list[Future[Vector]] = []
+    has_left = asyncio.Event()
+
+    def cancel() -> None:
+        for future in futures:
+            future.cancel()
+
+    def leave() -> None:
+        has_left.set()
+        cancel()
+
+    try:
+        for token_ids in asked.inputs:
+            futures.append(service.client.embed(token_ids, asked.pooling))
+        async with watch_disconnect(request.receive, leave):
+            return [await asyncio.wrap_future(future) for future in futures]
+    except asyncio.CancelledError:
+        if has_left.is_set():
+            raise ClientDisconnect from None
+        raise
+    except (EngineDeadError, QueueFullError, RequestError) as error:
+        raise from_engine(error, {"token_ids": "input"}) from None
+    except XservError as error:
+        logger.error("an embedding failed: %s", error)
+        raise internal_error() from None
+    finally:
+        cancel()
+
+
+def _answer(service: Service, asked: _Asked, vectors: list[Vector]) -> bytes:
+    data = [
+        Embedding(index=index, embedding=_encoded(_shaped(vector, asked), is_base64=asked.is_base64))
+        for index, vector in enumerate(vectors)
+    ]
+    num_tokens = sum(map(len, asked.inputs))
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return msgspec.json.encode(EmbeddingList(data=data, model=service.model_name, usage=usage))
+
+
+def _shaped(vector: Vector, asked: _Asked) -> Vector:
+    """Cut, and brought to length one; the zero vector has no direction and stays."""
+    vector = vector[: asked.dimensions]
+    if asked.is_normalized:
+        length = float(np.linalg.norm(vector.astype(np.float64)))
+        vector = (vector / length if length > 0 else vector).astype(np.float32)
+    return vector
+
+
+def _encoded(vector: Vector, *, is_base64: bool) -> list[float] | str:
+    if is_base64:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    numbers: list[float] = vector.tolist()
+    return numbers

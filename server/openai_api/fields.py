@@ -1,0 +1,151 @@
+"""The fields of OpenAI's and vLLM's requests that do nothing here: the ones taken without effect, and the
+ones refused.
+
+Everything else is a field of `server.openai_api.schema`, and honoured; a field that is nowhere is refused as unknown.
+The tables are the documentation: nothing is ignored that is not among the accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from server.errors import invalid
+from server.openai_api.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from server.responses_api.schema import ResponsesRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A field that OpenAI clients send and that cannot change an answer here: its type is checked, no
+    more."""
+
+    type: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """A field refused by name, unless it has a value that asks for nothing."""
+
+    reason: str
+    harmless: tuple[Any, ...] = ()
+    """Values that ask for what happens anyway; null always is one."""
+
+
+ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
+    "user": Accepted(str, "a name for the end user, for OpenAI's abuse monitoring"),
+    "safety_identifier": Accepted(str, "the same under its newer name"),
+    "store": Accepted(bool, "nothing is stored, whatever is asked"),
+    "metadata": Accepted(dict[str, str], "labels of stored completions"),
+    "service_tier": Accepted(str, "there is one tier"),
+    "prompt_cache_key": Accepted(str, "a routing hint; there is one engine"),
+    "prompt_cache_retention": Accepted(str, "a hint about how long to keep a prompt's cache"),
+    "prompt_cache_options": Accepted(dict[str, Any], "the same, newer"),
+}
+
+_BEAM_SEARCH = "beam search is not built"
+_OLDER_GUIDANCE = "vLLM's older form; send structured_outputs"
+
+NOT_BUILT: dict[str, NotBuilt] = {
+    # OpenAI's
+    "functions": NotBuilt("the older form of tools; send tools"),
+    "function_call": NotBuilt("the older form of tool_choice", ("none",)),
+    "suffix": NotBuilt("insertion before a suffix is not built"),
+    "best_of": NotBuilt("choosing the best of several candidates is not built", (1,)),
+    "modalities": NotBuilt("only text is made", (["text"],)),
+    "audio": NotBuilt("only text is made"),
+    "prediction": NotBuilt("predicted outputs are not built"),
+    "web_search_options": NotBuilt("there is no web search"),
+    "moderation": NotBuilt("there is no moderation"),
+    "verbosity": NotBuilt("not built", ("medium",)),
+    # vLLM's
+    "chat_template": NotBuilt("a template comes with the model, never with a request"),
+    "use_beam_search": NotBuilt(_BEAM_SEARCH, (False,)),
+    "length_penalty": NotBuilt(_BEAM_SEARCH, (1, 1.0)),
+    "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
+    "guided_json": NotBuilt(_OLDER_GUIDANCE),
+    "guided_regex": NotBuilt(_OLDER_GUIDANCE),
+    "guided_choice": NotBuilt(_OLDER_GUIDANCE),
+    "guided_grammar": NotBuilt(_OLDER_GUIDANCE),
+    "guided_json_object": NotBuilt(_OLDER_GUIDANCE),
+    "include_reasoning": NotBuilt("reasoning is always sent", (True,)),
+    "spaces_between_special_tokens": NotBuilt("special tokens have no spaces between them", (True,)),
+    "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
+    "prompt_embeds": NotBuilt("a prompt is text or token ids"),
+    "mm_processor_kwargs": NotBuilt("the model reads text only"),
+    "logits_processors": NotBuilt("no code comes with a request", ([],)),
+    "kv_transfer_params": NotBuilt("there is one engine"),
+    "vllm_xargs": NotBuilt("there are no extensions of the engine"),
+}
+
+
+_ACCEPTED_IN_RESPONSES = (
+    "user",
+    "safety_identifier",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+)
+
+NOT_BUILT_IN_RESPONSES: dict[str, NotBuilt] = {
+    "background": NotBuilt("a response is made while its client waits", (False,)),
+    "conversation": NotBuilt("send previous_response_id"),
+    "prompt": NotBuilt("there are no stored prompts"),
+    "truncation": NotBuilt("a conversation is never cut", ("disabled",)),
+    "max_tool_calls": NotBuilt("there are no tools of the server's own"),
+    "context_management": NotBuilt("a conversation is never cut"),
+    "moderation": NotBuilt("there is no moderation"),
+}
+
+NOT_BUILT_IN_TOKENIZE: dict[str, NotBuilt] = {
+    "chat_template": NOT_BUILT["chat_template"],
+    "mm_processor_kwargs": NOT_BUILT["mm_processor_kwargs"],
+}
+
+Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
+
+_TABLES: dict[type[msgspec.Struct], Tables] = {
+    ResponsesRequest: (
+        {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES},
+        NOT_BUILT_IN_RESPONSES,
+    ),
+    EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
+    TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),
+    DetokenizeRequest: ({}, {}),
+}
+
+
+def tables_of(schema: type[msgspec.Struct]) -> Tables:
+    """The fields of a request that are accepted without effect, and those that are refused by name."""
+    return _TABLES.get(schema, (ACCEPTED_WITHOUT_EFFECT, NOT_BUILT))
+
+
+def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """The request without the fields of both its tables, which are checked here.
+
+    A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
+    wrong type, or a field of the second table that asks for something."""
+    accepted_fields, refused_fields = tables_of(schema)
+    kept = {}
+    for name, value in request.items():
+        if (not_built := refused_fields.get(name)) is not None:
+            if value is not None and not _is_among(value, not_built.harmless):
+                raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter")
+            if name in schema.__struct_fields__:
+                kept[name] = value
+        elif (accepted := accepted_fields.get(name)) is not None:
+            try:
+                msgspec.convert(value, accepted.type | None)
+            except msgspec.ValidationError:
+                raise invalid(name, f"Invalid type for {name}.", "invalid_type") from None
+        else:
+            kept[name] = value
+    return kept
+
+
+def _is_among(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Equality that knows True from 1, as JSON does."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless)

@@ -1,0 +1,152 @@
+"""Log probabilities in the three forms that clients know: chat's, the legacy completions', and vLLM's for
+prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from runtime.engine.messages import TokenLogprobs
+from runtime.text.pipeline import TextDelta
+from server.openai_api.answers import ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TopLogprob
+from tokenizer import IncrementalDecoder, Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON lacks."""
+
+
+def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTokenLogprob]:
+    """One entry for each token of the delta that holds some of its content; empty where none were asked for."""
+    return [
+        ChatTokenLogprob(
+            token=token_text(entry.token_id, tokenizer),
+            logprob=_finite(entry.logprob),
+            bytes=list(_token_bytes(entry.token_id, tokenizer)),
+            top_logprobs=[
+                TopLogprob(token_text(token_id, tokenizer), _finite(value), list(_token_bytes(token_id, tokenizer)))
+                for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+        )
+        for entry in delta.content_logprobs or ()
+    ]
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None) -> PromptLogprobs:
+    """vLLM's form; the prompt's token comes first, then the alternatives."""
+    return [None if entry is None else _ranked(entry, tokenizer) for entry in entries]
+
+
+def _ranked(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, dict[str, float | int | str]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            "rank": rank,
+            "decoded_token": token_text(token_id, tokenizer),
+        }
+        for token_id, value, rank in reversed(ranked)  # the token's own rank is the one that stays
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as `echo` gives it back.
+
+    token_offsets   where each token begins in `text`; empty unless logprobs are wanted
+    """
+
+    tokenizer: Tokenizer
+    text: str
+    token_ids: list[int]
+    token_offsets: list[int]
+
+    @classmethod
+    def of(cls, token_ids: list[int], text: str | None, tokenizer: Tokenizer, *, has_offsets: bool) -> Echo:
+        """`text` is None for a prompt that was given as ids: then it is what they decode to."""
+        if text is None:
+            text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        offsets: list[int] = []
+        if has_offsets:
+            decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+            lengths = [len(decoder.push([token_id])) for token_id in token_ids]
+            offsets = [min(offset, len(text)) for offset in accumulate(lengths[:-1], initial=0)]
+        return cls(tokenizer, text, token_ids, offsets)
+
+    def logprobs(self, entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """The legacy form of the prompt's log probabilities; the first token has none."""
+        result = CompletionLogprobs()
+        for token_id, offset, entry in zip(self.token_ids, self.token_offsets, entries, strict=True):
+            _append(result, token_id, entry, offset, self.tokenizer)
+        return result
+
+
+def legacy_logprobs(delta: TextDelta, text_offset: int, tokenizer: Tokenizer | None) -> CompletionLogprobs:
+    """The legacy form; the delta's text begins at `text_offset` of the choice's."""
+    result = CompletionLogprobs()
+    offset, end = text_offset, text_offset + len(delta.text)
+    for entry in delta.logprobs or ():
+        _append(result, entry.token_id, entry, min(offset, end), tokenizer)
+        offset += len(token_text(entry.token_id, tokenizer))
+    return result
+
+
+def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+    """Several stretches as one."""
+    whole = CompletionLogprobs()
+    for part in parts:
+        whole.tokens += part.tokens
+        whole.token_logprobs += part.token_logprobs
+        whole.top_logprobs += part.top_logprobs
+        whole.text_offset += part.text_offset
+    return whole
+
+
+def _append(
+    result: CompletionLogprobs,
+    token_id: int,
+    entry: TokenLogprobs | None,
+    offset: int,
+    tokenizer: Tokenizer | None,
+) -> None:
+    result.tokens.append(legacy_token_text(token_id, tokenizer))
+    result.text_offset.append(offset)
+    if entry is None:
+        result.token_logprobs.append(None)
+        result.top_logprobs.append(None)
+        return
+    result.token_logprobs.append(_finite(entry.logprob))
+    top: dict[str, float] = {}
+    for other_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
+        top.setdefault(legacy_token_text(other_id, tokenizer), _finite(value))
+    top.setdefault(legacy_token_text(token_id, tokenizer), _finite(entry.logprob))
+    result.top_logprobs.append(top)
+
+
+def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """A token alone as text; bytes that are not whole characters become U+FFFD, as in the answer's
+    `bytes`."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def legacy_token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """The same, but part of a character is written as OpenAI's completions write it, "bytes:\\xe4\\xb8": the
+    legacy form has no bytes, and its alternatives are told apart by their text."""
+    if tokenizer is None:
+        return token_text(token_id, None)
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _token_bytes(token_id: int, tokenizer: Tokenizer | None) -> bytes:
+    return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

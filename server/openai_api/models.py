@@ -1,0 +1,49 @@
+"""`GET /v1/models`, `GET /v1/models/{id}`, `GET /version` and `GET /health`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.engine.errors import EngineDeadError
+from server.errors import engine_unavailable
+from server.openai_api.answers import Model, ModelList, Version
+from server.service import Service, release
+
+
+def _model(service: Service) -> Model:
+    return Model(
+        id=service.model_name,
+        created=service.created,
+        max_model_len=service.client.info.max_model_len,
+    )
+
+
+async def list_models(request: Request) -> Response:
+    models = ModelList(data=[_model(request.app.state.service)])
+    return Response(msgspec.json.encode(models), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """404 unless it is the served model. The id may hold slashes, as hub ids do."""
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["model_id"])
+    return Response(msgspec.json.encode(_model(service)), media_type="application/json")
+
+
+async def get_version(request: Request) -> Response:
+    """The release that serves."""
+    return Response(msgspec.json.encode(Version(release())), media_type="application/json")
+
+
+async def health(request: Request) -> Response:
+    """200 while the server lives, and its engine, or that is being started again; 503 when only a new server helps.
+    Never waits for a step."""
+    service: Service = request.app.state.service
+    try:
+        service.client.stats()
+    except EngineDeadError as error:
+        if error.retry_after_s is None:
+            raise engine_unavailable() from None
+    return Response(b'{"status":"ok"}', media_type="application/json")

@@ -1,0 +1,328 @@
+"""`GET /openapi.json`: the API described by the very types that requests are decoded into and answers encoded from.
+
+Ranges that `SamplingParams` checks, and the fields of `server.openai_api.fields`, are added to the requests' schemas:
+what the description allows is taken, or refused for a reason that no schema can say (a token id beyond the
+vocabulary)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from runtime.engine.sampling_params import MAX_FACTOR, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
+from server.observing.live import LiveMessage
+from server.openai_api.answers import (
+    Cancelled,
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    EmbeddingList,
+    Model,
+    ModelList,
+    Tokenized,
+    Version,
+)
+from server.openai_api.fields import tables_of
+from server.openai_api.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    Tool,
+)
+from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
+from server.responses_api.schema import (
+    InputFunctionCall,
+    InputFunctionCallOutput,
+    InputMessage,
+    InputReasoning,
+    ResponsesRequest,
+)
+from server.service import Service, release
+
+Json = dict[str, Any]
+
+
+class ErrorObject(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every answer that is not 200, and the last event of a stream that broke off."""
+
+    error: ErrorObject
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok"]
+
+
+class Readiness(msgspec.Struct):
+    ready: bool
+    state: Literal["ready", "starting", "down", "closing", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    request, answer  the bodies' types; None: there is none
+    stream           of each event's data, where the answer can be a stream
+    media_type       of an answer that is no JSON
+    errors           statuses beside those that every route can have
+    """
+
+    method: str
+    path: str
+    summary: str
+    request: Any = None
+    answer: Any = None
+    stream: Any = None
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    is_open: bool = False
+
+
+_GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
+_READS = (400, 404, 408, 413, 415)
+
+OPERATIONS = (
+    Operation(
+        "post", "/v1/chat/completions", "The answer to a conversation", ChatCompletionRequest, ChatCompletion,
+        ChatChunk, errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/v1/completions", "The continuation of prompts", CompletionRequest, Completion, Completion,
+        errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/v1/responses", "The answer to a conversation, stored", ResponsesRequest, Response, Event,
+        errors=_GENERATES,
+    ),
+    Operation("get", "/v1/responses/{response_id}", "A stored response", answer=Response, errors=(400, 404)),
+    Operation("delete", "/v1/responses/{response_id}", "Forget a response", answer=ResponseDeleted, errors=(404,)),
+    Operation("post", "/v1/responses/{response_id}/cancel", "End a response", answer=Response, errors=(404,)),
+    Operation(
+        "get", "/v1/responses/{response_id}/input_items", "What a response was asked", answer=ResponseInputItems,
+        errors=(404,),
+    ),
+    Operation(
+        "post", "/v1/embeddings", "Vectors of inputs", EmbeddingRequest, EmbeddingList, errors=(*_READS, 429, 503)
+    ),
+    Operation(
+        "post", "/v1/requests/{request_id}/cancel", "End whatever runs under this name", answer=Cancelled, errors=(404,)
+    ),
+    Operation("get", "/v1/models", "The served model", answer=ModelList),
+    Operation("get", "/v1/models/{model_id}", "The served model", answer=Model, errors=(404,)),
+    Operation("post", "/tokenize", "A prompt's or a conversation's ids", TokenizeRequest, Tokenized, errors=_READS),
+    Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, Detokenized, errors=_READS),
+    Operation("get", "/health", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
+    Operation("get", "/ready", "Whether requests are taken", answer=Readiness),
+    Operation("get", "/version", "The release", answer=Version),
+    Operation("get", "/metrics", "Prometheus' metrics", media_type="text/plain"),
+    Operation("get", "/live", "What the engine does", stream=LiveMessage),
+    Operation("get", "/openapi.json", "This description", answer=Json),
+    Operation("get", "/", "The page", media_type="text/html"),
+    Operation("get", "/page/{name}", "The page's files", media_type="*/*", errors=(404,)),
+)  # fmt: skip
+
+_EVERYWHERE = (401, 403, 405, 431, 500, 503)
+"""Statuses of the layers around the routes: no key, a foreign Host or Origin, headers too large, draining."""
+
+_NULL = {"type": "null"}
+_RANGES: dict[str, Json] = {
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_N},
+    "temperature": {"type": "number", "minimum": 0, "maximum": MAX_FACTOR},
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "repetition_penalty": {"type": "number", "minimum": 1 / MAX_FACTOR, "maximum": MAX_FACTOR},
+    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    "min_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+    },
+}
+"""What `SamplingParams` asks of a field beside its type. null is allowed everywhere."""
+
+_TOKEN_IDS: dict[str, Json] = {
+    "stop_token_ids": {"maxItems": 1024},
+    "allowed_token_ids": {"minItems": 1, "maxItems": 2**18},
+}
+_INPUT_ITEMS = ("InputMessage", "InputFunctionCall", "InputFunctionCallOutput", "InputReasoning")
+
+_STOP = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+            "maxItems": 64,
+        },
+        _NULL,
+    ],
+    "default": None,
+}
+
+
+@functools.cache
+def description(model_name: str, vocab_size: int) -> Json:
+    """The whole document, OpenAPI 3.1, of a server that has this model."""
+    types = {operation.request for operation in OPERATIONS if operation.request is not None}
+    answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
+    streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
+    parts = (Tool, InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+    ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, ErrorAnswer, *parts]
+    references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    named = dict(zip(map(repr, ordered), references, strict=True))
+    for request in types:
+        _complete(components[request.__name__], request, model_name, vocab_size)
+    components["Message"]["properties"]["content"] = _content("text")
+    for item in parts[1:]:
+        for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
+            if item is not InputReasoning:
+                components[item.__name__]["properties"][name] = _content("input_text", "output_text")
+    paths: Json = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "xserv",
+            "version": release(),
+            "description": "OpenAI's API with vLLM's extensions, for one model.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _content(*kinds: str) -> Json:
+    """A text, or parts that are texts; null where a chat's assistant has only called tools."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    }
+    content: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    if kinds == ("text",):
+        content["anyOf"].append(_NULL)
+    return content
+
+
+def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, vocab_size: int) -> None:
+    """Add what the type alone does not say: the model's name and ids, ranges, items, and the tables' fields."""
+    fields = schema["properties"]
+    fields["model"] = {"enum": [model_name] if "model" in schema["required"] else [model_name, None]}
+    for name, limits in _RANGES.items():
+        if name in fields:
+            fields[name] = {"anyOf": [limits, _NULL], "default": None}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    for name, limits in _TOKEN_IDS.items():
+        if name in fields:
+            fields[name] = {"anyOf": [{**ids, **limits}, _NULL], "default": None}
+    if request is DetokenizeRequest:
+        fields["tokens"] = ids
+    for name in {"prompt", "input"}.intersection(fields) if request in (CompletionRequest, EmbeddingRequest) else ():
+        texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+        one = {**ids, "minItems": 1}
+        fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}
+    if request is ResponsesRequest:
+        items = [{"$ref": f"#/components/schemas/{item}"} for item in _INPUT_ITEMS]
+        fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}, "minItems": 1}]}
+    elif "tools" in fields:
+        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128}
+        fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
+    if "stop" in fields:
+        fields["stop"] = _STOP
+    if request is CompletionRequest:  # 0: only the prompt is wanted; alternatives are a number here
+        fields["max_tokens"] = {"anyOf": [{**_RANGES["max_tokens"], "minimum": 0}, _NULL], "default": None}
+        fields["logprobs"] = {"anyOf": [_RANGES["top_logprobs"], _NULL], "default": None}
+    accepted, refused = tables_of(request)
+    for name, entry in accepted.items():
+        fields[name] = {"anyOf": [msgspec.json.schema(entry.type), _NULL], "description": f"No effect: {entry.reason}."}
+    for name, missing in refused.items():
+        fields.setdefault(name, {"enum": [*missing.harmless, None], "description": f"Not built: {missing.reason}."})
+
+
+def _operation(operation: Operation, named: dict[str, Json]) -> Json:
+    content: Json = {}
+    if operation.answer is Json:
+        content["application/json"] = {"schema": {"type": "object"}}
+    elif operation.answer is not None:
+        content["application/json"] = {"schema": named[repr(operation.answer)]}
+    elif operation.stream is None:
+        content[operation.media_type] = {"schema": {"type": "string"}}
+    if operation.stream is not None:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Server-sent events; `x-event-data` is each one's `data`."},
+            "x-event-data": {"anyOf": [named[repr(operation.stream)], named[repr(ErrorAnswer)]]},
+        }
+    answers: Json = {"200": {"description": operation.summary, "content": content}}
+    error = {"application/json": {"schema": named[repr(ErrorAnswer)]}}
+    for status in sorted({*operation.errors, *_EVERYWHERE}):
+        answers[str(status)] = {"description": _MEANINGS[status], "content": error}
+    if operation.answer is Readiness:
+        answers["503"]["content"] = {"application/json": {"schema": named[repr(Readiness)]}}
+    result: Json = {
+        "operationId": f"{operation.method} {operation.path}",
+        "summary": operation.summary,
+        "responses": answers,
+        "security": [{}] if operation.is_open else [{"key": []}, {}],
+    }
+    if parameters := [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]:
+        result["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in parameters
+        ]
+    if operation.request is not None:
+        result["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": named[repr(operation.request)]}},
+        }
+    return result
+
+
+_MEANINGS = {
+    400: "The request cannot be honoured; `param` names the field",
+    401: "No key, or a wrong one, where keys are set",
+    403: "A Host or an Origin that is not allowed",
+    404: "There is no such thing",
+    405: "Another method is meant",
+    408: "The body did not arrive in time",
+    409: "The request was cancelled by its name",
+    413: "The body is too large",
+    415: "The body is not application/json",
+    429: "The queue is full; Retry-After says when to come again",
+    431: "The headers are too large",
+    500: "A fault of the server's; its log has the cause",
+    503: "The engine, or the server, takes no requests now",
+}
+
+
+async def get_description(request: Request) -> HttpResponse:
+    service: Service = request.app.state.service
+    document = description(service.model_name, service.client.info.vocab_size)
+    return HttpResponse(msgspec.json.encode(document), media_type="application/json")

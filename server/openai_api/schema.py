@@ -1,0 +1,287 @@
+"""The requests of OpenAI's API, with vLLM's additional sampling parameters, as typed objects.
+
+A field that is absent or null is None: then the model's generation config decides, then OpenAI's default.
+Types are strict (a bool is no number, "1" no integer); ranges are checked by `SamplingParams`. Fields that
+have no effect or are not built are in `server.openai_api.fields`; the requests of `/v1/responses` in
+`server.responses_api.schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer of 64 bits: no request brings arithmetic on thousands of digits."""
+
+
+Prompt = str | list[str | Int | list[Int]]
+"""A text, texts, the ids of one prompt, or those of several. A mixture passes here and is refused later."""
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
+"""Of a function or a format. (Python's `$` would pass a last newline, JSON Schema's does not.)"""
+
+RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)")]
+"""What a client calls its request: safe in a header, a path and a log line."""
+
+MAX_BAD_WORDS = 128
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
+"""Of a regular expression or a grammar in a request."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_usage: one more chunk before `[DONE]`, with no choices and the whole usage.
+    continuous_usage_stats (vLLM's): every chunk has the usage so far.
+    include_obfuscation: padding against traffic analysis; refused when true."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text: what happens anyway."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Some JSON object."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """schema: absent, any JSON object. strict: true or not, an answer follows the schema."""
+
+    name: Name
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema accepts."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's way of asking for structure: exactly one of these.
+
+    json         a JSON schema, or one as text
+    regex        a regular expression that the whole answer matches
+    choice       the texts among which the answer is one
+    grammar      a context-free grammar in Lark's notation
+    json_object  true: some JSON object
+    """
+
+    json: dict[str, Any] | GrammarText | None = None
+    regex: GrammarText | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions have in common. Meanings and ranges: `runtime.engine.SamplingParams`.
+
+    priority            smaller is admitted first; the "deadline" and "fcfs" policies take none
+    cache_salt          cached prefixes are shared only with requests of the same salt
+    ttft_target_s, tpot_target_s  seconds until the first token is due, and from each to the next (an extension of
+                        ours, for the "deadline" policy)
+    return_token_ids    choices carry `token_ids`, the answer `prompt_token_ids`; always so for a model
+                        without tokenizer
+    bad_words           texts that the answer will not hold as tokens
+    truncate_prompt_tokens  only the prompt's last tokens, so many, are read; -1: as many as leave room for the answer
+    request_id          the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
+    response_format, structured_outputs  what the answer must be; at most one of them
+    """
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Int], msgspec.Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[Int], msgspec.Meta(max_length=2**18)] | None = None
+    bad_words: Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    request_id: RequestId | None = None
+    echo: bool | None = None
+    priority: Int | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    return_token_ids: bool | None = None
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Name
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: Int | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn. An assistant's message may come back as it was answered, so it has that message's fields too:
+    `annotations` are not read, `audio` and `function_call` must be null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`.
+
+    logprobs, top_logprobs   whether, and how many alternatives beside each token (0 … 20)
+    tools, tool_choice       given to the chat template, unless tool_choice is "none"; "required" and a named
+                             function force a call
+    parallel_tool_calls      false: at most one call (default: true)
+    reasoning_effort         the template's variable of that name
+    add_generation_prompt    the template ends with the opening of the assistant's turn (default: true)
+    continue_final_message   the last message is left open and continued
+    echo                     the answer begins with the content of the last message where that is the
+                             assistant's
+    chat_template_kwargs     further variables for the model's template
+    documents                the template's variable of that name
+    """
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, str]] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`.
+
+    prompt              a string, a list of strings, token ids, or a list of lists of token ids
+    logprobs            alternatives beside each token (0 … 20)
+    echo                the answer begins with the prompt; with logprobs, with those of the prompt
+    add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
+    """
+
+    prompt: Prompt
+    logprobs: Int | None = None
+    add_special_tokens: bool | None = None
+
+
+EmbeddingInput = str | list[str | Int | list[Int]]
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/embeddings`.
+
+    input            a text, texts, the ids of one input, or those of several
+    encoding_format  "float": numbers; "base64": the same as little-endian float32
+    dimensions       only the first so many numbers, at length one again; the model must have them
+    pooling          which hidden states become the embedding: the last token's ("last"), or the mean of all
+                     ("mean"); an extension of ours (default: "last")
+    normalize        at length one (default: true)
+    add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
+    """
+
+    model: str
+    input: EmbeddingInput
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    request_id: RequestId | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: a `prompt`, or `messages` as a chat would have them.
+
+    add_special_tokens      default: true for a prompt, false for messages, whose template writes its own
+    add_generation_prompt, continue_final_message, tools, chat_template_kwargs  for messages, as in a chat
+    return_token_strs       each token's text, too
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /detokenize`: special tokens stay in the text."""
+
+    model: str | None = None
+    tokens: list[Int]

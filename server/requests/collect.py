@@ -1,0 +1,23 @@
+"""An answer that is not streamed: taken in full, for as long as its client is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from starlette.requests import ClientDisconnect, Request
+
+from server.requests.generation import Generation, Piece
+from server.transport.sse import watch_disconnect
+
+
+async def take_whole(request: Request, generation: Generation, take: Callable[[Piece], object]) -> None:
+    """Gives `take` every piece, in order. Raises `GenerationError`, and `ClientDisconnect` when the client has left;
+    in every end the generation is closed."""
+    with closing(generation):
+        async with watch_disconnect(request.receive, generation.leave):
+            async for pieces in generation:
+                for piece in pieces:
+                    take(piece)
+    if generation.has_left:
+        raise ClientDisconnect

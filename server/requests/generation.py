@@ -1,0 +1,264 @@
+"""One HTTP request's way through the engine: its prompts admitted, its choices' text as it comes, its end.
+
+    generation.start()                        # every prompt admitted, or a typed error
+    with closing(generation):
+        async for pieces in generation:       # all that has come since the last round
+            ...
+
+`close` ends whatever still runs, so a client that goes away, an error and a cancelled task all free the
+request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from runtime.engine.process.client import EngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.text.pipeline import TextDelta, TextPipeline
+from runtime.text.reasoning import reasoning_start
+from runtime.text.tool_calls import ToolFormat
+from server.observing.meter import RequestMeter
+from server.openai_api.schema import GenerationRequest
+from server.requests.bridge import LoopBridge, Signal
+from tokenizer import Tokenizer
+
+
+class GenerationError(Exception):
+    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
+    fault, `Generation.cancel` was called. `is_unsatisfiable`: the request's own fields left no token to draw."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_shutdown: bool = False,
+        is_cancelled: bool = False,
+        is_unsatisfiable: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.is_shutdown = is_shutdown
+        self.is_cancelled = is_cancelled
+        self.is_unsatisfiable = is_unsatisfiable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What a request says of its turn, of its prefix and of its name; the meanings are `EngineRequest`'s, but
+    `given_id` is what the client calls it (its field `request_id`)."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    given_id: str | None = None
+
+    @classmethod
+    def of(cls, asked: GenerationRequest) -> Scheduling:
+        return cls(
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt,
+            ttft_target_s=asked.ttft_target_s,
+            tpot_target_s=asked.tpot_target_s,
+            given_id=asked.request_id,
+        )
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came for one choice: `choice` counts over all prompts (prompt × n + index within the prompt)."""
+
+    choice: int
+    delta: TextDelta
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt's state. `open_choices` still owe text to the client, `running_choices` still run in the engine;
+    a choice that has met a stop string is the latter without being the former until the engine hears of it."""
+
+    number: int
+    request_id: str
+    token_ids: list[int]
+    pipelines: list[TextPipeline]
+    open_choices: set[int]
+    running_choices: set[int] = field(default_factory=set)
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """All choices of all prompts of one request.
+
+    request_id      prefix of the engine's request ids
+    prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
+    reasoning, tools, parallel_tool_calls  what to look for in the answers: whether the model may think, and
+                    `TextPipeline`'s
+    meter           is shown every output; `Service.admit` sets it
+
+    on_close        called once, by the first `close`
+
+    `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had), `num_completion_tokens`
+    and `num_reasoning_tokens` (of the completion's) count over all of them; `prompt_logprobs(i)` is there before the
+    first piece of prompt i."""
+
+    client: EngineClient
+    bridge: LoopBridge
+    tokenizer: Tokenizer | None
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    arrival_time_s: float
+    scheduling: Scheduling = Scheduling()
+    reasoning: bool = False
+    tools: ToolFormat | None = None
+    parallel_tool_calls: bool = True
+    meter: RequestMeter | None = None
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
+    has_left: bool = False
+    is_cancelled: bool = False
+    on_close: list[Callable[[], object]] = field(default_factory=list)
+    _prompts: list[_Prompt] = field(default_factory=list)
+    _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
+    _arrived: Signal = field(default_factory=Signal)
+
+    def __post_init__(self) -> None:
+        """Takes time in proportion to the prompts (each choice's decoder begins where its prompt ends)."""
+        choices = range(self.params.n)
+        self._prompts = [
+            _Prompt(
+                number=number,
+                request_id=f"{self.request_id}-{number}",
+                token_ids=token_ids,
+                pipelines=self._pipelines(token_ids),
+                open_choices=set(choices),
+            )
+            for number, token_ids in enumerate(self.prompts)
+        ]
+
+    def _pipelines(self, prompt_token_ids: list[int]) -> list[TextPipeline]:
+        reasoning = None
+        if self.reasoning and self.tokenizer is not None:
+            reasoning = reasoning_start(self.tokenizer, prompt_token_ids)
+        return [
+            TextPipeline(
+                self.tokenizer,
+                self.params,
+                prompt_token_ids,
+                reasoning=reasoning,
+                tools=self.tools,
+                parallel_tool_calls=self.parallel_tool_calls,
+            )
+            for _ in range(self.params.n)
+        ]
+
+    def start(self) -> None:
+        """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`
+        raises."""
+        eos_token_ids = self.client.info.eos_token_ids
+        for prompt in self._prompts:
+            request = EngineRequest(
+                request_id=prompt.request_id,
+                prompt_token_ids=prompt.token_ids,
+                params=self.params,
+                eos_token_ids=eos_token_ids,
+                priority=self.scheduling.priority,
+                cache_salt=self.scheduling.cache_salt,
+                ttft_target_s=self.scheduling.ttft_target_s,
+                tpot_target_s=self.scheduling.tpot_target_s,
+                arrival_time_s=self.arrival_time_s,
+            )
+            try:
+                self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
+            except BaseException:
+                self.close()
+                raise
+            prompt.running_choices.update(prompt.open_choices)
+
+    def close(self) -> None:
+        """End what is still open. May be called again."""
+        for prompt in self._prompts:
+            prompt.open_choices.clear()
+            if prompt.running_choices:
+                prompt.running_choices.clear()
+                self.client.cancel(prompt.request_id)
+        while self.on_close:
+            self.on_close.pop()()
+
+    def cancel(self) -> None:
+        """Somebody does not want it any more: free the blocks now, and end the iteration with `GenerationError`."""
+        self.is_cancelled = True
+        self.close()
+        self._arrived.set()
+
+    def leave(self) -> None:
+        """The client has gone away: free the blocks now, and end the iteration."""
+        self.has_left = True
+        self.close()
+        self._arrived.set()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether an answer may hold anything beside content."""
+        return self.reasoning or self.tools is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
+
+    def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
+        """Those of prompt `number`, which must have been asked for and come."""
+        logprobs = self._prompts[number].logprobs
+        assert logprobs is not None
+        return logprobs
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """Lists of pieces, in order, until every choice has finished or the client has left.
+
+        Raises `GenerationError` when the engine could not finish a choice, or after `cancel`.
+        """
+        while any(prompt.open_choices for prompt in self._prompts):
+            await self._arrived.wait()
+            outputs, self._outputs = self._outputs, []
+            pieces = [self._push(prompt, output) for prompt, output in outputs if output.index in prompt.open_choices]
+            if pieces:
+                yield pieces
+        if self.is_cancelled:
+            raise GenerationError("the request was cancelled", is_cancelled=True)
+
+    def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
+        if output.finish_reason is not None:
+            prompt.running_choices.discard(output.index)
+        if self.meter is not None:
+            self.meter.observe(output)
+        self._outputs.append((prompt, output))
+        self._arrived.set()
+
+    def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
+        if output.finish_reason == "error":
+            raise GenerationError(
+                output.error or "the engine reported an error",
+                is_shutdown=output.engine_died,
+                is_unsatisfiable=output.is_unsatisfiable,
+            )
+        if output.finish_reason == "abort":
+            raise GenerationError("the engine was stopped", is_shutdown=True)
+        if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it
+            prompt.logprobs = output.prompt_logprobs
+        if output.index == 0 and output.num_cached_tokens is not None:
+            self.num_cached_tokens += output.num_cached_tokens
+        delta = prompt.pipelines[output.index].push(output)
+        self.num_completion_tokens += len(delta.token_ids)
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
+        if delta.finish_reason is not None:
+            prompt.open_choices.discard(output.index)
+            if delta.should_cancel and output.index in prompt.running_choices:
+                prompt.running_choices.discard(output.index)
+                if self.meter is not None:
+                    self.meter.stop(prompt.request_id, output.index)
+                self.client.cancel(prompt.request_id, output.index)
+        return Piece(prompt.number * self.params.n + output.index, delta)

@@ -1,0 +1,194 @@
+"""From what a request calls a prompt to token ids. Runs in a thread: encoding takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+import jinja2
+
+from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.messages import EngineInfo
+from runtime.engine.sampling_params import check_token_ids
+from runtime.text.chat import chat_prompt
+from server.config import ServerConfig
+from server.errors import from_engine, invalid
+from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
+from server.requests.conversation import check_ending, echoed_text, template_messages, template_tools
+from tokenizer import Tokenizer
+
+
+def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
+) -> list[list[int]]:
+    """The token ids of each prompt. Raises `ApiError` 400."""
+    adds_special_tokens = request.add_special_tokens is not False
+    room = info.max_model_len - max(1, request.max_tokens or 1)
+    return [
+        _checked(_cut(ids, request.truncate_prompt_tokens, room), "prompt", info, info.max_model_len - 1)
+        for ids in _given_ids(request.prompt, "prompt", tokenizer, config, adds_special_tokens=adds_special_tokens)
+    ]
+
+
+def embedding_inputs(
+    request: EmbeddingRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
+) -> list[list[int]]:
+    """The token ids of each input. Raises `ApiError` 400."""
+    adds_special_tokens = request.add_special_tokens is not False
+    most = info.max_model_len
+    return [
+        _checked(_cut(ids, request.truncate_prompt_tokens, most), "input", info, most)
+        for ids in _given_ids(request.input, "input", tokenizer, config, adds_special_tokens=adds_special_tokens)
+    ]
+
+
+def _given_ids(
+    prompt: Prompt, field: str, tokenizer: Tokenizer | None, config: ServerConfig, *, adds_special_tokens: bool
+) -> Iterator[list[int]]:
+    """The ids of each prompt of `field`, as they were given or as the tokenizer has them."""
+    given: Sequence[str | list[int]]
+    if isinstance(prompt, str) or _are_ids(prompt):
+        given = [prompt]
+    elif _are_prompts(prompt):
+        given = prompt
+    else:
+        raise invalid(field, f"{field} must not mix strings, token ids and lists of them.", "invalid_type")
+    if not given:
+        raise invalid(field, f"{field} must have at least one entry.")
+    if len(given) > config.max_prompts:
+        raise invalid(field, f"{field} must have at most {config.max_prompts} entries, got {len(given)}.")
+    for text_or_ids in given:
+        if isinstance(text_or_ids, str):
+            if tokenizer is None:
+                raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")
+            yield tokenizer.encode(text_or_ids, add_special_tokens=adds_special_tokens)
+        else:
+            yield text_or_ids
+
+
+def conversation_prompt(
+    request: ChatCompletionRequest, tokenizer: Tokenizer | None, info: EngineInfo
+) -> tuple[list[int], str]:
+    """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
+    before the answer. Raises `ApiError` 400."""
+    messages = template_messages(request)
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    room = info.max_model_len - max(1, max_tokens or 1)
+    ids = _cut(_rendered(request, messages, tokenizer), request.truncate_prompt_tokens, room)
+    return _checked(ids, "messages", info, info.max_model_len - 1), echoed_text(request, messages)
+
+
+def message_ids(request: ChatCompletionRequest, tokenizer: Tokenizer | None) -> list[int]:
+    """The same ids, however many. Raises `ApiError` 400."""
+    return _rendered(request, template_messages(request), tokenizer)
+
+
+def _rendered(
+    request: ChatCompletionRequest, messages: list[dict[str, Any]], tokenizer: Tokenizer | None
+) -> list[int]:
+    tools = template_tools(request)
+    adds_generation_prompt, continues_final_message = check_ending(request)
+    if tokenizer is not None:
+        if not tokenizer.has_chat_template:
+            raise invalid("messages", "This model has no chat template; use /v1/completions.")
+        template = tokenizer.chat_template(has_tools=tools is not None)
+        if "developer" not in template:  # the newer name of the same role
+            for message in messages:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if reserved := sorted(_RESERVED.intersection(variables)):
+        name = f"chat_template_kwargs.{reserved[0]}"
+        raise invalid(name, f"{name}: send this as a field of the request.")
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if tokenizer is not None:
+        variables |= _effort(request, template)
+    try:
+        return chat_prompt(
+            tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=adds_generation_prompt,
+            continue_final_message=continues_final_message,
+            **variables,
+        )
+    except RequestError as error:
+        # What the template itself says, the user may read; what went wrong within it stays here.
+        cause = error.__cause__.__cause__ if error.__cause__ is not None else None
+        if cause is None or isinstance(cause, jinja2.TemplateError):
+            raise from_engine(error, {}) from None
+        raise invalid("messages", "The chat template cannot render this conversation.") from None
+
+
+def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """`reasoning_effort` as the template's variable; "none" turns thinking off where the template can only do that.
+    Raises `ApiError` 400 where the template knows neither."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    if (request.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
+        other = "chat_template_kwargs.reasoning_effort"
+        raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    raise invalid(
+        "reasoning_effort",
+        f"Unsupported parameter: reasoning_effort ({effort!r} means nothing to this model's chat template).",
+        "unsupported_parameter",
+    )
+
+
+_RESERVED = frozenset(
+    {
+        "self",
+        "tokenizer",
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "chat_template",
+    }
+)
+"""Variables that a request cannot set through `chat_template_kwargs`."""
+
+
+def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
+    """The end of a prompt, the `most` last tokens of it; -1: as many as there is `room` for."""
+    if most is None:
+        return ids
+    if most == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1, got 0.")
+    return ids[-(most if most > 0 else max(1, room)) :]
+
+
+def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[int]:
+    """What the engine would refuse too, before anything is done for each of the ids."""
+    if not ids:
+        raise invalid(field, f"{field} must come to at least one token.")
+    try:
+        if len(ids) > most == info.max_model_len:
+            raise RequestError(
+                f"{field} has an entry of {len(ids)} tokens; the model reads at most {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if len(ids) > most:
+            raise ContextLengthExceededError(len(ids), info.max_model_len)
+        if min(ids) < 0 or max(ids) >= info.vocab_size:
+            check_token_ids(field, ids, info.vocab_size)
+    except RequestError as error:
+        raise from_engine(error, {"prompt": field}) from None
+    return ids
+
+
+def _are_ids(prompt: list[str | int | list[int]]) -> TypeGuard[list[int]]:
+    return bool(prompt) and set(map(type, prompt)) == {int}
+
+
+def _are_prompts(prompt: list[str | int | list[int]]) -> TypeGuard[list[str | list[int]]]:
+    return set(map(type, prompt)) in ({str}, {list}, set())

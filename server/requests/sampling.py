@@ -1,0 +1,155 @@
+"""From a request's fields to `SamplingParams`: the request's value, else the model's generation config's,
+else OpenAI's default. Ranges are checked by `SamplingParams` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from server.errors import from_engine, invalid
+from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from tokenizer import Tokenizer
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "min_tokens",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+"""Fields that mean to the engine what they mean in the request."""
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; a chat goes on to the end of the context."""
+
+
+def chat_params(
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None, **extra: Any
+) -> SamplingParams:
+    """`extra` are further parameters, by `SamplingParams`' names. Raises `ApiError` 400 naming the field."""
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    elif request.max_tokens not in (None, max_tokens):
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; send one.")
+    logprobs = None
+    if request.logprobs:
+        logprobs = request.top_logprobs or 0
+    elif request.top_logprobs is not None and request.top_logprobs != 0:
+        raise invalid("top_logprobs", "top_logprobs asks for logprobs to be true.")
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}.")
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    renamed = {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {}
+    asked = limit | {"logprobs": logprobs} | extra
+    return _params(request, {"max_tokens": None, **defaults}, asked, renamed, tokenizer)
+
+
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None, **extra: Any
+) -> SamplingParams:
+    """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is drawn, for the caller to
+    drop: the engine has no request without output."""
+    limit = {}
+    if request.max_tokens is not None:
+        limit = {"max_tokens": request.max_tokens or 1}
+    prompt_logprobs = {}
+    if request.echo and request.prompt_logprobs is None and request.logprobs is not None:
+        prompt_logprobs = {"prompt_logprobs": request.logprobs}
+    return _params(
+        request,
+        {**defaults, "max_tokens": COMPLETION_MAX_TOKENS},
+        limit | {"logprobs": request.logprobs} | prompt_logprobs | extra,
+        {},
+        tokenizer,
+    )
+
+
+def _params(
+    request: GenerationRequest,
+    defaults: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+) -> SamplingParams:
+    fields = {**defaults, "detokenize": tokenizer is not None}
+    if fields.get("temperature") == 0 and _asks_for_draws(request):
+        del fields["temperature"]
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    fields.update(asked)
+    if request.logit_bias is not None:
+        fields["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.bad_words:
+        fields["bad_words_token_ids"] = _bad_words(request.bad_words, tokenizer)
+    try:
+        return SamplingParams(**fields)
+    except RequestError as error:
+        raise from_engine(error, {"bad_words_token_ids": "bad_words", **renamed}) from None
+
+
+def _asks_for_draws(request: GenerationRequest) -> bool:
+    """A model may recommend greedy decoding. But several choices, or a field that says how to draw, would
+    mean nothing then; who sends them without a temperature means OpenAI's default, 1."""
+    how_to_draw = (request.seed, request.top_p, request.top_k, request.min_p)
+    return (request.n or 1) > 1 or any(value is not None for value in how_to_draw)
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON has only strings for keys: "50256" is token 50256."""
+    by_id = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid("logit_bias", f"logit_bias: {key[:40]!r} is not a token id.")
+        by_id[int(key)] = value
+    return by_id
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Each word as the ids that begin a text with it, and, where these are others in as great a number, as those that
+    follow a space: vLLM's reading. A word may still come cut into other tokens."""
+    if tokenizer is None:
+        raise invalid("bad_words", "This model has no tokenizer: bad_words cannot be read.")
+    banned = []
+    for i, word in enumerate(words):
+        bare = word.lstrip(" ")
+        ids = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
+        if not bare or not ids or not spaced:
+            raise invalid(f"bad_words[{i}]", f"bad_words[{i}] must hold more than spaces, and be text to the model.")
+        banned.append(ids)
+        if spaced[0] != ids[0] and len(spaced) == len(ids):
+            banned.append(spaced)
+    return banned
+
+
+def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:
+    """Whether a stream ends with the usage, and whether every chunk carries it. Raises `ApiError` 400."""
+    options = request.stream_options
+    if options is None:
+        return False, False
+    if not request.stream:
+        raise invalid("stream_options", "stream_options is only for stream: true.")
+    if options.include_obfuscation:
+        raise invalid(
+            "stream_options.include_obfuscation",
+            "Padding of the stream is not built.",
+            "unsupported_parameter",
+        )
+    return bool(options.include_usage), bool(options.continuous_usage_stats)

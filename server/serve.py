@@ -1,0 +1,232 @@
+"""From a model's name to a running server, and down again.
+
+`serve` is what `xserv serve` calls. The port is taken before the model is loaded, so that a port in use
+costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
+answered with 503, the open ones may finish within `drain_timeout_s`; only then the port is given back. A second signal
+ends the open ones at once. SIGHUP reads the files of API keys again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import signal
+import socket
+import ssl
+import threading
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from runtime.device.device import Device
+from runtime.engine.make_client import start_client
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient
+from runtime.engine.recommended_sampling import recommended_sampling
+from runtime.engine.sampling_params import SamplingParams
+from runtime.errors import XservError
+from runtime.text.load import has_tokenizer, load_tokenizer
+from server.app import Application, create_app
+from server.config import ServerConfig, ServerConfigError
+from server.observing.logs import close_log, open_log
+from server.observing.tracing import open_tracing
+from server.transport.auth import ApiKeys
+from server.transport.origins import hosts_for
+from server.transport.protocol import RESERVED_CONNECTIONS, uvicorn_config
+from tokenizer import warm_up as tokenizer_warm_up
+
+
+class ServerStartError(XservError):
+    """The address cannot be listened on, or the model cannot run."""
+
+
+GRACE_S = 3
+"""For what is left when all requests are over or were told to end: last bytes, streams that only watch."""
+
+
+def serve(
+    model: str | Path | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    config: ServerConfig | None = None,
+    in_process: bool = False,
+    **engine_options: Any,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM; then returns.
+
+    model              None: the bundled one; a folder; a hub id
+    port               0: any free one; the line printed when ready names it
+    served_model_name  the name in the API; None: the folder's or the hub id
+    config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
+                       `allowed_hosts`
+    in_process         the engine in a thread of this process, not in one of its own; for debugging
+    engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
+
+    Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
+    """
+    config = config or ServerConfig()
+    config = replace(config, allowed_hosts=hosts_for(host, config.allowed_hosts or ()))
+    with ExitStack() as stack:
+        writer = open_log(config)
+        stack.callback(close_log, writer)
+        check_files(config)
+        listener = stack.enter_context(closing(listen(host, port)))
+        allow_connections(config.max_connections)
+        is_textless = model is not None and Path(model).is_dir() and not has_tokenizer(Path(model))
+        if not in_process and not is_textless:  # while the engine's process starts, this one would wait
+            device = engine_options.get("device", "auto")
+            threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
+        client = start_client(model, in_process=in_process, **engine_options)
+        stack.callback(client.close)
+        name = served_model_name or client.info.model_name
+        folder = Path(client.info.model_path)
+        tokenizer = load_tokenizer(folder)
+        tracing = None
+        if config.otlp_endpoint is not None:
+            tracing = open_tracing(config.otlp_endpoint, name)
+            stack.callback(tracing.close)
+        warm_up(client)
+        app = create_app(
+            client,
+            tokenizer,
+            model_name=name,
+            default_sampling=recommended_sampling(folder),
+            config=config,
+            log_writer=writer,
+            tracing=tracing,
+        )
+        _Server(app, client, name).run(sockets=[listener])
+
+
+def _warm_up_tokenizer(device: str) -> None:
+    """What is not compiled yet, the process of an engine on the cpu has compiled first (`compile_ahead`)."""
+    with suppress(XservError):  # a wrong device: of it the engine's start tells
+        if tokenizer_warm_up.is_compiled() or Device.parse(device).kind != "cpu":
+            tokenizer_warm_up.warm_up()
+
+
+def check_files(config: ServerConfig) -> None:
+    """Read API keys and certificates once, before the model is loaded for nothing. Raises `ServerConfigError`."""
+    ApiKeys(config.api_keys, config.api_key_files)
+    if config.ssl_certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise ServerConfigError(f"the certificate or its key cannot be used: {error}") from None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with another end: it goes on listening while it drains. When the time is up, or at a second signal, the
+    engine is closed, so that every request that still runs is told so and ends by itself. Only then, or at a third
+    signal, uvicorn cuts off."""
+
+    def __init__(self, app: Application, client: EngineClient, model_name: str) -> None:
+        super().__init__(uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S))
+        self.app = app
+        self.client = client
+        self.model_name = model_name
+        self.hurry = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets is not None
+        self.loop = asyncio.get_running_loop()
+        if self.app.config.api_key_files:
+            self.loop.add_signal_handler(signal.SIGHUP, self.app.keys.reload)
+        host, port = sockets[0].getsockname()[:2]
+        shown_host = f"[{host}]" if ":" in host else host
+        scheme = "https" if self.app.config.ssl_certfile else "http"
+        print(f"Serving {self.model_name} at {scheme}://{shown_host}:{port}/v1", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._drain()
+        self.app.lifecycle.closing.set()
+        await super().shutdown(sockets)
+
+    async def _drain(self) -> None:
+        """Until no request is open, the time is up, or somebody is in a hurry."""
+        lifecycle = self.app.lifecycle
+        lifecycle.begin_drain()
+        idle = asyncio.create_task(lifecycle.wait_idle())
+        hurry = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait((idle, hurry), timeout=self.app.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        is_idle = idle.done()
+        for task in (idle, hurry):
+            task.cancel()
+        if not is_idle:
+            await asyncio.to_thread(self.client.close)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""
+        if self.hurry.is_set():
+            self.force_exit = True
+        elif self.loop is not None:
+            self.loop.call_soon_threadsafe(self.hurry.set if self.should_exit else self.app.lifecycle.begin_drain)
+        self.should_exit = True
+
+
+def allow_connections(max_connections: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that there is one for every connection. Raises
+    `ServerStartError` when there are too few."""
+    needed = max_connections + RESERVED_CONNECTIONS + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < needed:
+        if hard != unlimited and hard < needed:
+            raise ServerStartError(
+                f"{max_connections} connections need {needed} open files, and this process may have {hard}: lower "
+                "max_connections or raise the limit (ulimit -n)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def warm_up(client: EngineClient) -> None:
+    """One short request, so that kernels are compiled before the first user waits, and a model that cannot
+    run is known at once. Raises `ServerStartError`."""
+    outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+    prompt_length = max(1, min(4, client.info.max_model_len - 2))
+    request = EngineRequest(
+        request_id="warm-up",
+        prompt_token_ids=[0] * prompt_length,
+        params=SamplingParams(max_tokens=2, seed=0, ignore_eos=True, detokenize=False),
+    )
+    client.submit(request, outputs.put)
+    while (output := outputs.get()).finish_reason is None:
+        pass
+    if output.finish_reason != "length":
+        raise ServerStartError("the model failed on its first request; see the log")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. Raises `ServerStartError`, which says what to do."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        raise ServerStartError(f"{host!r} is not an address of this machine") from None
+    # "localhost" is two addresses; most clients try the older one.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reasons = {
+            errno.EADDRINUSE: f"port {port} of {host} is in use; choose another (0: any free one)",
+            errno.EADDRNOTAVAIL: f"{host} is not an address of this machine",
+            errno.EACCES: f"port {port} needs rights that this user does not have; choose one above 1023",
+        }
+        reason = reasons.get(error.errno or 0, f"cannot listen on port {port} of {host}")
+        raise ServerStartError(reason) from None
+    return listener

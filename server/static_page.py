@@ -1,0 +1,90 @@
+"""The page: `GET /` and the files that it is made of, `GET /page/{name}`.
+
+They are plain files under `server/page/`, read once and served with the strictest policy that they work under:
+scripts, styles and connections of this server alone, nothing inline, no string that becomes markup. Where the server
+wants a key, it wants one for these too: the browser asks its user (`server.transport.auth`), and sends it along with
+all that the page asks for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+INDEX = "index.html"
+
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+"""What is served, by the ending of its name."""
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # kept, but asked about each time: a newer server shows its own page at once
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file as it is sent: its bytes, its media type, and the entity tag of these bytes."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def page_files() -> Mapping[str, PageFile]:
+    """Every file of the page, by name."""
+    found = {}
+    for entry in files("server").joinpath("page").iterdir():
+        media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
+        if media_type is not None and entry.is_file():
+            content = entry.read_bytes()
+            found[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return found
+
+
+async def get_page(request: Request) -> Response:
+    """`GET /`, and `GET /page/{name}`: 304 where the client has it already, 404 for a name that is no file."""
+    file = page_files().get(request.path_params.get("name", INDEX))
+    if file is None:
+        raise HTTPException(404)
+    headers = {**_HEADERS, "ETag": file.etag}
+    if _has_it(request.headers.get("if-none-match", ""), file.etag):
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
+
+
+def _has_it(if_none_match: str, etag: str) -> bool:
+    """RFC 9110's weak comparison against a list of tags."""
+    tags = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+    return etag in tags or "*" in tags

@@ -1,0 +1,162 @@
+"""A request's body: read within its limits, decoded, and checked against a schema, each failure a 4xx that
+says where.
+
+    body = await read_body(request, config)
+    chat = decode_body(body, ChatCompletionRequest, config)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from server.config import ServerConfig
+from server.errors import ApiError, invalid
+from server.openai_api.fields import take_table_fields
+from server.transport.json_limits import check_limits, is_deeper
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The whole body, at most `max_body_bytes`.
+
+    The limit holds while reading, whatever Content-Length says or where there is none. Raises `ApiError`
+    415 (not JSON by its own account: a browser's form or a plain-text post from another site never reaches
+    the engine), 413, 408, and starlette's `ClientDisconnect`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
+    declared = request.headers.get("content-length", "")
+    is_too_large = declared.isdecimal() and (len(declared) > 18 or int(declared) > config.max_body_bytes)
+    if is_too_large and request.headers.get("expect", "").lower() == "100-continue":
+        raise _too_large(config)  # the client has not begun to send
+    body = bytearray()
+    num_discarded_bytes = 0
+    loop = asyncio.get_running_loop()
+    end = loop.time() + config.body_timeout_s
+    try:
+        async with asyncio.timeout(min(config.body_start_timeout_s, config.body_timeout_s)) as limit:
+            async for chunk in request.stream():
+                if chunk:
+                    limit.reschedule(end)
+                if is_too_large or len(body) + len(chunk) > config.max_body_bytes:
+                    is_too_large = True
+                    num_discarded_bytes += len(body) + len(chunk)
+                    body.clear()
+                    if num_discarded_bytes > config.max_discarded_bytes:
+                        break
+                else:
+                    body += chunk
+    except TimeoutError:
+        if is_too_large:
+            raise _too_large(config) from None
+        limit_s = config.body_timeout_s if body else min(config.body_start_timeout_s, config.body_timeout_s)
+        raise ApiError(
+            408,
+            f"The body did not {'arrive' if body else 'begin to arrive'} within {limit_s:g} seconds.",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        ) from None
+    if is_too_large:
+        raise _too_large(config)
+    return bytes(body)
+
+
+def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
+    """The body as `schema`. Raises `ApiError` 400: not JSON, nested too deep, a field that is unknown,
+    missing, mistyped, or that asks for what is not built."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep(config) from None
+    except UnicodeDecodeError:
+        raise invalid(None, "The body is not UTF-8.", "invalid_json") from None
+    except msgspec.ValidationError:  # the one rule for untyped JSON: a number is finite
+        raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
+    except msgspec.DecodeError as error:
+        raise _not_json(body, str(error)) from None
+    if not isinstance(value, dict):
+        raise invalid(None, "The body must be a JSON object.", "invalid_json")
+    if is_deeper(value, config.max_json_depth):
+        raise _too_deep(config)
+    check_limits(value, config)
+    value = take_table_fields(value, schema)
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise schema_error(str(error)) from None
+
+
+MAX_SHOWN_NAME = 200
+"""Characters of an unknown field's name that an error repeats."""
+
+_PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
+_WRONG_TYPE = re.compile(r"^Expected `(.+)`, got `(.+)`$")
+_OUT_OF_RANGE = re.compile(r"^Expected `(.+)` (<=|>=|<|>|of length|matching) ?(.+)$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
+_JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+
+
+def schema_error(text: str) -> ApiError:
+    """The 400 for a msgspec validation error, with the field's path as `param` ("messages[0].role") and a
+    message in JSON's own words."""
+    found = _PATH.search(text)
+    path = found.group(1).removeprefix(".") if found else ""
+    problem = text[: found.start()] if found else text
+    if match := _UNKNOWN.match(problem):
+        name = match.group(1)[:MAX_SHOWN_NAME]
+        param = f"{path}.{name}" if path else name
+        return invalid(param, f"Unknown parameter: {param}.", "unknown_parameter")
+    if match := _MISSING.match(problem):
+        param = f"{path}.{match.group(1)}" if path else match.group(1)
+        return invalid(param, f"Missing required parameter: {param}.", "missing_required_parameter")
+    param = path.partition("[...]")[0] or None
+    where = param or "the body"
+    if match := _WRONG_TYPE.match(problem):
+        expected = " or ".join(_JSON_NAMES.get(name, name) for name in match.group(1).split(" | "))
+        got = _JSON_NAMES.get(match.group(2), match.group(2))
+        return invalid(param, f"Invalid type for {where}: expected {expected}, got {got}.", "invalid_type")
+    if match := _OUT_OF_RANGE.match(problem):
+        return invalid(param, f"Invalid value for {where}: expected {match.group(2)} {match.group(3)}.")
+    return invalid(param, f"Invalid value for {where}.")
+
+
+_POSITION = re.compile(r"\(byte (\d+)\)$")
+_LAST_KEY = re.compile(rb'"([A-Za-z0-9_]{1,64})"\s*:\s*-?$')
+_NOT_A_NUMBER = re.compile(rb"NaN|Infinity")
+
+
+def _not_json(body: bytes, text: str) -> ApiError:
+    """The 400 for malformed JSON; NaN and infinities, which Python's json writes and JSON has not, by field
+    name."""
+    found = _POSITION.search(text)
+    if found is None:
+        return invalid(None, "The body is not valid JSON: it ends too early.", "invalid_json")
+    position = int(found.group(1))
+    if not_a_number := _NOT_A_NUMBER.match(body, position):
+        name = not_a_number.group().decode()
+        key = _LAST_KEY.search(body, max(0, position - 128), position)
+        field = key.group(1).decode() if key else None
+        return invalid(field, f"Invalid value for {field or 'a field'}: {name} is not a number in JSON.")
+    return invalid(None, f"The body is not valid JSON (at byte {position}).", "invalid_json")
+
+
+def _too_deep(config: ServerConfig) -> ApiError:
+    return invalid(
+        None, f"The body nests arrays and objects deeper than {config.max_json_depth} levels.", "invalid_json"
+    )
+
+
+def _too_large(config: ServerConfig) -> ApiError:
+    return ApiError(
+        413,
+        f"The body is larger than {config.max_body_bytes} bytes.",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,107 @@
+"""The outermost layer: every request passes here first, and its answer last.
+
+It gives the request its id, refuses what comes under a foreign name or while the server drains, and when the answer is
+over it tells log, metrics and traces. The answer's parts pass through without being touched, but for the first, which
+gets its X-Request-Id."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError, draining, overloaded
+from server.transport.auth import OPEN_PATH
+from server.transport.drain import PROBES, WATCHERS, Lifecycle
+from server.transport.exchange import KEY, Exchange, new_request_id, request_id_of
+from server.transport.origins import OriginRules
+
+SURPLUS = "xserv.is_surplus"
+"""In the scope of a request on a connection beyond the limit."""
+
+Observer = Callable[[Exchange, Scope, str, float], None]
+"""Is told the exchange, its scope, its route and its duration in seconds, when the answer is over."""
+
+
+class Gate:
+    """An ASGI application around another.
+
+    routes     the endpoints' paths, to name routes by; what is none of them is "none"
+    observers  are called for every answer; they must not raise
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        rules: OriginRules,
+        routes: Mapping[Any, str],
+        observers: tuple[Observer, ...],
+    ) -> None:
+        self.app = app
+        self.lifecycle = lifecycle
+        self.rules = rules
+        self.routes = routes
+        self.observers = observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            else:  # there are no websockets here, with a key or without
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        exchange = Exchange(arrival_s=time.monotonic(), send=send, given_id=request_id_of(scope))
+        scope[KEY] = exchange
+
+        def send_on(message: Message) -> Awaitable[None]:  # not a coroutine of its own: streams send a lot
+            if message["type"] == "http.response.start":
+                _begin(exchange, message)
+            return send(message)
+
+        path: str = scope["path"]
+        is_awaited = path not in WATCHERS
+        if is_awaited:
+            self.lifecycle.enter()
+        try:
+            refusal = self._refusal(scope, path)
+            if refusal is None:
+                await self.app(scope, receive, send_on)
+            else:
+                await refusal.response()(scope, receive, send_on)
+        finally:
+            if is_awaited:
+                self.lifecycle.leave()
+            duration_s = time.monotonic() - exchange.arrival_s
+            route = self.routes.get(scope.get("endpoint"), "none")
+            for observer in self.observers:
+                observer(exchange, scope, route, duration_s)
+
+    def _refusal(self, scope: Scope, path: str) -> ApiError | None:
+        if path == OPEN_PATH:
+            return None
+        try:
+            self.rules.check(scope["method"], scope.get("scheme", "http"), scope["headers"])
+        except ApiError as error:
+            return error
+        if path in PROBES:
+            return None
+        if self.lifecycle.is_draining:
+            return draining()
+        return overloaded() if SURPLUS in scope else None
+
+
+def _begin(exchange: Exchange, message: Message) -> None:
+    """Note the status, and put the id into the headers: the client's own, else the endpoint's, else a new one."""
+    exchange.status = message["status"]
+    headers = []
+    for name, value in message["headers"]:
+        if name == b"x-request-id":
+            exchange.answered_id = value.decode("latin-1")
+        else:
+            headers.append((name, value))
+    exchange.answered_id = exchange.given_id or exchange.answered_id or new_request_id()
+    headers.append((b"x-request-id", exchange.answered_id.encode("latin-1")))
+    message["headers"] = headers

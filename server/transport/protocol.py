@@ -1,0 +1,274 @@
+"""The HTTP/1.1 protocol: uvicorn's on httptools, with bounds on what a client can do around its requests.
+
+httptools takes headers of any size, for any time, and uvicorn waits without end for a client to read. Here every
+connection has limits:
+
+- its request line and headers together are at most so many bytes and fields, and complete within so many seconds;
+- of an answer that is not read only so much is held: then the answer pauses (whoever sends it waits), and when it has
+  paused for so long, the connection is cut, which cancels the request;
+- there are at most so many connections; a further one takes the place of an idle one, else it is told so, but for the
+  probes, and beyond a few not even heard.
+
+The other way, uvicorn on h11 with its limit of incomplete events, was measured too: docs/server.md has the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import httptools
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.config import ServerConfig
+from server.errors import ApiError
+from server.transport.exchange import new_request_id
+from server.transport.gate import SURPLUS
+
+logger = logging.getLogger("xserv.server")
+
+RESERVED_CONNECTIONS = 64
+"""Connections beyond the limit that are still heard, so that the probes get through."""
+
+
+class _HeadersTooLarge(Exception):
+    """Ends the parsing; what is answered lies in the protocol."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection. `limits` belongs to the class that `limited` makes.
+
+    A head is a request's line and headers. It is being read from the connection's beginning or the end of the request
+    before, until the headers are complete."""
+
+    limits: ServerConfig
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_reading_head = True
+        self._num_head_bytes = 0  # received for this head, in chunks that may reach beyond it
+        self._num_parsed_bytes = 0  # of its line and fields
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+        self._is_refused = False
+        self._chunk = b""
+        self._is_repeating = False  # a new parser reads a head that was read before
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections + RESERVED_CONNECTIONS:
+            transport.abort()
+            return
+        if len(self.connections) > self.limits.max_connections:
+            self._close_idle_one()
+        transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_slow_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_reading_head:
+            self._num_head_bytes += len(data)
+            if self._head_timer is None:
+                self._start_head_timer()
+        self._chunk = data
+        super().data_received(data)
+        self._chunk = b""
+        if self._is_reading_head and self._num_head_bytes > self.limits.max_header_bytes and not self._is_refused:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        if not self._is_repeating:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._is_repeating:
+            return
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_repeating:
+            return
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) >= self.limits.max_headers:
+            self._refusal = ApiError(
+                431, f"The request has more than {self.limits.max_headers} header fields.", code="headers_too_large"
+            )
+            raise _HeadersTooLarge
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._is_repeating:
+            self._is_repeating = False
+            return
+        self._is_reading_head = False
+        self._num_parsed_bytes = 0
+        self._stop_head_timer()
+        if len(self.connections) > self.limits.max_connections:
+            self.scope[SURPLUS] = True  # type: ignore[literal-required]
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_reading_head = True
+        self._num_head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size() > 0:
+            self._start_slow_timer()  # closing waits for the client to read the rest
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_slow_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_slow_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser gives up."""
+        self._refuse(self._refusal or ApiError(400, "This is no valid HTTP/1.1 request.", code="invalid_http"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client offers to change the protocol, as Java's does with every request; it is answered in this one.
+
+        httptools takes what follows the headers for the other protocol and stops. A new parser goes on: it is given
+        the headers again that say how long the body is, and what had come behind them."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest = self._chunk[upgrade.args[0] :]
+        framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        if framing:
+            self.cycle.more_body = True
+            self._is_reading_head = False
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_repeating = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % header for header in framing))
+        self._chunk = rest
+        super().data_received(rest)
+
+    def _close_idle_one(self) -> None:
+        """Make room: a connection that waits for its next request gives way to one that brings a request."""
+        for other in self.connections:
+            if isinstance(other, LimitedHttpProtocol) and other.timeout_keep_alive_task is not None:
+                other.timeout_keep_alive_handler()
+                self.connections.discard(other)  # it will be told of its end later
+                return
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_parsed_bytes += num_bytes
+        if self._num_parsed_bytes > self.limits.max_header_bytes:
+            self._refusal = self._too_large()
+            raise _HeadersTooLarge
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            431, f"The headers are larger than {self.limits.max_header_bytes} bytes.", code="headers_too_large"
+        )
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer before there is a request, and close. While the answer to an earlier request is still being sent, only
+        that is waited for."""
+        self._is_refused = True
+        self._stop_head_timer()
+        if self._is_answering:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        request_id = new_request_id()
+        body = msgspec.json.encode(error.body())
+        lines = [
+            STATUS_LINE[error.status],
+            *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
+            b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
+            b"x-request-id: %b\r\nconnection: close\r\n\r\n" % request_id.encode(),
+            body,
+        ]
+        logger.info("request %s was refused before it was whole: %d %s", request_id, error.status, error.code)
+        self.transport.write(b"".join(lines))
+        self.transport.close()
+        self._start_slow_timer()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.limits.header_timeout_s, self._end_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_head(self) -> None:
+        """The time for the headers is up."""
+        if self._is_answering:  # they belong to the request after the one that runs
+            self._start_head_timer()
+        elif self._num_head_bytes == 0:
+            self.transport.close()
+        else:
+            message = f"The headers did not arrive within {self.limits.header_timeout_s:g} seconds."
+            self._refuse(ApiError(408, message, code="header_timeout"))
+
+    def _start_slow_timer(self) -> None:
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self.limits.slow_reader_timeout_s, self._drop)
+
+    def _stop_slow_timer(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _drop(self) -> None:
+        """The client has not read for too long."""
+        logger.info("a client did not read its answer for %g s and is dropped", self.limits.slow_reader_timeout_s)
+        self.transport.abort()
+
+
+def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
+    """The protocol with these limits."""
+
+    class Protocol(LimitedHttpProtocol):
+        limits = config
+
+    return Protocol
+
+
+def uvicorn_config(app: ASGIApp, config: ServerConfig, *, graceful_timeout_s: int = 5) -> uvicorn.Config:
+    """uvicorn's settings for the application: its own log, headers of proxies, websockets and environment variables are
+    left out."""
+    return uvicorn.Config(
+        app,
+        http=limited(config),
+        ws="none",
+        lifespan="on",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        workers=1,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]  # only ever given to call_later
+        timeout_graceful_shutdown=graceful_timeout_s,
+    )

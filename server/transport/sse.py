@@ -1,0 +1,131 @@
+"""Server-sent events as OpenAI frames them: `data: {json}` and an empty line, at last `data: [DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.transport.exchange import KEY
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which every client passes over."""
+
+_encoder = msgspec.json.Encoder()
+
+
+def frame(value: object) -> bytes:
+    """One event. JSON holds no raw newline, so that one `data:` line is enough."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def named_frame(event: msgspec.Struct) -> bytes:
+    """One event whose `event:` line names its type, which is its tag."""
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), _encoder.encode(event))
+
+
+@asynccontextmanager
+async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls `on_disconnect` as soon as the client goes away while the block runs. The request's body must
+    have been read: from then on, ASGI's `receive` has only that to tell."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_disconnect()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class Pinger:
+    """Sends a comment into a stream that has been silent for `interval_s`, to one and a half times that: proxies then
+    do not take it for dead, and clients do not see it. It sends only while `is_idle`: nobody else does then."""
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self.is_idle = False
+        self._send = send
+        self._half_s = interval_s / 2
+        self._loop = asyncio.get_running_loop()
+        self._num_silent = 0  # half intervals
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(self._half_s, self._tick)
+
+    def rest(self) -> None:
+        """Something was sent; until `is_idle` is cleared, pings may be."""
+        self.is_idle = True
+        self._num_silent = 0
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._half_s, self._tick)
+        self._num_silent += 1
+        if self.is_idle and self._num_silent > 2 and (self._task is None or self._task.done()):
+            self._num_silent = 1
+            self._task = self._loop.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        with suppress(OSError):  # the client has gone; the stream's own end sees to that
+            await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+
+
+class EventSource(Protocol):
+    """What stands behind a stream of events: a generation, a view of the engine."""
+
+    def leave(self) -> None:
+        """The client has gone away."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs; may be called again."""
+        ...
+
+
+class EventStreamResponse(Response):
+    """Sends what `events` yields, each item at once, for as long as the client is there.
+
+    In every end (the last event, a client that has left, a server that stops) `events` and the source
+    behind it are closed. (Starlette's own streaming response leaves that to the garbage collector on
+    servers of ASGI 2.4.)"""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: EventSource, headers: Mapping[str, str]) -> None:
+        self.events = events
+        self.source = source
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_body = scope[KEY].send
+        pinger = Pinger(send_body, scope["app"].config.ping_interval_s)
+        try:
+            async with watch_disconnect(receive, self.source.leave):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                pinger.rest()
+                async for data in self.events:
+                    pinger.is_idle = False
+                    await send_body({"type": "http.response.body", "body": data, "more_body": True})
+                    pinger.rest()
+                pinger.close()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # how servers of ASGI 2.4 say that the client has gone
+            pass
+        finally:
+            pinger.close()
+            self.source.close()
+            await self.events.aclose()

@@ -1,0 +1,87 @@
+"""Code that is compiled before an engine is loaded, in a process that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import numba_kernels.cpu
+from runtime.engine.config import EngineConfig
+from runtime.engine.process import compile_ahead as ahead
+
+ROOT = Path(__file__).parents[4]
+MODELS = ROOT.parent / "shared" / "data" / "models"
+
+
+def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The process that does it leaves a mark; without one it is asked for, and what it says is told."""
+    commands: list[list[str]] = []
+
+    def noted(command: list[str], **options: object) -> object:
+        commands.append(command)
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit('no compiler')"], **options)  # type: ignore[call-overload]
+
+    stand_in = SimpleNamespace(Popen=noted, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(ahead, "subprocess", stand_in)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
+    ahead.compile_ahead(None, "cpu", "bfloat16", EngineConfig(quantization="int8"))
+    program = "runtime.engine.process.compile_ahead"
+    assert [command[2:] for command in commands] == [["-m", program, "uint16", "1", "16"]]
+    assert "compiled ahead (status 1): no compiler" in caplog.text
+    ahead.compile_ahead(None, "cpu", "int32", EngineConfig())  # which is refused when the model is loaded
+    ahead.compile_ahead(None, "emulated", "auto", EngineConfig())
+    monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path)  # as where the home cannot be written
+    ahead.compile_ahead(None, "cpu", "bfloat16", EngineConfig())
+    monkeypatch.setattr(ahead, "marker", lambda *arguments: tmp_path)
+    ahead.compile_ahead(None, "cpu", "bfloat16", EngineConfig())
+    assert len(commands) == 1
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    code = "from runtime.engine.process import compile_ahead; compile_ahead._end_with_parent()"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(60) == 1
+
+
+_USES = """
+import sys
+from numba.core import event
+from runtime import LLM, SamplingParams
+from runtime.text.load import load_tokenizer
+with event.install_recorder("numba:run_pass") as passes:
+    with LLM(device="cpu", dtype="float32", kv_cache_bytes=1 << 22) as llm:
+        llm.generate("What is 17 plus 25?", SamplingParams(max_tokens=4, logprobs=1))
+    if len(sys.argv) > 1:
+        load_tokenizer(sys.argv[1]).encode("Once upon a time")
+    print(len(passes.buffer))
+"""
+
+
+@pytest.mark.exhaustive
+def test_from_an_empty_cache(tmp_path: Path) -> None:
+    """As an engine's process does it; afterwards nothing is left to compile, for either kind of tokenizer."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+
+    def python(code: str, *arguments: str) -> str:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    ahead_of = (
+        "from runtime.engine.process.compile_ahead import compile_ahead, marker\n"
+        "from runtime.engine.config import EngineConfig\n"
+        "compile_ahead(None, 'cpu', 'float32', EngineConfig())\n"
+        "print(marker('float32', '0', '16').exists())"
+    )
+    assert python(ahead_of) == "True\n"
+    tokenizers = [str(MODELS / "stories260K")] if MODELS.is_dir() else []
+    assert python(_USES, *tokenizers) == "0\n"

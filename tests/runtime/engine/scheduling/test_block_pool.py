@@ -1,0 +1,234 @@
+"""The block pool with its prefix cache: what is found, who holds it, what is given up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from runtime.engine.errors import RequestError
+from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
+from runtime.engine.scheduling.eviction import POLICIES
+from runtime.engine.scheduling.host_pool import HostPool
+from tools.replay_prefixes import lru_hits, scheduler_hits
+
+BLOCK_SIZE = 4
+
+
+class Tokens:
+    """A sequence of known tokens."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids: NDArray[np.int32] = np.array(ids, np.int32)
+
+    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
+        out[:] = self.ids[start : start + len(out)]
+
+
+def run(pool: BlockPool, *ids: int, salt: str | None = None) -> list[int]:
+    """Compute a sequence without looking anything up, and let it go again."""
+    block_ids = pool.allocate(-(-len(ids) // BLOCK_SIZE))
+    pool.record(Chain(salt), block_ids, len(ids), Tokens(*ids), is_final=True)
+    pool.release(block_ids)
+    pool.check_invariants([])
+    return block_ids
+
+
+def find(pool: BlockPool, *ids: int, salt: str | None = None) -> Hit:
+    return pool.find(np.array(ids, np.int32), salt)
+
+
+def test_counts_references() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    first = pool.allocate(3)
+    pool.share(first[:2])
+    pool.release(first)
+    assert pool.num_free == 2
+    pool.check_invariants([first[:2]])
+    pool.release(first[:2])
+    assert pool.num_free == 4
+    pool.check_invariants([])
+
+
+@pytest.mark.parametrize("misuse", ["release", "share"])
+def test_refuses_free_blocks(misuse: str) -> None:
+    with pytest.raises(AssertionError):
+        getattr(BlockPool(2, BLOCK_SIZE), misuse)([0])
+
+
+def test_refuses_more_than_it_has() -> None:
+    with pytest.raises(AssertionError):
+        BlockPool(2, BLOCK_SIZE).allocate(3)
+
+
+def test_check_sees_leaks_and_doubles() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    blocks = pool.allocate(2)
+    with pytest.raises(AssertionError):
+        pool.check_invariants([blocks[:1]])
+    with pytest.raises(AssertionError):
+        pool.check_invariants([blocks, blocks[:1]])
+    with pytest.raises(AssertionError):
+        pool.check_invariants([[blocks[0], blocks[0]], [blocks[1]]])
+
+
+def test_finds_full_blocks_and_the_beginning_of_the_next() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    blocks = run(pool, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert find(pool, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11) == Hit(blocks[:2], [], (blocks[2], 2), 10)
+    assert find(pool, 1, 2, 3, 4, 5, 6, 0) == Hit(blocks[:1], [], (blocks[1], 2), 6)
+    assert find(pool, 1, 2, 3) == Hit([], [], (blocks[0], 3), 3)
+    assert find(pool, 2, 2, 3, 4) == Hit()
+    assert find(pool) == Hit()
+
+
+def test_salts_do_not_see_each_other() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    (plain,) = run(pool, 1, 2, 3, 4)
+    assert find(pool, 1, 2, 3, 4, salt="a").num_tokens == 0
+    assert find(pool, 1, 2, 3, 4, salt="").num_tokens == 0
+    (salted,) = run(pool, 1, 2, 3, 4, salt="a")
+    assert find(pool, 1, 2, 3, 4, salt="a").block_ids == [salted]
+    assert find(pool, 1, 2, 3, 4).block_ids == [plain]
+
+
+def test_a_colliding_digest_serves_nobody_elses_block() -> None:
+    pool = BlockPool(8, BLOCK_SIZE, digest=lambda parent, tokens: 7)
+    (first,) = run(pool, 1, 2, 3, 4)
+    run(pool, 5, 6, 7, 8)
+    assert find(pool, 5, 6, 7, 8) == Hit(), "another content has this digest"
+    assert find(pool, 1, 2, 3, 4, 1, 2, 3, 4).block_ids == [first], "equal tokens, but not after the same ones"
+    assert find(pool, 1, 2, 3, 4, salt="a") == Hit()
+    run(pool, 1, 2, 3, 4, salt="a")
+    assert find(pool, 1, 2, 3, 4, salt="a") == Hit()
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pool = BlockPool(4, BLOCK_SIZE, enable_prefix_caching=False)
+    run(pool, 1, 2, 3, 4, 5)
+    assert find(pool, 1, 2, 3, 4, 5) == Hit()
+    assert pool.num_cached == 0
+
+
+def test_the_second_of_two_equal_blocks_takes_over_when_the_first_is_let_go() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    tokens = Tokens(*range(8))
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.record(Chain(), first, 8, tokens)
+    pool.record(Chain(), second, 8, tokens)
+    assert find(pool, *range(8)).block_ids == first
+    pool.release(first)
+    pool.check_invariants([second])
+    assert find(pool, *range(8)).block_ids == second
+    assert pool.num_cached == 0
+    pool.release(second)
+    assert pool.num_cached == 2
+
+
+def test_a_held_block_takes_over_from_an_idle_one() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    run(pool, 1, 2, 3, 4)
+    other = pool.allocate(1)
+    pool.record(Chain(), other, 4, Tokens(1, 2, 3, 4))
+    pool.check_invariants([other])
+    assert find(pool, 1, 2, 3, 4).block_ids == other
+    assert pool.num_cached == 0
+
+
+def test_a_longer_block_replaces_the_partial_one_that_it_continues() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    run(pool, 1, 2, 3, 4, 5)
+    run(pool, 1, 2, 3, 4, 5, 6)
+    assert pool.num_cached == 2
+    run(pool, 1, 2, 3, 4, 5)
+    assert pool.num_cached == 2, "a beginning of what is there is not recorded"
+    assert find(pool, 1, 2, 3, 4, 5, 6, 7).num_tokens == 6
+
+
+def test_evicts_the_end_of_the_least_recently_used_first() -> None:
+    pool = BlockPool(4, BLOCK_SIZE, eviction="lru")
+    run(pool, *range(8))
+    run(pool, *range(10, 18))
+    hit = find(pool, *range(8))
+    pool.share(hit.block_ids)
+    pool.release(hit.block_ids)
+    pool.release(pool.allocate(1))
+    assert find(pool, *range(10, 18)).num_tokens == 4
+    pool.release(pool.allocate(2))
+    assert find(pool, *range(10, 18)).num_tokens == 0
+    assert find(pool, *range(8)).num_tokens == 8
+    assert pool.counters.evictions == 2
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"eviction must be one of lru.*'fifo'"):
+        BlockPool(4, BLOCK_SIZE, eviction="fifo")
+
+
+def test_evicted_blocks_are_found_in_the_host_pool() -> None:
+    host = HostPool(2)
+    pool = BlockPool(3, BLOCK_SIZE, host_pool=host)
+    blocks = run(pool, *range(10))
+    taken = pool.allocate(3)
+    assert [block for block, _ in pool.offloads] == [blocks[1], blocks[0]], "the partial block is not worth it"
+    slots = [slot for _, slot in reversed(pool.offloads)]
+    pool.offloads.clear()
+    hit = find(pool, *range(10))
+    assert hit == Hit([], slots, None, 8)
+    pool.release(taken)
+    fresh = pool.allocate(3)
+    host.hold(hit.host_slots)
+    assert host.take(1) is None, "a step reads both slots"
+    host.release(hit.host_slots)
+    pool.record(Chain(), fresh, 8, Tokens(*range(10)))
+    assert find(pool, *range(8)) == Hit(fresh[:2], [], None, 8)
+    pool.release(fresh)
+    pool.allocate(3)
+    assert not pool.offloads, "their bytes are in the host pool already"
+    assert host.take(1) == slots[1:], "what continues a prefix is dropped before it"
+    assert find(pool, *range(8)).host_slots == slots[:1]
+    assert host.take(1) == slots[:1]
+    assert find(pool, *range(8)) == Hit()
+    host.check_invariants([slots])
+
+
+def test_counters() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    pool.count_query(10, 8)
+    pool.count_query(5, 0)
+    assert (pool.counters.queried_tokens, pool.counters.hit_tokens) == (15, 8)
+
+
+def test_reused_blocks_outlive_what_came_once() -> None:
+    """A conversation returns after more new blocks than the pool has: too late for least recently used."""
+    found = {}
+    for eviction in POLICIES:
+        pool = BlockPool(10, BLOCK_SIZE, eviction=eviction)
+        hits = 0
+        for turn in range(60):
+            hit = find(pool, *range(8))
+            pool.share(hit.block_ids)
+            block_ids = hit.block_ids + pool.allocate(2 - len(hit.block_ids))
+            pool.record(Chain(), block_ids, 8, Tokens(*range(8)))
+            pool.release(block_ids)
+            hits += len(hit.block_ids)
+            for other in range(11):
+                run(pool, *range(100 + 1000 * turn + 20 * other, 104 + 1000 * turn + 20 * other))
+        found[eviction] = hits
+    assert found["lru"] == 0
+    assert found["reuse-gap"] > 0
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("num_blocks", [8, 32])
+def test_a_loop_random_prompts_and_a_shared_prompt_lose_nothing(eviction: str, num_blocks: int) -> None:
+    """Hits of each policy beside those of a plain ordered dictionary."""
+    draws = np.random.default_rng(1)
+    patterns = {
+        "loop": [[10 * (turn % 12), 10 * (turn % 12) + 1] for turn in range(300)],
+        "random": [[int(first), int(first) + 1000] for first in draws.integers(0, 40, 300)],
+        "shared": [[0, 1, 2, 100 + turn] for turn in range(300)],
+        "new": [[turn] for turn in range(300)],
+    }
+    for name, prompts in patterns.items():
+        assert scheduler_hits(prompts, num_blocks, eviction) >= 0.9 * lru_hits(prompts, num_blocks), name

@@ -1,0 +1,166 @@
+"""Embeddings beside running requests: what they are, how they are cut, and that nobody waits for more than one pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from runtime.batch import Batch
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.steps.embedder import EmbeddingError
+from tests.runtime.engine.fakes import FakeModel, each_loop, greedy, make_engine, prefix_hashes, request
+from tests.runtime.engine.process.test_client import TIMEOUT_S, Gate, Sink
+
+__all__ = ["each_loop"]
+
+pytestmark = pytest.mark.usefixtures("each_loop")
+
+BUDGET = 32
+"""Tokens of one pass, as `make_engine` has it."""
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def client(model: FakeModel) -> Iterator[ThreadEngineClient]:
+    client = ThreadEngineClient(make_engine(model=model, max_waiting=8))
+    yield client
+    client.close()
+
+
+def prompt_of(length: int, first: int = 5) -> list[int]:
+    return [(first + 7 * i) % 90 for i in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 31, 32, 33, 64, 100, 128])
+def test_the_last_and_the_mean_hidden_state(client: ThreadEngineClient, length: int) -> None:
+    prompt = prompt_of(length)
+    hashes = prefix_hashes(np.array(prompt))
+    last, mean = client.embed(prompt), client.embed(prompt, "mean")
+    assert last.result(TIMEOUT_S).tolist() == [hashes[-1]]
+    assert mean.result(TIMEOUT_S).tolist() == [np.float32(np.mean(np.array(hashes, np.float32), dtype=np.float64))]
+    assert last.result().dtype == mean.result().dtype == np.float32
+
+
+def test_short_prompts_share_a_pass(client: ThreadEngineClient, model: FakeModel) -> None:
+    gate, shapes = Gate(model), []
+    blocker = client.embed([1])
+    assert gate.entered.wait(TIMEOUT_S)
+    prompts = [prompt_of(n, n) for n in (3, 9, 20, 30, 2, 40, 1)]
+    futures = [client.embed(prompt, "mean" if i % 2 else "last") for i, prompt in enumerate(prompts)]
+
+    def note(batch: Batch) -> None:
+        shapes.append((batch.num_seqs, batch.num_tokens))
+
+    model.before_forward = note
+    gate.opened.set()
+    blocker.result(TIMEOUT_S)
+    for i, (prompt, future) in enumerate(zip(prompts, futures, strict=True)):
+        hashes = np.array(prefix_hashes(np.array(prompt)), np.float32)
+        expected = np.float32(hashes.mean(dtype=np.float64)) if i % 2 else hashes[-1]
+        assert future.result(TIMEOUT_S).tolist() == [expected]
+    assert shapes == [(3, 32), (2, 32), (1, 32), (1, 8), (1, 1)]
+
+
+def test_between_two_passes_comes_a_step(client: ThreadEngineClient, model: FakeModel) -> None:
+    passes: list[str] = []
+    kinds = {1: "step"}  # the one running request decodes a token at a time
+    model.before_forward = lambda batch: passes.append(kinds.get(batch.num_tokens, "pass"))
+    sink = Sink()
+    client.submit(request("x", [1], max_tokens=100), sink)
+    while not passes:
+        assert not sink.done.wait(0.001)
+    futures = [client.embed(prompt_of(128), "mean") for _ in range(3)]
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert sink.wait().token_ids() == greedy([1], 100)
+    assert passes.count("pass") == 3 * 128 // BUDGET
+    running = passes[: len(passes) - 1 - passes[::-1].index("step")]
+    assert not any(a == b == "pass" for a, b in pairwise(running))
+
+
+def test_a_cancelled_one_costs_no_further_pass(client: ThreadEngineClient, model: FakeModel) -> None:
+    gate = Gate(model)
+    running, waiting = client.embed(prompt_of(128)), client.embed(prompt_of(128))
+    assert gate.entered.wait(TIMEOUT_S)
+    assert running.cancel()
+    assert waiting.cancel()
+    gate.opened.set()
+    assert client.embed([3]).result(TIMEOUT_S).tolist() == [prefix_hashes(np.array([3]))[-1]]
+    assert model.num_computed_tokens == BUDGET + 1
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "pooling", "param"),
+    [
+        ([], "last", "token_ids"),
+        ([97], "last", "token_ids"),
+        ([-1], "last", "token_ids"),
+        ([True], "last", "token_ids"),
+        ([1] * 129, "last", "token_ids"),
+        ([1], "max", "pooling"),
+    ],
+)
+def test_a_wrong_one_is_refused(client: ThreadEngineClient, token_ids: list[int], pooling: str, param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        client.embed(token_ids, pooling)
+    assert raised.value.param == param
+
+
+def test_a_failure_is_told_to_its_prompts_alone(client: ThreadEngineClient, model: FakeModel) -> None:
+    def fail(batch: Batch) -> None:
+        raise RuntimeError("broken")
+
+    model.before_forward = fail
+    with pytest.raises(EmbeddingError):
+        client.embed(prompt_of(100)).result(TIMEOUT_S)
+    model.before_forward = lambda batch: None
+    model.nan_after = 4
+    with pytest.raises(EmbeddingError, match="finite"):
+        client.embed([1, 4]).result(TIMEOUT_S)
+    assert client.embed([1, 5], "mean").result(TIMEOUT_S).shape == (1,)
+    sink = Sink()
+    client.submit(request("x", [1, 2], max_tokens=5), sink)
+    assert sink.wait().token_ids() == greedy([1, 2], 5)
+
+
+def test_the_queue_has_an_end(client: ThreadEngineClient, model: FakeModel) -> None:
+    gate = Gate(model)
+    futures = [client.embed([1, 2]) for _ in range(8)]
+    with pytest.raises(QueueFullError):
+        client.embed([1, 2])
+    gate.opened.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+    client.embed([1, 2]).result(TIMEOUT_S)
+
+
+def test_what_waits_at_the_end_is_told(model: FakeModel) -> None:
+    client = ThreadEngineClient(make_engine(model=model))
+    gate = Gate(model)
+    futures = [client.embed(prompt_of(128)) for _ in range(3)]
+    assert gate.entered.wait(TIMEOUT_S)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    gate.opened.set()
+    for future in futures:
+        with pytest.raises(EngineDeadError):
+            future.result(TIMEOUT_S)
+    closing.join(TIMEOUT_S)
+    with pytest.raises(EngineDeadError):
+        client.embed([1])
+
+
+def test_a_drained_engine_has_computed_them(model: FakeModel) -> None:
+    client = ThreadEngineClient(make_engine(model=model))
+    futures = [client.embed(prompt_of(128)) for _ in range(3)]
+    client.close(drain=True)
+    assert all(future.result(0).shape == (1,) for future in futures)

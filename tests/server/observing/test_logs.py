@@ -1,0 +1,187 @@
+"""What the log says and what it keeps to itself; and that it never costs a request."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import ServerConfig, ServerConfigError
+from server.observing import logs
+from server.observing.logs import FIELDS, JsonFormatter, LogWriter, TextFormatter, close_log, open_log
+from tests.server.conftest import Served, serving
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.running import wait_until
+from tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+SECRET = "the password is swordfish"
+HELLO: dict[str, Any] = {"model": "fake-model", "messages": [{"role": "user", "content": SECRET}]}
+
+
+@contextmanager
+def logging_to(config: ServerConfig) -> Iterator[LogWriter]:
+    """The program's log as `serve` opens it; as before after the block."""
+    loggers = [logging.getLogger(name) for name in ("xserv", "uvicorn")]
+    levels = [logger.level for logger in loggers]
+    writer = open_log(config)
+    try:
+        yield writer
+    finally:
+        close_log(writer)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@contextmanager
+def served_with_log(
+    tokenizer: Tokenizer, engine: FakeEngineClient, file: Path, **settings: Any
+) -> Iterator[tuple[Served, LogWriter]]:
+    config = ServerConfig(log_format="json", log_file=str(file), **settings)
+    with logging_to(config) as writer, serving(engine, tokenizer, config=config, log_writer=writer) as served:
+        yield served, writer
+
+
+def test_an_answer_is_one_line(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with served_with_log(tokenizer, fake_engine, file) as (served, _):
+        whole = served.http.post(CHAT, json=HELLO, headers={"X-Request-Id": "mine/1"})
+        streamed = served.http.post(CHAT, json={**HELLO, "stream": True})
+        refused = served.http.post(CHAT, json={**HELLO, "n": 0})
+        served.http.get("/v1/nothing?token=geheim")
+        served.http.get("/health")
+    lines = [line for line in lines_of(file) if line["logger"] == "xserv.access"]
+    assert [line["status"] for line in lines] == [200, 200, 400, 404], "probes are not worth a line"
+    first, second, third, _ = lines
+    assert first["request_id"] == "mine/1" == whole.headers["x-request-id"]
+    assert first["generation_id"] == whole.json()["id"]
+    assert first["method"] == "POST"
+    assert first["path"] == CHAT
+    assert first["client"] == "127.0.0.1"
+    assert first["level"] == "info"
+    usage = whole.json()["usage"]
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert first["finish_reasons"] == "stop"
+    assert 0 < first["ttft_s"] <= first["duration_s"] < 20
+    assert second["request_id"] == streamed.headers["x-request-id"] == second["generation_id"]
+    assert second["completion_tokens"] == first["completion_tokens"]
+    assert third["request_id"] == refused.headers["x-request-id"]
+    assert "prompt_tokens" not in third
+    text = file.read_text(encoding="utf-8")
+    assert SECRET not in text
+    assert "swordfish" not in text
+    assert "geheim" not in text
+
+
+def test_prompts_where_they_are_asked_for(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with served_with_log(tokenizer, fake_engine, file, log_prompts=True) as (served, _):
+        generation_id = served.http.post(CHAT, json=HELLO).json()["id"]
+    (line,) = [line for line in lines_of(file) if "prompt" in line]
+    assert SECRET in line["prompt"]
+    assert line["generation_id"] == generation_id
+
+
+@pytest.mark.parametrize(
+    ("given", "is_taken"),
+    [("a" * 128, True), ("a" * 129, False), ("a b", False), ('"><script>', False), ("", False), ("ä", False),
+     ("0af7651916cd43dd-8448:eb/211.c80319c=", True)],
+)  # fmt: skip
+def test_request_ids_of_clients(served: Served, given: str, is_taken: bool) -> None:
+    headers = {b"x-request-id": given.encode()}
+    for path in ("/v1/models", "/nothing", "/health"):
+        answered = served.http.get(path, headers=headers).headers.get_list("x-request-id")
+        assert len(answered) == 1
+        assert (answered[0] == given) is is_taken
+        assert answered[0]
+
+
+def test_a_path_cannot_forge_lines(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    config = ServerConfig(log_file=str(file))
+    with logging_to(config) as writer, serving(fake_engine, tokenizer, config=config, log_writer=writer) as served:
+        served.http.get("/a%0A2026-01-01 ERROR forged%1b[31m%E2%80%A8" + "x" * 1000)
+    (line,) = file.read_text(encoding="utf-8").split("\n")[:-1]
+    assert "\\n2026-01-01 ERROR forged\\x1b[31m" in line
+    assert len(line) < 900
+    assert "\u2028" not in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_costs_lines_alone(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
+    with served_with_log(tokenizer, fake_engine, Path("/dev/full")) as (served, writer):
+        for _ in range(5):
+            assert served.http.post(CHAT, json=HELLO).status_code == 200
+        wait_until(lambda: writer.num_lost >= 5)
+        assert "\nxserv:lost_log_lines{" in served.http.get("/metrics").text
+        assert served.http.get("/ready").status_code == 200
+
+
+def test_a_reader_that_stands_still_costs_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a terminal that was paused: the queue fills, and whoever logs goes on."""
+    monkeypatch.setattr(logs, "MAX_QUEUED_LINES", 500)
+
+    class Stuck(io.StringIO):
+        gate = threading.Event()
+
+        def write(self, text: str) -> int:
+            self.gate.wait(20)
+            return super().write(text)
+
+    stream = Stuck()
+    writer = LogWriter(stream, TextFormatter())
+    logger = logging.getLogger("xserv.test")
+    logger.addHandler(writer)
+    try:
+        for number in range(1000):
+            logger.error("line %d", number)
+        assert 400 < writer.num_lost <= 500
+        stream.gate.set()
+    finally:
+        logger.removeHandler(writer)
+        writer.close()
+    assert stream.getvalue().count("\n") + writer.num_lost == 1000
+
+
+def test_both_formats() -> None:
+    record = logging.LogRecord("xserv.x", logging.WARNING, "f", 1, "%s is wrong", ("this",), None)
+    setattr(record, FIELDS, {"request_id": "r1", "status": 500})
+    text = TextFormatter().format(record)
+    assert text.endswith("Z WARNING xserv.x: this is wrong request_id=r1 status=500")
+    line = json.loads(JsonFormatter().format(record))
+    assert line.pop("time").endswith("Z")
+    assert line.pop("message") == "this is wrong"
+    assert line == {"level": "warning", "logger": "xserv.x", "request_id": "r1", "status": 500}
+    try:
+        raise ValueError("why")
+    except ValueError as error:
+        record.exc_info = (ValueError, error, error.__traceback__)
+    assert "ValueError: why" in json.loads(JsonFormatter().format(record))["exception"]
+    assert TextFormatter().format(record).endswith("ValueError: why")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ServerConfigError, match="cannot be written"):
+        open_log(ServerConfig(log_file=str(tmp_path / "no" / "log")))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_a_traceback_from_the_engines_process(formatter: logging.Formatter) -> None:
+    """It comes as text: the exception itself stayed there."""
+    record = logging.LogRecord("xserv.engine", logging.ERROR, __file__, 1, "a step failed", None, None)
+    record.exc_text = "Traceback (most recent call last):\nRuntimeError: planted"
+    assert "RuntimeError: planted" in formatter.format(record)
+    record.exc_text = None
+    assert "exception" not in formatter.format(record)
+    assert "\n" not in formatter.format(record)
