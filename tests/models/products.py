@@ -19,7 +19,7 @@ from tests.oracles.tiles import as_multiplied
 
 @contextmanager
 def products_by(instead: Callable[..., Tensor]) -> Iterator[None]:
-    """Whoever multiplies with a linear map calls `instead(op, x, weight, **rest)`."""
+    """Whoever multiplies with a linear map calls `instead(op, x, weight, *more, **rest)`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("linear", "logits_linear", "linear_glu"):
             patch.setattr(ops, name, partial(instead, getattr(ops, name)))
@@ -36,13 +36,13 @@ def compared_products() -> Iterator[list[float]]:
     errors: list[float] = []
     twins: dict[int, tuple[LinearWeight, LinearWeight]] = {}  # by a weight's id, which is kept with its twin
 
-    def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, **rest: Any) -> Tensor:
+    def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, *more: Any, **rest: Any) -> Tensor:
         if id(weight) not in twins:
             twins[id(weight)] = weight, _in_float32(weight)
         twin = twins[id(weight)][1]
         rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.dtype.numpy))
-        errors.append(relative_error(op(x, weight, **rest).numpy(), op(rounded, twin, **rest).numpy()))
-        return op(x, twin, **rest)
+        errors.append(relative_error(op(x, weight, *more, **rest).numpy(), op(rounded, twin, *more, **rest).numpy()))
+        return op(x, twin, *more, **rest)
 
     with products_by(compared):
         yield errors
