@@ -86,14 +86,14 @@ def test_each_product_is_that_of_activations_on_the_grid(tmp_path: Path, case: s
     weights: list[LinearWeight] = []
     errors: list[float] = []
 
-    def noted(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, **rest: Any) -> Tensor:
+    def noted(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, *more: Any, **rest: Any) -> Tensor:
         weights.append(weight)
-        return op(x, weight, **rest)
+        return op(x, weight, *more, **rest)
 
-    def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, **rest: Any) -> Tensor:
+    def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, *more: Any, **rest: Any) -> Tensor:
         assert weight.quantization == "int8"
-        expected = op(rounded_rows(x), weights.pop(0), **rest)
-        result = op(x, weight, **rest)
+        expected = op(rounded_rows(x), weights.pop(0), *more, **rest)
+        result = op(x, weight, *more, **rest)
         errors.append(relative_error(result.numpy(), expected.numpy()))
         return result
 
