@@ -410,7 +410,7 @@ def soak(minutes: float, clients: int = 8, seed: int = 0, report: Callable[[str]
             quiet.append((second, held))
             pauses.append({"second": round(second, 1), "requests": record.counts.total(), **held.as_dict()})
             report(json.dumps(pauses[-1]))
-        metrics = server.observing.metrics()
+        metrics = server.metrics()
         log = server.log
     duration_s = quiet[-1][0] if quiet else 0.0
     third = [held for second, held in quiet if second >= duration_s / 3]
