@@ -58,7 +58,7 @@ SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
 LATE = {("runtime.tensor.tensor", "runtime.ops")}
 """Tensor's operators reach the door of the operations when they are called: the one named exception."""
 
-PEERS = {"runtime.bench.peer_child", "runtime.bench.peer_transformers", "runtime.bench.peer_llama"}
+PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers", "llama")}
 """Scripts that another Python runs, against other engines. Nobody else imports them."""
 
 FOREIGN = {"torch", "transformers", "tensorflow", "jax", "llama_cpp", "gguf"}
@@ -269,7 +269,7 @@ GOOD = {
     "tokenizer/bpe.py": "from . import merges\n",
     "tokenizer/merges.py": "import regex\n",
     "tokenizer/__init__.py": "from .bpe import f\n",
-    "runtime/bench/peer_transformers.py": "import torch\n",
+    "runtime/bench/peers/peer_transformers.py": "import torch\n",
 }
 
 
@@ -313,7 +313,7 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
         ("server/app.py", "import tests.fakes", "tests is imported by nobody"),
         ("server/app.py", "def f():\n  import torch.nn", "server.app:2 imports torch.nn: other engines"),
         ("models/base.py", "from transformers import AutoModel", "other engines stay outside"),
-        ("runtime/llm.py", "import runtime.bench.peer_transformers", "peers are run, not imported"),
+        ("runtime/llm.py", "import runtime.bench.peers.peer_transformers", "peers are run, not imported"),
         ("server/app.py", "import pickle", "unsafe to load"),
         ("server/app.py", "from cloudpickle import loads", "unsafe to load"),
         ("server/app.py", "x = eval(text)", "uses eval(): unsafe"),

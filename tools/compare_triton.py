@@ -33,7 +33,7 @@ from numba_kernels.cuda import attention, gemm  # noqa: E402
 from numba_kernels.cuda.attention import hopper_tiles  # noqa: E402
 from numba_kernels.cuda.gemm import hopper, hopper_ring  # noqa: E402
 from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout  # noqa: E402
-from runtime.bench.counted import Counts  # noqa: E402
+from runtime.bench.kernels.counted import Counts  # noqa: E402
 from runtime.device.assemble import assemble  # noqa: E402
 from tools.kernel_counts import Bench  # noqa: E402
 from tools.kernel_plots import table  # noqa: E402

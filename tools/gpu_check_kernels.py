@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bench.gpu_cases import (
+from runtime.bench.kernels.cases import (
     Case,
     Prepared,
     attention_case,
@@ -18,8 +18,8 @@ from runtime.bench.gpu_cases import (
     softmax_case,
     swiglu_case,
 )
-from runtime.bench.gpu_table import error_share, prepare, row_of, timed, verify
-from runtime.bench.gpu_timing import Stopwatch
+from runtime.bench.kernels.table import error_share, prepare, row_of, timed, verify
+from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu
 
 

@@ -113,8 +113,8 @@ def _output(command: list[str]) -> str | None:
 
 
 def _bandwidth(options: Options, report: Report) -> Result:
-    from runtime.bench.gpu_bandwidth import bandwidth
-    from runtime.bench.gpu_timing import Stopwatch
+    from runtime.bench.kernels.bandwidth import bandwidth
+    from runtime.bench.kernels.timing import Stopwatch
     from runtime.device.gpu import Gpu
 
     gpu = Gpu.of(options.device)
@@ -139,7 +139,7 @@ def _verification(options: Options, report: Report) -> Result:
 
 
 def _table(options: Options, report: Report, *, has_times: bool) -> Result:
-    from runtime.bench.gpu_timing import Stopwatch
+    from runtime.bench.kernels.timing import Stopwatch
     from runtime.device.gpu import Gpu
     from tools.gpu_check_kernels import kernel_table
 
@@ -158,7 +158,7 @@ def _table(options: Options, report: Report, *, has_times: bool) -> Result:
 
 def _goals(options: Options, report: Report) -> Result:
     """`xserv bench kernels`, part by part, so that one that fails costs no other: what fills the goals' table."""
-    from runtime.bench.kernels import PARTS, bench_kernels
+    from runtime.bench.kernels.bench_kernels import PARTS, bench_kernels
 
     result: Result = {}
     wrong = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from runtime.bench.kernels import as_lines
+from runtime.bench.kernels.bench_kernels import as_lines
 
 
 def summary(report: dict[str, Any]) -> str:

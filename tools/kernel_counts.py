@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from numba_kernels.cuda.specialisation import Launch, Specialisation
-from runtime.bench.counted import Counts
+from runtime.bench.kernels.counted import Counts
 from runtime.device.allocator import DeviceBlock
 from runtime.device.device import Device
 from runtime.device.driver import Driver

@@ -30,8 +30,8 @@ if str(ROOT) not in sys.path:
 
 from numba_kernels.cuda import attention, gemm  # noqa: E402
 from numba_kernels.cuda.gemm import hopper  # noqa: E402
-from runtime.bench.goals import GOALS, Goal  # noqa: E402
-from runtime.bench.kernels import QWEN3_8B  # noqa: E402
+from runtime.bench.kernels.bench_kernels import QWEN3_8B  # noqa: E402
+from runtime.bench.kernels.goals import GOALS, Goal  # noqa: E402
 from runtime.device.emulator.driver.architectures import GpuModel, model_of  # noqa: E402
 from tools.kernel_counts import Bench  # noqa: E402
 from tools.kernel_plots import table  # noqa: E402

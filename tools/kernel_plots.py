@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from runtime.bench.counted import KINDS, Counts
+from runtime.bench.kernels.counted import KINDS, Counts
 from tools.kernel_cases import Case
 from tools.kernel_counts import PRODUCTS
 from tools.kernel_static import StaticFacts

@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from numba_kernels.cuda.registry import specialisations  # noqa: E402
-from runtime.bench.counted import Counts  # noqa: E402
+from runtime.bench.kernels.counted import Counts  # noqa: E402
 from tools import kernel_plots as page  # noqa: E402
 from tools.kernel_cases import Case, cases  # noqa: E402
 from tools.kernel_counts import (  # noqa: E402

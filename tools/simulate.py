@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig, load_config
+from runtime.bench.load.traces import Trace, read_trace
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.simulation import ROUTERS, simulate
-from runtime.bench.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
-from runtime.bench.traces import Trace, read_trace
+from runtime.bench.scheduling.simulation import ROUTERS, simulate
+from runtime.bench.scheduling.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
 from runtime.engine.config import (
     BATCHING,
     POLICIES,

@@ -26,9 +26,9 @@ if str(ROOT) not in sys.path:
 
 from numba_kernels.cuda import gemm  # noqa: E402
 from numba_kernels.cuda.tables import FOLDER, read  # noqa: E402
-from runtime.bench.gpu_cases import product_case  # noqa: E402
-from runtime.bench.gpu_table import prepare, verify  # noqa: E402
-from runtime.bench.gpu_timing import Stopwatch  # noqa: E402
+from runtime.bench.kernels.cases import product_case  # noqa: E402
+from runtime.bench.kernels.table import prepare, verify  # noqa: E402
+from runtime.bench.kernels.timing import Stopwatch  # noqa: E402
 from runtime.device.gpu import Gpu  # noqa: E402
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (8192, 8192))  # n, k

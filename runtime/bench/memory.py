@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.bench.child_process import ChildProcess
 from runtime.bench.environment import describe_machine
-from runtime.bench.gpt2_folder import Gpt2Shape
+from runtime.bench.load.samples import random_samples
+from runtime.bench.load.serving import Load, bench_serve
 from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.bench.peer_work import GPT2, Group
+from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.gpt2_folder import Gpt2Shape
+from runtime.bench.peers.workloads import GPT2, Group
 from runtime.bench.process_memory import MemoryWatch
-from runtime.bench.samples import random_samples
-from runtime.bench.serving import Load, bench_serve
 
 ALLOWANCE_BYTES = 400_000_000
 KV_CACHE_BYTES = 128 << 20
@@ -75,7 +75,7 @@ def bench_memory(
 def _serve_once(
     arguments: dict[str, Any], environment: dict[str, str] | None, samples: Sequence[Any], seed: int
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "runtime.bench.own_server"]
+    command = [sys.executable, "-m", "runtime.bench.load.own_server"]
     with (
         ChildProcess(command, "our server", environment) as server,
         MemoryWatch(server.pid) as watch,

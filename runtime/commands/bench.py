@@ -38,7 +38,7 @@ def latency(
     output_json: OutputJson = None,
 ) -> None:
     """How long one batch takes."""
-    from runtime.bench.latency import bench_latency
+    from runtime.bench.scheduling.latency import bench_latency
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -64,7 +64,7 @@ def throughput(
     output_json: OutputJson = None,
 ) -> None:
     """How much comes out when all requests are there from the start."""
-    from runtime.bench.throughput import bench_throughput
+    from runtime.bench.scheduling.throughput import bench_throughput
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -91,7 +91,7 @@ def streaming(
     output_json: OutputJson = None,
 ) -> None:
     """A burst: many short requests in the same moment."""
-    from runtime.bench.streaming import bench_streaming
+    from runtime.bench.load.streaming import bench_streaming
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -123,7 +123,7 @@ def allocator(
     output_json: OutputJson = None,
 ) -> None:
     """The caching allocator against the driver's own, on random sizes."""
-    from runtime.bench.allocator import bench_allocator
+    from runtime.bench.kernels.allocator import bench_allocator
 
     report = bench_allocator(
         device,
@@ -153,7 +153,7 @@ def exact(
     output_json: OutputJson = None,
 ) -> None:
     """Whether answers are equal to the bit under every schedule, and what that costs. Exit status 1: they are not."""
-    from runtime.bench.exact import bench_exact, engine_maker
+    from runtime.bench.scheduling.exact import bench_exact, engine_maker
 
     arguments = engine.arguments()
     make_exact = engine_maker(arguments, exact=True)
@@ -184,7 +184,7 @@ def overhead(
     output_json: OutputJson = None,
 ) -> None:
     """What a decode step costs the host beside the computation."""
-    from runtime.bench.overhead import bench_overhead
+    from runtime.bench.scheduling.overhead import bench_overhead
 
     sizes, lens = _integers("batch-sizes", batch_sizes), _integers("context-lens", context_lens)
     report = bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)

@@ -24,8 +24,8 @@ def kernels(
     output_json: OutputJson = None,
 ) -> None:
     """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours where it is installed."""
-    from runtime.bench.bars import roofline_svg
-    from runtime.bench.kernels import as_lines, bench_kernels, parts_named, roofs
+    from runtime.bench.kernels.bars import roofline_svg
+    from runtime.bench.kernels.bench_kernels import as_lines, bench_kernels, parts_named, roofs
 
     report = bench_kernels(
         device,
@@ -48,8 +48,8 @@ def profile(
     output_json: OutputJson = None,
 ) -> None:
     """Where a step's time goes, by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
-    from runtime.bench.bars import profile_svg
-    from runtime.bench.step_profile import as_lines, bench_profile
+    from runtime.bench.kernels.bars import profile_svg
+    from runtime.bench.kernels.step_profile import as_lines, bench_profile
     from runtime.engine.make_engine import build_engine
 
     arguments = engine.arguments() | {"overlap": "off", "decode_graphs": "off"}

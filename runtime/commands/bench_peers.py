@@ -43,10 +43,10 @@ def peers(
     A peer without its Python is said to be missing. Status 1 where sides disagree.
     """
     from runtime.bench.metrics import BenchmarkError
-    from runtime.bench.peer_sides import LLAMA, PEER_ENGINES, TRANSFORMERS
-    from runtime.bench.peer_work import DTYPES, HOST_WORK, ON_REQUEST, WORKLOADS, groups_of, named
-    from runtime.bench.peers import bench_peers, failures
-    from runtime.bench.peers_report import markdown
+    from runtime.bench.peers.bench_peers import bench_peers, failures
+    from runtime.bench.peers.report import markdown
+    from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
+    from runtime.bench.peers.workloads import DTYPES, HOST_WORK, ON_REQUEST, WORKLOADS, groups_of, named
 
     keys = (*(workload.key for workload in WORKLOADS), *HOST_WORK)
     chosen = named("--workloads", workloads, keys, [key for key in keys if key not in ON_REQUEST])
@@ -87,7 +87,7 @@ def memory(
 ) -> None:
     """Most memory that serving GPT-2 124M's shape takes over all processes, beside weights + KV cache + 400 MB."""
     from runtime.bench.memory import bench_memory
-    from runtime.bench.peer_work import DTYPES, named
+    from runtime.bench.peers.workloads import DTYPES, named
 
     report = bench_memory(named("--dtypes", dtypes, DTYPES, DTYPES), num_prompts=num_prompts, is_cold=cold)
     if output_json is not None:

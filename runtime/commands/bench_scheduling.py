@@ -39,9 +39,9 @@ def schedule(
     output_json: OutputJson = None,
 ) -> None:
     """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
-    from runtime.bench.schedule import bench_schedule, styles_named
-    from runtime.bench.schedule_plot import svg
-    from runtime.bench.traces import beside_decodes, read_trace
+    from runtime.bench.load.traces import beside_decodes, read_trace
+    from runtime.bench.scheduling.schedule import bench_schedule, styles_named
+    from runtime.bench.scheduling.schedule_plot import svg
     from runtime.engine.make_engine import build_engine
 
     if replay is not None:
@@ -96,7 +96,7 @@ def budget(
     output_json: OutputJson = None,
 ) -> None:
     """A TPOT target in, `max_num_batched_tokens` out, from measured step times."""
-    from runtime.bench.budget import bench_budget
+    from runtime.bench.scheduling.budget import bench_budget
     from runtime.engine.make_engine import build_engine
 
     report = bench_budget(
@@ -125,8 +125,8 @@ def chunked(
     output_json: OutputJson = None,
 ) -> None:
     """What computing a prompt in chunks costs; without --model, on Qwen3-0.6B's shapes."""
-    from runtime.bench.chunked import bench_chunked
-    from runtime.bench.engines import model_arguments
+    from runtime.bench.scheduling.chunked import bench_chunked
+    from runtime.bench.scheduling.engines import model_arguments
     from runtime.engine.make_engine import build_engine
 
     with model_arguments(engine.arguments()) as arguments:
@@ -159,8 +159,8 @@ def stalls(
 
     Without --model, on Qwen3-0.6B's shapes.
     """
-    from runtime.bench.engines import model_arguments
-    from runtime.bench.stalls import bench_stalls
+    from runtime.bench.scheduling.engines import model_arguments
+    from runtime.bench.scheduling.stalls import bench_stalls
     from runtime.engine.make_engine import build_engine
 
     with model_arguments(engine.arguments()) as arguments:
@@ -201,8 +201,8 @@ def simulation(
     output_json: OutputJson = None,
 ) -> None:
     """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
-    from runtime.bench.prediction import bench_simulation, poisson_trace
-    from runtime.bench.traces import read_trace
+    from runtime.bench.load.traces import read_trace
+    from runtime.bench.scheduling.prediction import bench_simulation, poisson_trace
     from runtime.engine.make_engine import build_engine
 
     built = build_engine(**engine.arguments())

@@ -77,9 +77,9 @@ def serve(
     With --base-url, --model is the name to ask for (default: the first that the server lists). Without it our own
     server is started with the engine's flags, in a process of its own; the report then has what it costs that process.
     """
-    from runtime.bench.child_process import ChildProcess
-    from runtime.bench.samples import WORDS, as_text, file_samples, random_samples, trace_samples
-    from runtime.bench.serving import Load, bench_serve, run_bench
+    from runtime.bench.load.samples import WORDS, as_text, file_samples, random_samples, trace_samples
+    from runtime.bench.load.serving import Load, bench_serve, run_bench
+    from runtime.bench.peers.child_process import ChildProcess
 
     percentiles = _percentiles(metric_percentiles)
     targets = _targets(goodput or [])
@@ -99,7 +99,7 @@ def serve(
     with ExitStack() as stack:
         vocab_size, model, own, used_s = random_vocab_size, engine.model, None, [0.0]
         if base_url is None:
-            command = [sys.executable, "-m", "runtime.bench.own_server"]
+            command = [sys.executable, "-m", "runtime.bench.load.own_server"]
             server = stack.enter_context(ChildProcess(command, "our server"))
             own = server.ask("start", **engine.arguments())
             base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]

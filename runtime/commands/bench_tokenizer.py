@@ -28,7 +28,7 @@ def tokenizer(
 ) -> None:
     """Encoding and decoding, one thread, beside tokenizers and tiktoken where installed; the same ids, or no time."""
     from models.hub import resolve_model
-    from runtime.bench.tokenizer import as_lines, bench_tokenizer
+    from runtime.bench.tokenizers.bench_tokenizer import as_lines, bench_tokenizer
 
     chosen: list[str | None] = [*folders] if folders else [None]
     files = [Path(resolve_model(folder)) / "tokenizer.json" for folder in chosen]

@@ -16,7 +16,7 @@ import pytest
 from models.base import Model
 from models.registry import load_model
 from runtime import ops
-from runtime.bench.exact import bench_exact, engine_maker
+from runtime.bench.scheduling.exact import bench_exact, engine_maker
 from runtime.dtype import bfloat16, float32
 from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError

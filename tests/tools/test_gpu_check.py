@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bench.gpu_cases import Prepared
-from runtime.bench.gpu_table import error_share
+from runtime.bench.kernels.cases import Prepared
+from runtime.bench.kernels.table import error_share
 from tools import gpu_check, gpu_check_build
 from tools.gpu_check_kernels import cases
 from tools.gpu_check_sections import Options, Section, sections

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.bench.goals import GOALS
+from runtime.bench.kernels.goals import GOALS
 from runtime.device.emulator.driver.architectures import H200
 from tools import kernel_goals
 from tools.kernel_counts import Bench

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from numba_kernels.cuda.registry import specialisations
-from runtime.bench.counted import Counts, loops
+from runtime.bench.kernels.counted import Counts, loops
 from runtime.device.emulator.driver.architectures import A100, H200
 from runtime.device.emulator.translation.ptx import parse
 from runtime.device.kernel_cache import KernelCache, is_meant_for

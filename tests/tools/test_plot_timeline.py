@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.bench.timeline_view import chrome_trace
-from tests.runtime.bench.test_timeline_view import story
+from runtime.bench.scheduling.timeline_view import chrome_trace
+from tests.runtime.bench.scheduling.test_timeline_view import story
 from tools import plot_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import models.demo
-from runtime.bench.step_model import TERMS
+from runtime.bench.scheduling.step_model import TERMS
 from tools import simulate
 
 CONFIG = str(Path(models.demo.__file__).parent)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from tests.models.folders import write_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]

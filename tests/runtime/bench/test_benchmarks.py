@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from runtime.bench.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.load.streaming import bench_streaming
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.streaming import bench_streaming
+from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.cli import app
 from runtime.llm import LLM
 
@@ -150,8 +150,8 @@ def test_what_is_not_whole_is_not_timed(folder: Path, arguments: list[str], word
 
 
 def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.bench import streaming
-    from runtime.bench.burst import run_burst
+    from runtime.bench.load import streaming
+    from runtime.bench.load.burst import run_burst
 
     bursts = []
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench import memory
-from runtime.bench.gpt2_folder import Gpt2Shape
 from runtime.bench.memory import bench_memory
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers.gpt2_folder import Gpt2Shape
 from runtime.bench.process_memory import MemoryWatch, descendants, resident_bytes
 from runtime.cli import app
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.bench.greedy import check_same_greedy
+from runtime.bench.load.prompts import random_prompts, varied_lengths
 from runtime.bench.metrics import (
     BenchmarkError,
     check_finite,
@@ -16,7 +16,7 @@ from runtime.bench.metrics import (
     summarize,
     time_per_output_token_s,
 )
-from runtime.bench.prompts import random_prompts, varied_lengths
+from runtime.bench.peers.greedy import check_same_greedy
 
 
 def test_percentiles_interpolate() -> None:

@@ -1,0 +1,207 @@
+"""`bench kernels`: matrix products, attention, launches, a replayed graph and uploads, held against the goals.
+
+Nothing is timed that has not just been verified on the same input: products and attention against numpy on a sample of
+rows, the graph against its eager run, uploads by reading back. Each run begins with a cold second-level cache, times
+are those of events on the device, medians with quartiles. An emulated device runs tiny shapes and counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from runtime.bench.environment import describe_machine
+from runtime.bench.kernels.bandwidth import bandwidth
+from runtime.bench.kernels.cases import Case, Prepared, attention_case, product_case
+from runtime.bench.kernels.counted import Counts, counting
+from runtime.bench.kernels.goals import GOALS
+from runtime.bench.kernels.host_costs import graph_row, launch_row, upload_row
+from runtime.bench.kernels.table import error_share, prepare, read_rows, row_of, spoil, timed, verify
+from runtime.bench.kernels.timing import Stopwatch
+from runtime.bench.metrics import BenchmarkError
+from runtime.device.cublas import Cublas, NoCublasError
+from runtime.device.emulator.driver.architectures import model_of
+from runtime.device.gpu import Gpu
+
+QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+"""N, K of a layer's matrices."""
+
+PARTS = ("gemm", "linear", "prefill", "decode", "launch", "graph", "upload")
+NUM_RUNS = 30
+
+
+def cases(is_quick: bool) -> Iterator[tuple[str, Case]]:
+    """(goal, case); `is_quick`: small enough to emulate."""
+    if is_quick:
+        yield "gemm", product_case("auto", 128, 128, 128, "bf16")
+        for rows in (1, 16, 64):
+            yield _linear_goal(rows), product_case("auto", rows, 128, 256, "bf16")
+        yield "prefill", attention_case("auto", "bf16", 1, 0, 128, 4, 2, 128)
+        yield "decode", attention_case("auto", "bf16", 2, 255, 1, 4, 2, 128)
+        return
+    yield "gemm", product_case("auto", 8192, 8192, 8192, "bf16")
+    for n, k in QWEN3_8B.values():
+        yield "gemm", product_case("auto", 2048, n, k, "bf16")
+    for rows in (1, 16, 64):
+        for n, k in QWEN3_8B.values():
+            yield _linear_goal(rows), product_case("auto", rows, n, k, "bf16")
+    yield "prefill", attention_case("auto", "bf16", 1, 0, 8192, 32, 8, 128)
+    yield "decode", attention_case("auto", "bf16", 32, 4095, 1, 32, 8, 128)  # 0.54 GB of K and V
+
+
+def parts_named(text: str) -> tuple[str, ...]:
+    """Of `PARTS`, comma-separated. Raises BenchmarkError for another."""
+    names = tuple(part.strip() for part in text.split(","))
+    if unknown := [name for name in names if name not in PARTS]:
+        raise BenchmarkError(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
+    return names
+
+
+def roofs(report: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Bytes and operations a second, and where they come from: measured reads and the best product, cuBLAS's among
+    them, or what the product that is emulated is sold with."""
+    if report["is_emulated"]:
+        model = model_of(report["arch"])
+        return model.memory_bytes_per_s, model.bf16_flops, f"{model.name}'s data sheet"
+    rates = [
+        row["flops"] / each["median_us"] * 1e6
+        for row in report["rows"] if row["goal"] == "gemm"
+        for each in row["times"].values()
+    ]  # fmt: skip
+    if not rates:
+        raise BenchmarkError("the roofline needs a product that was timed: --parts must have gemm")
+    return 1e9 * report["bandwidth"]["read"]["gb_per_s"], max(rates), "measured"
+
+
+def _linear_goal(rows: int) -> str:
+    return "linear_1" if rows == 1 else "linear_few"
+
+
+def bench_kernels(
+    device: str, *, parts: tuple[str, ...] = PARTS, num_runs: int = NUM_RUNS,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
+    """The report: {"device", "is_emulated", "bandwidth", "cublas", "rows", "environment"}.
+
+    Raises AssertionError naming the case where a result is wrong: then nothing more is timed.
+    """
+    gpu = Gpu.of(device)
+    is_quick = gpu.driver.is_emulated
+    stopwatch = Stopwatch(gpu, 2 if is_quick else num_runs)
+    rates = bandwidth(gpu, stopwatch, is_quick)
+    report_progress("bandwidth")
+    cublas, why = _cublas(gpu)
+    rows = []
+    try:
+        for number, (goal, case) in enumerate(cases(is_quick)):
+            if goal.split("_")[0] in parts:
+                report_progress(f"{case.name} {case.shape}")
+                rows.append(_case_row(gpu, goal, case, number, stopwatch, cublas))
+                gpu.synchronize()
+                gc.collect()
+    finally:
+        if cublas is not None:
+            cublas.close()
+    for part, measure in (("launch", launch_row), ("graph", graph_row), ("upload", upload_row)):
+        if part in parts:
+            report_progress(part)
+            rows.append(measure(gpu, stopwatch, is_quick))
+            gc.collect()
+    for row in rows:
+        _judge(row, rates)
+    return {
+        "device": gpu.properties.name, "arch": gpu.arch, "is_emulated": is_quick, "bandwidth": rates,
+        "cublas": "used" if cublas is not None else why, "rows": rows, "environment": describe_machine(),
+    }  # fmt: skip
+
+
+def _cublas(gpu: Gpu) -> tuple[Cublas | None, str]:
+    if gpu.driver.is_emulated:
+        return None, "needs a GPU"
+    try:
+        return Cublas(gpu), ""
+    except NoCublasError as error:
+        return None, str(error)
+
+
+def _case_row(
+    gpu: Gpu, goal: str, case: Case, seed: int, stopwatch: Stopwatch, cublas: Cublas | None
+) -> dict[str, Any]:
+    _inputs, ready = prepare(gpu, case, seed)
+    with counting(gpu) as counts:
+        error = verify(gpu, case, ready, ready.run)
+    row: dict[str, Any] = {"goal": goal} | row_of(case, error)
+    if stopwatch.is_emulated:
+        return row | {"counted": _counted(counts, case)}
+    competitors: dict[str, Callable[[], Any]] = {"ours": ready.run}
+    if cublas is not None and ready.operands:
+        (m, n, k), (x, weight) = ready.sizes, ready.operands
+        theirs = cublas.bind_linear(m, n, k, ready.dtype, x, weight, ready.out)
+        row["cublas_error_share"] = _peer_error(gpu, case, ready, theirs)
+        competitors["cublas"] = theirs
+    return timed(row, case, competitors, stopwatch)
+
+
+def _peer_error(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], None]) -> float:
+    spoil(gpu, ready)
+    run()
+    return error_share(read_rows(gpu, ready), ready, case.tolerance, "cuBLAS's")
+
+
+def _counted(counts: Counts, case: Case) -> dict[str, Any]:
+    """What the emulator counted, against the least that the work needs."""
+    return {
+        "kernels": list(counts.kernels), "warp_instructions": counts.warp_instructions,
+        "moved_per_least_byte": round(counts.moved_bytes / case.least_bytes, 3),
+        "sector_efficiency": round(counts.sector_efficiency, 4), "bank_conflicts": counts.conflicts,
+        "barriers": counts.barriers, "tensor_flops": counts.tensor_flops,
+    }  # fmt: skip
+
+
+def _judge(row: dict[str, Any], rates: Mapping[str, Any]) -> None:
+    """Adds what the row reaches of its goal, where it is known: "value" and "verdict"."""
+    goal = GOALS[row["goal"]]
+    row |= {"measure": goal.measure, "must": goal.must, "ahead": goal.ahead}
+    read, bus = (rates[name].get("gb_per_s") for name in ("read", "host to device"))
+    if read is None:
+        return
+    if row["goal"] in ("linear_1", "linear_few", "decode"):
+        row["value"] = round(row["gb_per_s"] / read, 3)
+    elif row["goal"] == "gemm":
+        row["value"] = row.get("share_of_cublas")
+    elif row["goal"] == "upload":
+        row["value"] = round(row["gb_per_s"] / bus, 3)
+    if row.get("value") is not None:
+        row["verdict"] = goal.verdict(row["value"])
+
+
+def as_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report as a table for a person."""
+    lines = [f"{report['device']} ({report['arch']})"]
+    if report["is_emulated"]:
+        lines += ["emulated: tiny shapes, counted; times mean nothing", ""]
+        lines.append(f"{'':<26}{'shape':<52}{'moved/least':>12}{'sectors':>9}{'conflicts':>11}{'barriers':>10}")
+        for row in report["rows"]:
+            if "counted" in row:
+                counted = row["counted"]
+                lines.append(
+                    f"{row['case']:<26}{row['shape']:<52}{counted['moved_per_least_byte']:>12.2f}"
+                    f"{counted['sector_efficiency']:>9.1%}{counted['bank_conflicts']:>11,}{counted['barriers']:>10,}"
+                )
+            else:
+                lines.append(f"{row['case']:<26}{row['shape']:<52}  verified")
+        return lines
+    rates = ", ".join(f"{name} {rate['gb_per_s']:,.0f}" for name, rate in report["bandwidth"].items())
+    lines += [f"GB/s: {rates}", f"cuBLAS: {report['cublas']}", ""]
+    lines.append(f"{'':<26}{'shape':<52}{'us':>10}{'+-':>7}{'GB/s':>9}{'TFLOP/s':>9}{'':>9}  goal")
+    for row in report["rows"]:
+        ours = row["times"]["ours"]
+        spread = (ours["high_us"] - ours["low_us"]) / 2
+        value = "" if row.get("value") is None else f"{row['value']:.3f}"
+        lines.append(
+            f"{row['case']:<26}{row['shape']:<52}{ours['median_us']:>10,.1f}{spread:>7,.1f}"
+            f"{row.get('gb_per_s', 0):>9,.0f}{row.get('tflop_per_s', 0):>9,.1f}{value:>9}"
+            f"  {row['must']:g} / {row['ahead']:g} {row['measure']} {row.get('verdict', '')}"
+        )
+    return lines

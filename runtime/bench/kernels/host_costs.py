@@ -1,0 +1,142 @@
+"""What the host costs on a GPU: a launch, a graph's replay, and bringing weights there. Rows of `bench kernels`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.bandwidth import empty_kernel
+from numba_kernels.cuda.specialisation import Launch
+from runtime.bench.kernels.cases import Inputs
+from runtime.bench.kernels.timing import Stopwatch, Times
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
+
+LAYER = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))  # N, K of Qwen3-8B's products
+NUM_LAYERS = 36
+TINY_LAYER = ((96, 64), (64, 64))
+_EMPTY_ARGUMENTS = (1, 1, 1, 1, 2, 2, 2, 2)
+
+
+def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
+    """Microseconds that the host takes to launch a kernel of eight arguments, ours and by Numba's dispatcher."""
+    calls, rounds = (50, 3) if is_quick else (2000, 9)
+    specialisation = empty_kernel()
+    bound = gpu.bind(Launch(specialisation, (1, 1, 1), (32, 1, 1)))
+    competitors: dict[str, Callable[[], Any]] = {"ours": lambda: bound(*_EMPTY_ARGUMENTS)}
+    if not stopwatch.is_emulated:
+        configured = specialisation.kernel[1, 32]
+        competitors["numba"] = lambda: configured(*_EMPTY_ARGUMENTS)
+    found: dict[str, list[float]] = {name: [] for name in competitors}
+    for number in range(-1, rounds):
+        for name, call in competitors.items():
+            call()
+            gpu.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            seconds = time.perf_counter() - start
+            gpu.synchronize()
+            if number >= 0:
+                found[name].append(1e6 * seconds / calls)
+    row: dict[str, Any] = {
+        "goal": "launch", "case": "launch", "shape": "8 arguments, 1 block",
+        "times": {name: Times.of(values).as_json() for name, values in found.items()},
+    }  # fmt: skip
+    if "numba" in found:
+        row["value"] = round(statistics.median(found["numba"]) / statistics.median(found["ours"]), 2)
+    return row
+
+
+def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
+    """A decode step's products, one row through all layers, as a replayed graph: wall time over the device's.
+
+    Raises AssertionError where the replay gives other bits than the eager run.
+    """
+    inputs, layer = Inputs(gpu, 7), TINY_LAYER if is_quick else LAYER
+    num_layers = 2 if is_quick else NUM_LAYERS
+    bound = []
+    outs = []
+    for n, k in layer:
+        launch = gemm.plan(
+            "auto", 1, n, k, "bf16", num_multiprocessors=gpu.properties.num_sms, arch=gpu.arch, has_residual=False,
+            is_out_aligned=True,
+        )  # fmt: skip
+        x, weight = inputs.put(inputs.normal((1, k), "bf16")), inputs.put(inputs.normal((n, k), "bf16", 0.05))
+        outs.append((inputs.empty(2 * n), 2 * n))
+        bound.append(inputs.bind((launch, (x, weight, 0, 0, outs[-1][0], 1, n, k, 0))))
+
+    def step() -> None:
+        for _ in range(num_layers):
+            for run in bound:
+                run()
+
+    def results() -> list[bytes]:
+        found = []
+        for address, size in outs:
+            array = np.empty(size, np.uint8)
+            gpu.read(address, array)
+            found.append(array.tobytes())
+        return found
+
+    step()
+    expected = results()
+    graph = Graph.capture(gpu, step)
+    for address, size in outs:
+        gpu.fill(address, 0xFF, size)
+    graph.replay()
+    if results() != expected:
+        raise AssertionError("the replayed graph gives other bits than the eager run")
+    device = stopwatch.times({"ours": graph.replay})["ours"]
+    walls = []
+    for _ in range(2 if is_quick else 20):
+        gpu.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        gpu.synchronize()
+        walls.append(1e6 * (time.perf_counter() - start))
+    least = num_layers * sum(2 * n * k for n, k in layer)
+    row: dict[str, Any] = {
+        "goal": "graph", "case": "graph of a step", "shape": f"{graph.num_nodes} products, M = 1",
+        "least_bytes": least, "times": {"ours": device.as_json(), "wall": Times.of(walls).as_json()},
+    }  # fmt: skip
+    if not stopwatch.is_emulated:
+        row["gb_per_s"] = round(least / device.median_us / 1e3, 1)
+        row["value"] = round(statistics.median(walls) / device.median_us, 3)
+    graph.release()
+    return row
+
+
+def upload_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
+    """Bytes a second from an array on the host that is not pinned, as weights come.
+
+    Raises AssertionError where the device does not have what was sent.
+    """
+    size = (1 << 16) if is_quick else (1 << 30)
+    source = np.random.default_rng(3).integers(0, 256, size, np.uint8)
+    block = gpu.allocate(size)
+    gpu.write(block.address, source)
+    found = np.empty_like(source)
+    gpu.read(block.address, found)
+    if not np.array_equal(found, source):
+        raise AssertionError("the device does not have what was uploaded")
+    seconds = []
+    for _ in range(2 if is_quick else 5):
+        gpu.synchronize()
+        start = time.perf_counter()
+        gpu.write(block.address, source)
+        gpu.synchronize()
+        seconds.append(time.perf_counter() - start)
+    times = Times.of([1e6 * each for each in seconds])
+    row: dict[str, Any] = {
+        "goal": "upload", "case": "upload", "shape": f"{size >> 20} MiB, not pinned", "least_bytes": size,
+        "times": {"ours": times.as_json()},
+    }  # fmt: skip
+    if not stopwatch.is_emulated:
+        row["gb_per_s"] = round(size / times.median_us / 1e3, 2)
+    return row

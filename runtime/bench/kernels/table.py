@@ -1,0 +1,74 @@
+"""A line of the kernel table: a case verified on its input, and only then timed, competitors taking turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.kernels.cases import Array, Case, Inputs, Prepared, numpy_dtype
+from runtime.bench.kernels.timing import Stopwatch, Times
+from runtime.device.gpu import Gpu
+
+Competitors = Callable[[Prepared], Mapping[str, Callable[[], Any]]]
+
+
+def read_rows(gpu: Gpu, ready: Prepared) -> Array:
+    """The rows of a case's result that `Prepared.expected` has, from the device."""
+    found = np.empty((len(ready.rows), *ready.shape[1:]), numpy_dtype(ready.dtype))
+    row_bytes = found[0].nbytes
+    for place, row in enumerate(ready.rows):
+        gpu.read(ready.out + int(row) * row_bytes, found[place])
+    return found
+
+
+def spoil(gpu: Gpu, ready: Prepared) -> None:
+    """Overwrites a case's result with NaN, so that nothing of an earlier run is taken for a new one."""
+    size = int(np.prod(ready.shape)) * numpy_dtype(ready.dtype).itemsize
+    gpu.fill(ready.out, 0xFF, size)
+
+
+def error_share(found: Array, ready: Prepared, tolerance: float, whose: str) -> float:
+    """The largest difference as a share of the largest value. Raises AssertionError above `tolerance`, and for NaN."""
+    difference = np.abs(found.astype(np.float32).reshape(ready.expected.shape) - ready.expected)
+    share = float(difference.max() / np.abs(ready.expected).max())
+    if not share <= tolerance:
+        raise AssertionError(f"{whose} result is wrong: off by {share:.3g} of the largest value, allowed {tolerance:g}")
+    return share
+
+
+def verify(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], Any], whose: str = "ours") -> float:
+    """Runs what writes to the case's own place and compares: `error_share`."""
+    spoil(gpu, ready)
+    run()
+    return error_share(read_rows(gpu, ready), ready, case.tolerance, whose)
+
+
+def prepare(gpu: Gpu, case: Case, seed: int) -> tuple[Inputs, Prepared]:
+    """The case's arrays on the device, for as long as the first is kept, and what runs on them."""
+    inputs = Inputs(gpu, seed)
+    return inputs, case.prepare(inputs)
+
+
+def row_of(case: Case, error: float) -> dict[str, Any]:
+    """What is known of a case that is verified and not yet timed."""
+    return {
+        "case": case.name, "shape": case.shape, "least_bytes": case.least_bytes, "flops": case.flops,
+        "error_share": error,
+    }  # fmt: skip
+
+
+def timed(
+    row: dict[str, Any], case: Case, competitors: Mapping[str, Callable[[], Any]], stopwatch: Stopwatch
+) -> dict[str, Any]:
+    """The row with the times of all competitors, "ours" among them, and what ours makes of the device."""
+    times: dict[str, Times] = stopwatch.times(competitors)
+    row["times"] = {name: value.as_json() for name, value in times.items()}
+    if not stopwatch.is_emulated:
+        row["gb_per_s"] = round(case.least_bytes / times["ours"].median_us / 1e3, 1)
+        row["tflop_per_s"] = round(case.flops / times["ours"].median_us / 1e6, 2)
+        for name, value in times.items():
+            if name != "ours":
+                row[f"share_of_{name}"] = round(value.median_us / times["ours"].median_us, 3)
+    return row

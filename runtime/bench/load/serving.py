@@ -1,0 +1,241 @@
+"""`bench serve`: an OpenAI-compatible server under load, seen from a client, with vLLM's fields.
+
+Requests are streaming completions or chats. They arrive at `request_rate` a second: gaps from a gamma distribution of
+shape `burstiness` (1: a Poisson process), all at once for an infinite rate; those of a trace at its own moments. Never
+more than `max_concurrency` are open. Times are the client's: TTFT until the first chunk in which the model says
+something, ITL between such chunks, E2EL until the last, TPOT = (E2EL − TTFT) / (output_len − 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.bench.environment import describe_machine
+from runtime.bench.load.http_client import Event, Origin, Usage, get_json, stream_events
+from runtime.bench.load.report import GOALS, METRICS, Answer, details, summary
+from runtime.bench.load.samples import Sample
+from runtime.bench.metrics import BenchmarkError, check_finite
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How and when requests are sent. `request_rate` in requests a second, infinite for all at once, or for a trace's
+    own moments; `timeout_s` is how long one answer may take."""
+
+    endpoint: str = "completions"
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    seed: int = 0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in PATHS:
+            raise BenchmarkError(f"--endpoint {self.endpoint!r} is none of {', '.join(PATHS)}")
+        for name in ("request_rate", "burstiness", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(self, name)} must be above 0")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise BenchmarkError(f"--max-concurrency {self.max_concurrency} must be at least 1")
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises `BenchmarkError` when they cannot be sent so."""
+        if self.endpoint == "chat" and any(isinstance(sample.prompt, list) for sample in samples):
+            raise BenchmarkError("--endpoint chat takes prompts of text, not of token ids")
+        if not math.isinf(self.request_rate) and any(sample.arrival_s is not None for sample in samples):
+            raise BenchmarkError("--request-rate: a trace has its own arrivals; --trace-rate makes them denser")
+
+    def arrivals(self, samples: Sequence[Sample]) -> list[float]:
+        """Seconds after the start at which each is sent; the gaps' mean is exactly 1 / request_rate."""
+        if math.isinf(self.request_rate):
+            return [sample.arrival_s or 0.0 for sample in samples]
+        generator = random.Random(self.seed)
+        gaps = [
+            generator.gammavariate(self.burstiness, 1.0 / (self.request_rate * self.burstiness)) for _ in samples
+        ]
+        scale = len(gaps) / self.request_rate / sum(gaps)
+        times, now = [], 0.0
+        for gap in gaps:
+            times.append(now)
+            now += gap * scale
+        return times
+
+
+async def bench_serve(
+    base_url: str,
+    load: Load,
+    samples: Sequence[Sample],
+    warmups: Sequence[Sample] = (),
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    goodput: Mapping[str, float] | None = None,
+    percentile_metrics: Sequence[str] = METRICS,
+    metric_percentiles: Sequence[float] = (99.0,),
+    save_detailed: bool = False,
+    between: Callable[[], Awaitable[None]] | None = None,
+) -> dict[str, Any]:
+    """Warms up and verifies, then applies the load; the report has vLLM's keys.
+
+    warmups        sent before, one by one; they must succeed
+    model          None: the first that `/v1/models` lists
+    goodput        most milliseconds of `ttft`, `tpot`, `e2el`: `request_goodput` counts the requests that keep to all
+    save_detailed  every request's own numbers, too
+    between        called after the warm-up, before the load
+
+    A request fails when it is refused, ends early, or (with `ignore_eos`) gives another number of tokens than was asked
+    for; it counts in `failed` and `error_counts`. Raises `BenchmarkError` when a warm-up fails, or every request.
+    """
+    goodput = dict(goodput or {})
+    load.check([*samples, *warmups])
+    for name in percentile_metrics:
+        if name not in METRICS:
+            raise BenchmarkError(f"--percentile-metrics: {name!r} is none of {', '.join(METRICS)}")
+    for name, most_ms in goodput.items():
+        if name not in GOALS or not 0 < most_ms < math.inf:
+            raise BenchmarkError(f"--goodput {name}:{most_ms:g} is not ttft, tpot or e2el and milliseconds above 0")
+    origin = Origin.parse(base_url)
+    model = model or await _first_model(origin, api_key)
+    start = time.perf_counter()
+    for sample in warmups:
+        warmup = await _ask(origin, model, sample, load, api_key, start)
+        if warmup.error is not None:
+            raise BenchmarkError(warmup.error)
+    if between is not None:
+        await between()
+    gate = asyncio.Semaphore(load.max_concurrency or len(samples))
+    start = time.perf_counter()
+
+    async def send(sample: Sample, arrival_s: float) -> Answer:
+        delay = start + arrival_s - time.perf_counter()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        async with gate:
+            return await _ask(origin, model, sample, load, api_key, start)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(*pair)) for pair in zip(samples, load.arrivals(samples))]
+    answers = [task.result() for task in tasks]
+    duration_s = time.perf_counter() - start
+    report: dict[str, Any] = {
+        "backend": "openai" if load.endpoint == "completions" else "openai-chat",
+        "base_url": str(origin),
+        "endpoint": PATHS[load.endpoint],
+        "model_id": model,
+        "num_prompts": len(samples),
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "ignore_eos": load.ignore_eos,
+        "temperature": load.temperature,
+        "seed": load.seed,
+        "goodput": goodput or None,
+        **summary(
+            answers,
+            duration_s,
+            goodput=goodput,
+            percentile_metrics=percentile_metrics,
+            metric_percentiles=metric_percentiles,
+        ),
+    }
+    if save_detailed:
+        report |= details(answers)
+    report["environment"] = describe_machine()
+    check_finite(report)
+    return report
+
+
+async def _first_model(origin: Origin, api_key: str | None) -> str:
+    models = (await get_json(origin, "/v1/models", api_key)).get("data") or []
+    if not models:
+        raise BenchmarkError(f"{origin}/v1/models lists no model: name one with --model")
+    return str(models[0]["id"])
+
+
+async def _ask(
+    origin: Origin, model: str, sample: Sample, load: Load, api_key: str | None, begun: float
+) -> Answer:
+    """One request, measured. What goes wrong stands in the answer's `error`."""
+    start = last = time.perf_counter()
+    answer = Answer(start - begun)
+    usage: Usage | None = None
+    has_first = False
+
+    def take(event: Event) -> None:
+        nonlocal last, usage, has_first
+        answer.num_events += 1
+        usage = event.usage or usage
+        if not event.choices:
+            return
+        now = time.perf_counter()
+        if any(choice.has_output for choice in event.choices):
+            if has_first:
+                answer.itl_s.append(now - last)
+            else:
+                answer.ttft_s, has_first = now - start, True
+            last = now
+        answer.latency_s = now - start
+
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            await stream_events(origin, PATHS[load.endpoint], _payload(model, sample, load), api_key, take)
+        if usage is None or not answer.latency_s:
+            raise BenchmarkError(f"{origin}: an answer without {'chunks' if usage else 'usage'} cannot be counted")
+        _count(origin, answer, usage, sample, load.ignore_eos)
+    except TimeoutError:
+        answer.error = f"{origin}: no whole answer within {load.timeout_s:g} s"
+    except BenchmarkError as error:
+        answer.error = str(error)
+    if answer.error is not None:
+        answer.latency_s = time.perf_counter() - start
+    elif not has_first:  # an answer of no text: its end is all that came
+        answer.ttft_s = answer.latency_s
+    return answer
+
+
+def _payload(model: str, sample: Sample, load: Load) -> dict[str, Any]:
+    payload: dict[str, Any] = {
+        "model": model,
+        "max_tokens": sample.output_len,
+        "temperature": load.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if load.endpoint == "chat":
+        payload["messages"] = [{"role": "user", "content": sample.prompt}]
+    else:
+        payload["prompt"] = sample.prompt
+    if load.ignore_eos:
+        payload["ignore_eos"] = True
+    return payload
+
+
+def _count(origin: Origin, answer: Answer, usage: Usage, sample: Sample, is_exact: bool) -> None:
+    """The server's counts, which must be possible. Raises `BenchmarkError`."""
+    answer.input_len, answer.output_len = usage.prompt_tokens, usage.completion_tokens
+    if isinstance(sample.prompt, list) and answer.input_len < len(sample.prompt):
+        raise BenchmarkError(f"{origin} counted {answer.input_len} prompt tokens of {len(sample.prompt)} sent")
+    if answer.output_len > sample.output_len or answer.output_len < (sample.output_len if is_exact else 1):
+        raise BenchmarkError(f"{origin} gave {answer.output_len} tokens where {sample.output_len} were asked for")
+
+
+def run_bench(measure: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Runs it on the event loop that costs least: uvloop's, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    else:
+        make_loop = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(measure)

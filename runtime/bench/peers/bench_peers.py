@@ -1,0 +1,196 @@
+"""`bench peers`: this engine against llama.cpp and Hugging Face transformers, on the same weights, in turns.
+
+For each model and type of its weights, one folder of seeded random weights is written, and every side loads it. First
+they are compared: logits of one prompt, and the greedy tokens of every workload. Then each workload is timed in rounds,
+all sides in turns (who begins moves on), while the others are idle, which is measured too. A ratio above 1 means that
+ours is faster. The limits of the processor are measured in the same run.
+
+Ours is timed through `EngineClient`, scheduler, paged cache and sampler included; a peer through its model's forward in
+the leanest loop (`peer_transformers`, `peer_llama`), with all cores, and with the fastest of its own settings, tried
+for each workload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.hub import resolve_model
+from runtime.bench.environment import describe_engine
+from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.cpu_limits import CpuLimits, ModelSize, limit_rate, measure_limits
+from runtime.bench.peers.goals import PEER_GOALS, host_row
+from runtime.bench.peers.gpt2_folder import Gpt2Shape
+from runtime.bench.peers.loading import bench_load, bench_pack
+from runtime.bench.peers.rounds import compare_logits, measure_workload
+from runtime.bench.peers.sides import PEER_ENGINES, OurSide, PeerEngine, PeerSide
+from runtime.bench.peers.workloads import GPT2, Group
+from runtime.bench.tokenizers.bench_tokenizer import tokenizer_rows
+from runtime.bench.tokenizers.sides import NAMES
+
+KV_CACHE_BYTES = 512 << 20
+
+Say = Callable[[str], None]
+
+
+def bench_peers(
+    pythons: Mapping[str, Path],
+    groups: Sequence[Group],
+    *,
+    host_work: Sequence[str] = (),
+    tokenizer: Path | None = None,
+    num_rounds: int = 5,
+    shape: Gpt2Shape | None = None,
+    limits: CpuLimits | None = None,
+    seed: int = 0,
+    say: Say = lambda line: print(line, file=sys.stderr, flush=True),
+) -> dict[str, Any]:
+    """Measures every workload of the groups, and the host's work named.
+
+    pythons    each peer's Python, by the engine's name; a peer without one is reported as missing
+    tokenizer  the tokenizer.json of `host_work`'s "tokenizer"; None: the bundled model's, which tiktoken cannot express
+    shape      of GPT-2; by default that of the 124M model
+    limits     as measured before; None: measured now
+    say        told what is being done
+
+    `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (peers that
+    should have been there), and where there is a goal `goal`, `ratio` and `verdict`. What cannot be timed, because
+    sides disagree or a peer fails, stands in `refused` with the reason. `host_results[i]` has `value` and `verdict`.
+    """
+    if num_rounds < 1:
+        raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
+    shape = shape or Gpt2Shape()
+    for group in groups:
+        longest = max(workload.longest for workload in group.workloads)
+        if group.model == GPT2 and longest > shape.max_positions:
+            raise BenchmarkError(f"a workload of {longest} tokens exceeds the {shape.max_positions} positions")
+    if limits is None and groups:
+        say("the limits of this processor")
+        limits = measure_limits()
+    report: dict[str, Any] = {
+        "limits": limits.report() if limits else None,
+        "num_rounds": num_rounds,
+        "peers": {},
+        "results": [],
+        "refused": [],
+        "host_results": [],
+        "environment": {},
+    }
+    for group in groups:
+        assert limits is not None
+        with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
+            say(f"{group.model}, {group.dtype}: writing and loading")
+            group.write(Path(name), shape, seed)
+            try:
+                _measure_group(group, Path(name), pythons, limits, num_rounds, seed, report, say)
+            except BenchmarkError as error:
+                what = f"all of {group.model}"
+                report["refused"].append({"workload": what, "dtype": group.dtype, "reason": str(error)})
+    if host_work:
+        with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
+            if {"load", "pack"} & set(host_work):
+                Group(GPT2, "float32", ()).write(Path(name), shape, seed)
+            for key in host_work:
+                say(key)
+                report["host_results"] += _host_rows(key, Path(name), tokenizer, num_rounds)
+    check_finite(report)
+    return report
+
+
+def failures(report: Mapping[str, Any]) -> list[str]:
+    """What `--check` objects to: goals that were missed or could not be judged, workloads that were refused."""
+    rows = [*report["results"], *report["host_results"]]
+    words = [
+        f"{row['name']} ({row['dtype']}): {row['verdict']}" if "dtype" in row else f"{row['name']}: {row['verdict']}"
+        for row in rows
+        if row.get("verdict") in ("missed", "unknown")
+    ]
+    return words + [f"{each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
+
+
+def _host_rows(key: str, folder: Path, tokenizer: Path | None, num_rounds: int) -> list[dict[str, Any]]:
+    if key == "load":
+        return [bench_load(folder, num_rounds)]
+    if key == "pack":
+        return [bench_pack(folder, num_rounds)]
+    file = tokenizer or Path(resolve_model(None)) / "tokenizer.json"
+    return [tokenizer_row(row) for row in tokenizer_rows([file], num_rounds=num_rounds)]
+
+
+def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `bench tokenizer` beside its goal: the prompt's is a time, the others' a ratio to tiktoken."""
+    medians = {name: row[name]["median"] for name in NAMES if name in row}
+    said = ", ".join(f"{name} {median:.3g}" for name, median in medians.items()) + f" {row['unit']}"
+    details = {"what": row["work"], "said": f"{row['work']}: {said}", "medians": medians, "unit": row["unit"]}
+    if row["unit"] == "us":
+        return host_row("tokenizer_prompt", medians["ours"], **details)
+    ratio = medians["ours"] / medians["tiktoken"] if "tiktoken" in medians else None
+    return host_row("tokenizer_encode", ratio, **details)
+
+
+def _measure_group(
+    group: Group,
+    folder: Path,
+    pythons: Mapping[str, Path],
+    limits: CpuLimits,
+    num_rounds: int,
+    seed: int,
+    report: dict[str, Any],
+    say: Say,
+) -> None:
+    """Loads the folder on every side and adds the workloads' results to the report."""
+    from runtime.llm import LLM
+
+    size = ModelSize.of(json.loads((folder / "config.json").read_text()))
+    wanted = [engine for engine in PEER_ENGINES if group.dtype in engine.dtypes]
+    missing = [engine.name for engine in wanted if engine.name not in pythons]
+    longest = max(workload.longest for workload in group.workloads)
+    arguments: dict[str, Any] = {"quantization": "int8"} if group.dtype == "int8" else {}
+    with contextlib.ExitStack() as stack:
+        llm = stack.enter_context(
+            LLM(
+                str(folder),
+                device="cpu",
+                dtype=group.stored_dtype,
+                skip_tokenizer_init=True,
+                max_model_len=longest + 1,
+                kv_cache_bytes=KV_CACHE_BYTES,
+                **arguments,
+            )
+        )
+        ours, peers = OurSide(llm), []
+        for engine in wanted:
+            if engine.name in pythons:
+                peer = _start(engine, pythons[engine.name], folder, group, stack)
+                compare_logits(ours, peer, min(64, longest), group.dtype, seed)
+                said = {**peer.versions, "logits_relative_error": peer.logits_error}
+                report["peers"].setdefault(engine.name, {})[f"{group.model} {group.dtype}"] = said
+                peers.append(peer)
+        for workload in group.workloads:
+            say(f"{group.model}, {group.dtype}: {workload.name}")
+            try:
+                result = measure_workload(ours, peers, workload, group.dtype, num_rounds, seed)
+            except BenchmarkError as error:
+                report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
+                continue
+            limit = limit_rate(limits, size, group.dtype, workload)
+            rate = result["sides"][ours.name]["median_tokens_per_second"]
+            result.update(limit_tokens_per_second=limit, share_of_limit=rate / limit, missing=missing)
+            goal = PEER_GOALS.get((workload.key, group.dtype))
+            if goal is not None:
+                result.update(goal=goal.report(), ratio=goal.ratio(result["ratios"]), verdict=goal.verdict(result))
+            report["results"].append(result)
+        report["environment"] = describe_engine(llm.client.info)
+
+
+def _start(
+    engine: PeerEngine, python: Path, folder: Path, group: Group, stack: contextlib.ExitStack
+) -> PeerSide:
+    child = stack.enter_context(ChildProcess([str(python), str(engine.script)], engine.name))
+    return PeerSide(engine, child, folder, group.dtype)

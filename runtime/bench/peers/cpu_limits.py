@@ -1,0 +1,146 @@
+"""What this processor allows: read bandwidth and arithmetic measured by `numba_kernels.cpu.peaks`, and the token rates
+that follow for a model.
+
+A step reads every weight that it uses once and multiplies each with every token; it cannot take less time than the
+longer of both, nor a run less than the sum of its steps. Attention's keys and values, norms and sampling are left out,
+which makes the limits slightly too high.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.environment import usable_cores
+from runtime.bench.peers.workloads import Workload
+
+READ_BUFFER_BYTES = 1 << 30
+NUM_REPEATS = 9
+WARM_UP_S = 0.3
+LOOP_S = 0.05
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLimits:
+    """Rates of all usable cores together, medians; None: the processor lacks the instruction.
+
+    read_bytes_per_s       memory that is read once, front to back
+    float32_flops_per_s    fused multiply-adds, two operations each
+    bfloat16_flops_per_s   vdpbf16ps
+    int8_ops_per_s         vpdpbusd
+    """
+
+    num_threads: int
+    read_bytes_per_s: float
+    float32_flops_per_s: float
+    bfloat16_flops_per_s: float | None
+    int8_ops_per_s: float | None
+
+    def operations_per_s(self, dtype: str) -> float:
+        """Of products with weights of `dtype`: by its own instruction, else widened to float32."""
+        own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s}.get(dtype)
+        return own or self.float32_flops_per_s
+
+    def report(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+def measure_limits(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_S) -> CpuLimits:
+    """Runs each loop on every usable core at once, after a warm-up."""
+    from numba_kernels.cpu import peaks
+
+    count = usable_cores()
+    memory = mmap.mmap(-1, read_buffer_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer[:] = 1
+    part = read_buffer_bytes // count // (peaks.READ_STREAMS * peaks.READ_BYTES)
+    part *= peaks.READ_STREAMS * peaks.READ_BYTES
+    with ThreadPoolExecutor(count) as threads:
+
+        def together(work: Callable[[int], Any]) -> float:
+            """Seconds until every thread has done its part."""
+            start = time.perf_counter()
+            list(threads.map(work, range(count)))
+            return time.perf_counter() - start
+
+        def arithmetic(loop: Callable[[int], Any] | None, per_iteration: int) -> float | None:
+            if loop is None:
+                return None
+
+            def run(iterations: int) -> float:
+                return together(lambda _: loop(iterations))
+
+            run(1)  # compiles it, which must not count as a long run
+            iterations = 1000
+            while run(iterations) < loop_s:
+                iterations *= 2
+            warm_until = time.perf_counter() + WARM_UP_S
+            while time.perf_counter() < warm_until:
+                run(iterations)
+            seconds = statistics.median(run(iterations) for _ in range(NUM_REPEATS))
+            return count * iterations * per_iteration / seconds
+
+        address = buffer.ctypes.data
+        reading = [
+            together(lambda index: peaks.read_loop(address + index * part, part)) for _ in range(1 + NUM_REPEATS)
+        ][1:]
+        float32 = arithmetic(peaks.fma_loop, peaks.FLOPS_PER_FMA_ITERATION)
+        assert float32 is not None
+        dots = {
+            feature: arithmetic(peaks.dot_loop(feature), operations)
+            for feature, operations in peaks.OPS_PER_DOT_ITERATION.items()
+        }
+    return CpuLimits(
+        num_threads=count,
+        read_bytes_per_s=count * part / statistics.median(reading),
+        float32_flops_per_s=float32,
+        bfloat16_flops_per_s=dots["avx512bf16"],
+        int8_ops_per_s=dots["avx512vnni"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Weights that are multiplied with: in the layers with every token, in the head with every one that draws."""
+
+    layer_weights: int
+    head_weights: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> ModelSize:
+        """From the config.json of a GPT-2 or a Qwen3."""
+        if config["model_type"] == "gpt2":
+            hidden, layers = config["n_embd"], config["n_layer"]
+            return ModelSize(layers * 12 * hidden * hidden, config["vocab_size"] * hidden)
+        hidden, head_dim = config["hidden_size"], config["head_dim"]
+        heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+        layer = hidden * (heads * head_dim + 3 * config["intermediate_size"])
+        return ModelSize(config["num_hidden_layers"] * layer, config["vocab_size"] * hidden)
+
+
+def limit_rate(limits: CpuLimits, size: ModelSize, dtype: str, workload: Workload) -> float:
+    """The token rate, as the workload counts it, of steps that take no longer than reading and arithmetic demand."""
+
+    def step_s(tokens: int, draws: int) -> float:
+        reading = (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype] / limits.read_bytes_per_s
+        operations = 2 * (size.layer_weights * tokens + size.head_weights * draws)
+        return max(reading, operations / limits.operations_per_s(dtype))
+
+    prompts = workload.num_prompts
+    prefill_s, decode_s = step_s(prompts * workload.prompt_len, prompts), step_s(prompts, prompts)
+    if workload.measure == "decode":
+        return prompts / decode_s
+    if workload.measure == "prefill":
+        return prompts * workload.prompt_len / prefill_s
+    return prompts * workload.new_tokens / (prefill_s + (workload.new_tokens - 1) * decode_s)

@@ -1,0 +1,118 @@
+"""The report of `bench peers` as Markdown: a table of token rates, one of the host's work, and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.bench.peers.rounds import QUIET_SHARE
+from runtime.bench.peers.sides import OURS, PEER_ENGINES
+
+_HEAD = ("workload", "weights", OURS, *(engine.name for engine in PEER_ENGINES), "ratio", "rounds", "must", "ahead")
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The whole report. Rates are tokens per second, medians; a peer that should be there and is not is "missing"."""
+    parts = []
+    if report["results"]:
+        parts.append(_table((*_HEAD, "verdict", "limit", "share"), [_row(result) for result in report["results"]]))
+    if report["host_results"]:
+        head = ("of the host", "measured", "in numbers", "must", "ahead", "verdict")
+        parts.append(_table(head, [_host_row(result) for result in report["host_results"]]))
+    parts += [_burst(result) for result in report["results"] if result["measure"] == "burst"]
+    parts += [_concurrent(result) for result in report["results"] if "one_after_another" in result]
+    parts += [f"Refused: {each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
+    parts += [_disturbed(each) for each in report["results"] if each["largest_others_share"] > QUIET_SHARE]
+    parts += _notes(report)
+    return "\n\n".join(parts)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
+    sides = result["sides"]
+
+    def rate(name: str) -> str:
+        if name in sides:
+            return f"{sides[name]['median_tokens_per_second']:,.1f}"
+        return "missing" if name in result["missing"] else "–"
+
+    goal = result.get("goal")
+    ratio, against = result.get("ratio"), goal["against"] if goal else None
+    if ratio is None and result["ratios"]:
+        ratio = min(result["ratios"].values())
+    if ratio is None:
+        rounds = "–"
+    else:
+        nearest = min(result["ratios"], key=lambda name: abs(result["ratios"][name] - ratio))
+        rounds = f"{min(result['round_ratios'][nearest]):.2f} … {max(result['round_ratios'][nearest]):.2f}"
+    must = "–"
+    if goal:
+        must = f"{goal['must']:g}× {against}"
+        if goal["least_share_of_limit"] is not None:
+            must += f", {goal['least_share_of_limit']:.0%} of the limit"
+        if goal["most_ttft_ms"] is not None:
+            must += f", TTFT {goal['most_ttft_ms']:g} ms"
+    return (
+        result["name"],
+        result["dtype"],
+        rate(OURS),
+        *(rate(engine.name) for engine in PEER_ENGINES),
+        "–" if ratio is None else f"{ratio:.2f}",
+        rounds,
+        must,
+        f"{goal['ahead']:g}×" if goal else "–",
+        result.get("verdict", "–"),
+        f"{result['limit_tokens_per_second']:,.0f}",
+        f"{result['share_of_limit']:.0%}",
+    )
+
+
+def _host_row(result: Mapping[str, Any]) -> tuple[str, ...]:
+    sign = "≤" if result["is_most"] else "≥"
+    bounds = (f"{sign} {result['must']:g}", f"{sign} {result['ahead']:g}")
+    value = "–" if result["value"] is None else f"{result['value']:.3g} {result['measure']}"
+    return (result["work"], value, result.get("said", ""), *bounds, result["verdict"])
+
+
+def _burst(result: Mapping[str, Any]) -> str:
+    words = [
+        f"{name} {side['ttft_ms']:.0f} and {side['latency_ms']:.0f} ms" for name, side in result["sides"].items()
+    ]
+    return f"{result['name']}, {result['dtype']}: time to first token and latency, medians: {'; '.join(words)}."
+
+
+def _concurrent(result: Mapping[str, Any]) -> str:
+    alone = result["one_after_another"]["median_tokens_per_second"]
+    times = result["times_one_after_another"]
+    return f"{result['name']}: one after another {alone:.1f} tokens per second; together {times:.2f} times that."
+
+
+def _disturbed(result: Mapping[str, Any]) -> str:
+    busy = f"others used up to {result['largest_others_share']:.0%} of the machine"
+    return f"{result['name']} ({result['dtype']}): {busy}; do not trust its ratio."
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if limits := report["limits"]:
+        words = [
+            f"{limits['read_bytes_per_s'] / 1e9:.1f} GB/s read",
+            f"{limits['float32_flops_per_s'] / 1e9:.0f} GFLOP/s in float32",
+        ]
+        if limits["bfloat16_flops_per_s"]:
+            words.append(f"{limits['bfloat16_flops_per_s'] / 1e9:.0f} GFLOP/s by vdpbf16ps")
+        if limits["int8_ops_per_s"]:
+            words.append(f"{limits['int8_ops_per_s'] / 1e9:.0f} Gop/s by vpdpbusd")
+        notes.append(f"Limits of {limits['num_threads']} threads, measured in this run: {', '.join(words)}.")
+    for name, groups in report["peers"].items():
+        agreement = ", ".join(f"{each['logits_relative_error']:.1e} ({group})" for group, each in groups.items())
+        said = next(iter(groups.values()))
+        versions = ", ".join(
+            f"{what} {said[what]}" for what in ("transformers", "torch", "llama_cpp_python") if what in said
+        )
+        notes.append(f"{name} ({versions}), {said['threads']} threads; its logits agree to {agreement}.")
+    return notes

@@ -1,0 +1,182 @@
+"""One workload of `bench peers`: the sides' answers are compared, then all are timed in turns.
+
+A round is one turn of each side; who begins moves on with every round. While one runs, the others have to be idle,
+which is measured, as is what strangers use of the machine; the calmest rounds count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.disturbance import Disturbance
+from runtime.bench.load.prompts import random_prompts
+from runtime.bench.metrics import BenchmarkError, check_outputs
+from runtime.bench.peers.greedy import TIE_TOLERANCE, check_same_greedy
+from runtime.bench.peers.sides import OURS, OurSide, PeerSide, Sample, Side
+from runtime.bench.peers.workloads import Workload
+
+LOGITS_TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2, "int8": 8e-2}
+"""Most of max|a - b| / max|b| between our logits and a peer's. llama.cpp keeps keys and values in float16; with
+bfloat16 weights transformers rounds every activation; int8 and q8_0 round weights and activations each in their way."""
+
+IDLE_SHARE = 0.10  # most processor time, as a share of wall time, that those who wait may use
+QUIET_SHARE = 0.08  # most of the machine that other processes may use in a round that counts
+MOST_ATTEMPTS = 2  # times the wanted number of rounds are tried, in the hope of quiet ones
+SETTLE_S = 0.05  # between two measurements, for threads that spin a little before they sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One measurement of one side, and the processor time that others used meanwhile.
+
+    idle_share    of those who waited, the worst of them, in cores
+    others_share  of processes that are no part of this, as a share of the machine; None: unknown
+    """
+
+    sample: Sample
+    idle_share: float
+    others_share: float | None
+
+    @property
+    def disturbance(self) -> float:
+        """The larger of both, each in parts of its limit."""
+        return max(self.idle_share / IDLE_SHARE, (self.others_share or 0.0) / QUIET_SHARE)
+
+
+def compare_logits(ours: OurSide, peer: PeerSide, length: int, dtype: str, seed: int) -> None:
+    """Sets the peer's `logits_error` over a prompt of `length` tokens; `BenchmarkError` above the tolerance."""
+    [prompt] = random_prompts(1, length, ours.llm.client.info.vocab_size, seed)
+    mine, theirs = np.asarray(ours.llm.logits(prompt)), peer.logits(prompt)
+    if mine.shape != theirs.shape:
+        raise BenchmarkError(f"logits {mine.shape} of ours, {theirs.shape} of {peer.name}")
+    error = float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+    if not error <= LOGITS_TOLERANCE[dtype]:
+        raise BenchmarkError(f"{peer.name}'s logits differ by {error:.2g}, more than {LOGITS_TOLERANCE[dtype]:g}")
+    peer.logits_error = error
+
+
+def measure_workload(
+    ours: OurSide, peers: Sequence[PeerSide], workload: Workload, dtype: str, num_rounds: int, seed: int
+) -> dict[str, Any]:
+    """Verifies and times one workload. Raises `BenchmarkError` when sides disagree or those who waited were busy.
+
+    In the report `sides` has each side's rates; `ratios` ours to each peer's, of the medians; `round_ratios` round by
+    round.
+    """
+    llm = ours.llm
+    vocab_size = llm.client.info.vocab_size
+    prompts = random_prompts(workload.num_prompts, workload.prompt_len, vocab_size, seed + 1)
+    expected = {OURS: ours.run(prompts, workload).token_ids}
+    check_outputs(expected[OURS], workload.new_tokens, vocab_size, f"{workload.name}, {OURS}")
+    num_ties = {}
+    for peer in peers:
+        peer.choose_variant(prompts, workload)
+        tokens = expected[peer.name] = peer.run(prompts, workload).token_ids
+        what = f"{workload.name}, {peer.name}"
+        check_outputs(tokens, workload.new_tokens, vocab_size, what)
+        tolerance = _tie_tolerance(llm.logits(prompts[0]), peer.logits_error)
+        num_ties[peer.name] = check_same_greedy(what, prompts, expected[OURS], tokens, llm.logits, tolerance)
+    ours.run(prompts, workload)
+
+    sides: list[Side] = [ours, *peers]
+    rounds: list[dict[str, Turn]] = []
+    sequential: list[float] = []
+    num_quiet = 0
+    while num_quiet < num_rounds and len(rounds) < MOST_ATTEMPTS * num_rounds:
+        first = len(rounds) % len(sides)
+        turns = {}
+        for side in (*sides[first:], *sides[:first]):
+            time.sleep(SETTLE_S)
+            turns[side.name] = _turn(side, sides, prompts, workload)
+            if turns[side.name].sample.token_ids != expected[side.name]:
+                raise BenchmarkError(f"{workload.name}: {side.name} gave other tokens than before")
+        rounds.append(turns)
+        num_quiet += _disturbance(turns) <= 1.0
+        if workload.is_also_sequential and len(sequential) < num_rounds:
+            sequential.append(_sequential_rate(ours, prompts, workload, expected[OURS]))
+    best = sorted(rounds, key=_disturbance)[:num_rounds]
+    idle_share = max(turn.idle_share for turns in best for turn in turns.values())
+    if idle_share > IDLE_SHARE:
+        raise BenchmarkError(
+            f"{workload.name}: a side that had to wait used {idle_share:.0%} of a core, "
+            f"more than {IDLE_SHARE:.0%}: the sides disturbed each other"
+        )
+    rates = {side.name: [turns[side.name].sample.rate(workload) for turns in best] for side in sides}
+    result: dict[str, Any] = {
+        "workload": workload.key,
+        "name": workload.name,
+        "model": workload.model,
+        "dtype": dtype,
+        "num_prompts": workload.num_prompts,
+        "prompt_len": workload.prompt_len,
+        "new_tokens": workload.new_tokens,
+        "measure": workload.measure,
+        "sides": {side.name: _side_report(rates[side.name], best, side.name) for side in sides},
+        "variants": {peer.name: peer.variant for peer in peers},
+        "num_ties": num_ties,
+        "ratios": {
+            peer.name: statistics.median(rates[OURS]) / statistics.median(rates[peer.name]) for peer in peers
+        },
+        "round_ratios": {peer.name: [a / b for a, b in zip(rates[OURS], rates[peer.name])] for peer in peers},
+        "largest_idle_share": idle_share,
+        "largest_others_share": max(turn.others_share or 0.0 for turns in best for turn in turns.values()),
+        "num_rounds_tried": len(rounds),
+    }
+    if sequential:
+        result["one_after_another"] = _rates(sequential)
+        result["times_one_after_another"] = statistics.median(rates[OURS]) / statistics.median(sequential)
+    return result
+
+
+def _turn(side: Side, sides: Sequence[Side], prompts: list[list[int]], workload: Workload) -> Turn:
+    before = {each.name: each.processor_s() for each in sides}
+    watch = Disturbance()
+    sample = side.run(prompts, workload)
+    used = {each.name: each.processor_s() - before[each.name] for each in sides}
+    others_share = watch.share(sum(seconds for name, seconds in used.items() if name != OURS))
+    waiting = [seconds for name, seconds in used.items() if name != side.name]
+    return Turn(sample, max(waiting, default=0.0) / sample.wall_s, others_share)
+
+
+def _disturbance(turns: dict[str, Turn]) -> float:
+    return max(turn.disturbance for turn in turns.values())
+
+
+def _tie_tolerance(logits: np.ndarray[Any, Any], error: float) -> float:
+    """How far apart two logits may lie and still change places: each may be off by twice the error that was seen."""
+    return max(TIE_TOLERANCE, 4.0 * error * float(np.abs(logits).max()))
+
+
+def _sequential_rate(
+    ours: OurSide, prompts: list[list[int]], workload: Workload, expected: list[list[int]]
+) -> float:
+    """Ours, one request after another; tokens per second."""
+    time.sleep(SETTLE_S)
+    samples = [ours.run([prompt], workload) for prompt in prompts]
+    tokens = [sample.token_ids[0] for sample in samples]
+    check_same_greedy(f"{workload.name}, one by one", prompts, tokens, expected, ours.llm.logits)
+    return workload.num_prompts * workload.new_tokens / sum(sample.wall_s for sample in samples)
+
+
+def _side_report(rates: list[float], rounds: list[dict[str, Turn]], name: str) -> dict[str, Any]:
+    samples = [turns[name].sample for turns in rounds]
+    return {
+        **_rates(rates),
+        "ttft_ms": 1e3 * statistics.median(sample.ttft_s for sample in samples),
+        "latency_ms": 1e3 * statistics.median(sample.latency_s for sample in samples),
+    }
+
+
+def _rates(rates: list[float]) -> dict[str, Any]:
+    return {
+        "median_tokens_per_second": statistics.median(rates),
+        "min_tokens_per_second": min(rates),
+        "max_tokens_per_second": max(rates),
+        "tokens_per_second": rates,
+    }

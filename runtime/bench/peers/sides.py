@@ -1,0 +1,186 @@
+"""The sides of `bench peers`: this engine in this process, and peers in processes of their own, measured alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from runtime.bench.environment import usable_cores
+from runtime.bench.load.burst import run_burst
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.workloads import Workload
+
+if TYPE_CHECKING:
+    from runtime.llm import LLM
+
+OURS = "xserv"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEngine:
+    """An engine to compare with, and how to come by it.
+
+    venv      folder of its Python in a checkout
+    packages  what pip has to install there
+    dtypes    what its loader calls the weights' types; a type that it does not have is missing
+    """
+
+    name: str
+    script: Path
+    venv: str
+    packages: str
+    dtypes: dict[str, str]
+
+    def python(self, given: Path | None, root: Path) -> Path:
+        """The Python named, else that of `venv` in the checkout; `BenchmarkError` says what to install."""
+        python = given or root / self.venv / "bin" / "python"
+        if python.exists():
+            return python
+        option = "--peer-python" if self.name == TRANSFORMERS.name else "--llama-python"
+        raise BenchmarkError(
+            f"no Python for {self.name} at {python}: make one with `python3 -m venv {self.venv} && "
+            f"{self.venv}/bin/pip install {self.packages}`, or name another with {option}"
+        )
+
+
+TRANSFORMERS = PeerEngine(
+    "transformers",
+    Path(__file__).with_name("peer_transformers.py"),
+    ".venv-reference",
+    "torch transformers numpy",
+    {"float32": "float32", "bfloat16": "bfloat16"},
+)
+LLAMA = PeerEngine(
+    "llama.cpp",
+    Path(__file__).with_name("peer_llama.py"),
+    ".venv-llama",
+    "llama-cpp-python gguf numpy",
+    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"},
+)
+PEER_ENGINES = (TRANSFORMERS, LLAMA)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of a workload by one side; times in seconds, from the moment when the prompts were handed over.
+
+    decode_tokens, decode_s  tokens drawn after every prompt had its first, and the time that they took
+    ttft_s, latency_s        medians over the requests
+    """
+
+    token_ids: list[list[int]]
+    wall_s: float
+    decode_tokens: int
+    decode_s: float
+    ttft_s: float
+    latency_s: float
+
+    def rate(self, workload: Workload) -> float:
+        """Tokens per second of what the workload measures."""
+        if workload.measure == "decode":
+            return self.decode_tokens / self.decode_s
+        per_prompt = workload.prompt_len if workload.measure == "prefill" else workload.new_tokens
+        return workload.num_prompts * per_prompt / self.wall_s
+
+
+class Side(Protocol):
+    """What can run a workload and be asked how busy it was."""
+
+    name: str
+
+    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
+        """Greedy tokens of every prompt, end of sequence ignored."""
+
+    def processor_s(self) -> float:
+        """Processor time that the side's process has used so far."""
+
+
+class OurSide:
+    """This engine through its client: scheduler, paged cache and sampler included."""
+
+    name = OURS
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
+        burst = run_burst(self.llm.client, prompts, workload.new_tokens)
+        begin = max(record.token_times_s[0] for record in burst.records)
+        later = sum(time_s > begin for record in burst.records for time_s in record.token_times_s)
+        return Sample(
+            token_ids=burst.token_ids,
+            wall_s=burst.wall_s,
+            decode_tokens=later,
+            decode_s=burst.end_s - begin,
+            ttft_s=statistics.median(record.ttft_s for record in burst.records),
+            latency_s=statistics.median(record.latency_s for record in burst.records),
+        )
+
+    def processor_s(self) -> float:
+        return time.process_time()
+
+
+class PeerSide:
+    """A peer that has loaded the same folder.
+
+    `variant` is the one of its settings that it runs with; `logits_error` how far its logits lay from ours,
+    max|a - b| / max|b|.
+    """
+
+    def __init__(self, engine: PeerEngine, child: ChildProcess, folder: Path, dtype: str) -> None:
+        self.name = engine.name
+        self._child = child
+        self._folder = folder
+        reply = child.ask("load", folder=str(folder), threads=usable_cores(), dtype=engine.dtypes[dtype])
+        del reply["processor_s"]
+        self.variants: list[str] = reply.pop("variants")
+        self.versions = {**reply, "dtype": engine.dtypes[dtype]}
+        self.variant = self.variants[0]
+        self.logits_error = 0.0
+
+    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
+        reply = self._child.ask(
+            "generate", prompts=prompts, new_tokens=workload.new_tokens, variant=self.variant
+        )
+        return Sample(
+            token_ids=reply["token_ids"],
+            wall_s=reply["total_s"],
+            decode_tokens=workload.num_prompts * (workload.new_tokens - 1),
+            decode_s=reply["decode_s"],
+            ttft_s=reply["prefill_s"],
+            latency_s=reply["total_s"],
+        )
+
+    def processor_s(self) -> float:
+        return float(self._child.ask("clock")["processor_s"])
+
+    def choose_variant(self, prompts: list[list[int]], workload: Workload) -> None:
+        """Take the variant with which the peer is fastest here: of one run each, then of another of the best two.
+
+        These also warm it up.
+        """
+        best = dict.fromkeys(self.variants, 0.0)
+
+        def by_rate() -> list[str]:
+            return sorted(best, key=lambda variant: best[variant], reverse=True)
+
+        def try_out(variants: Sequence[str]) -> None:
+            for self.variant in variants:
+                best[self.variant] = max(best[self.variant], self.run(prompts, workload).rate(workload))
+
+        self.run(prompts, workload)
+        try_out(self.variants)
+        try_out(by_rate()[:2])
+        self.variant = by_rate()[0]
+
+    def logits(self, token_ids: list[int]) -> np.ndarray[Any, Any]:
+        """Float32 `[num_tokens, vocab]`."""
+        path = self._child.ask("logits", token_ids=token_ids, path=str(self._folder / "logits.npy"))["path"]
+        return np.asarray(np.load(path))

@@ -1,0 +1,103 @@
+"""What `bench peers` runs: workloads, the models they run on, and the weights' types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.qwen3_folder import write_qwen3_folder
+
+GPT2, QWEN3 = "gpt2-124m", "qwen3-0.6b"
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; what counts is `measure`.
+
+    measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the first
+    new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
+    `is_also_sequential`: ours is measured once more with one request after another.
+    """
+
+    key: str
+    name: str
+    num_prompts: int
+    prompt_len: int
+    new_tokens: int
+    measure: str
+    model: str = GPT2
+    dtypes: tuple[str, ...] = DTYPES
+    is_also_sequential: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.prompt_len + self.new_tokens
+
+
+WORKLOADS = (
+    Workload("decode-1", "decode, batch 1", 1, 16, 33, "decode"),
+    Workload("prefill", "prefill 512", 1, 512, 1, "prefill"),
+    Workload("decode-8", "decode, batch 8", 8, 16, 17, "decode"),
+    Workload("decode-32", "decode, batch 32", 32, 16, 17, "decode"),
+    Workload("burst", "burst, 32 x (4 + 8)", 32, 4, 8, "burst"),
+    Workload("qwen3-decode-1", "Qwen3-0.6B, decode, batch 1", 1, 16, 17, "decode", QWEN3, ("bfloat16",)),
+    Workload("concurrent-8", "8 x (32 + 32) at once", 8, 32, 32, "burst", dtypes=("float32",), is_also_sequential=True),
+)
+ON_REQUEST = ("concurrent-8",)
+"""Workloads that only run when they are named."""
+
+HOST_WORK = ("load", "pack", "tokenizer")
+"""What has no token rate: loading a file, packing weights, the tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What shares a model folder and the processes that have loaded it: a model in one type of weights.
+
+    On disk the weights are float32, or bfloat16 where `dtype` is bfloat16; int8 is made of them when they are loaded.
+    """
+
+    model: str
+    dtype: str
+    workloads: tuple[Workload, ...]
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of the folder's tensors."""
+        return "float32" if self.dtype == "int8" else self.dtype
+
+    def write(self, folder: Path, shape: Gpt2Shape, seed: int) -> None:
+        """Writes the model's folder; `shape` is that of GPT-2."""
+        if self.model == GPT2:
+            write_gpt2_folder(folder, shape, seed, self.stored_dtype)
+        else:
+            write_qwen3_folder(folder, seed=seed)
+
+
+def named(option: str, given: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+    """Those of `known` that comma-separated words name, in `known`'s order, or `default` without any words.
+
+    Raises `BenchmarkError` naming what is not there.
+    """
+    if given is None:
+        return tuple(default)
+    wanted = {word.strip() for word in given.split(",")}
+    if unknown := wanted - set(known):
+        raise BenchmarkError(f"{option}: {', '.join(sorted(unknown))!r} is none of {', '.join(known)}")
+    return tuple(word for word in known if word in wanted)
+
+
+def groups_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Group]:
+    """The workloads by model and type, each group's in the table's order."""
+    found = []
+    for model in dict.fromkeys(workload.model for workload in workloads):
+        for dtype in dtypes:
+            chosen = tuple(each for each in workloads if each.model == model and dtype in each.dtypes)
+            if chosen:
+                found.append(Group(model, dtype, chosen))
+    return found

@@ -1,0 +1,186 @@
+"""`bench simulation`: does the simulator say what the engine does? Pairs of a real run and its prediction.
+
+The step-time model is fitted to the steps of a first stretch of the trace; then, pair by pair, a stretch that the fit
+has not seen goes through the simulator and through the engine. The prediction is made before the run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime.bench.environment import describe_engine
+from runtime.bench.load.burst import Burst, run_burst
+from runtime.bench.load.traces import Trace, TraceRequest
+from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.scheduling.engines import like, served
+from runtime.bench.scheduling.schedule import prompts_of
+from runtime.bench.scheduling.simulation import Simulation, simulate
+from runtime.bench.scheduling.step_model import Fit, StepFeatures, features_of, fit
+
+if TYPE_CHECKING:
+    from runtime.engine.engine import Engine
+    from runtime.engine.timeline import StepRecord
+
+BUSY_SHARE = 0.7
+"""Of the time in which the engine steps, at the rate that is chosen when none is named."""
+
+
+AT_ONCE = 1e6  # a rate
+NUM_ALONE = 6
+"""Requests that run alone for the fit, beside those that run all at once and at the chosen rate."""
+
+
+def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_len: int, seed: int) -> Trace:
+    """One request a second on average, with exponential gaps; log-normal lengths about these medians, at most
+    ``max_len`` tokens together."""
+    generator = np.random.default_rng(seed)
+    times = np.cumsum(generator.exponential(1.0, num_requests))
+    prompts = np.rint(generator.lognormal(np.log(prompt_len), 0.6, num_requests)).astype(int)
+    outputs = np.rint(generator.lognormal(np.log(output_len), 0.4, num_requests)).astype(int)
+    requests = [
+        TraceRequest(float(time - times[0]), max(1, int(prompt)), max(1, int(output)))
+        for time, prompt, output in zip(times, prompts, outputs)
+    ]
+    return Trace("poisson", tuple(requests)).scaled(max_len=max_len)
+
+
+def step_times(records: Sequence[StepRecord]) -> tuple[list[StepFeatures], list[float]]:
+    """Features and seconds of each step. Where the next step goes on with a sequence of this one there was no pause,
+    and a step lasts until the next begins: handing out its tokens is part of it."""
+    features, seconds = [], []
+    for record, after in zip(records, [*records[1:], None]):
+        end_s = record.end_s
+        if after is not None:
+            mine = {(chunk.request_id, chunk.index) for chunk in record.chunks}
+            if any((chunk.request_id, chunk.index) in mine for chunk in after.chunks):
+                end_s = after.start_s
+        if record.chunks:
+            features.append(features_of([(chunk.start, chunk.num_tokens) for chunk in record.chunks]))
+            seconds.append(end_s - record.start_s)
+    return features, seconds
+
+
+def bench_simulation(
+    engine: Engine, trace: Trace, *, rate: float | None, num_requests: int, num_pairs: int, seed: int = 0
+) -> dict[str, Any]:
+    """Median TTFT and throughput of `num_pairs` stretches of `num_requests`, predicted and measured.
+
+    rate  arrivals this many times as dense; None: so that the simulator is busy for `BUSY_SHARE` of the time
+
+    `ttft_error` and `throughput_error` are the medians over the pairs of |predicted / measured - 1|; `step_model` is
+    the fit, for `tools/simulate.py --step-model`.
+    """
+    if num_pairs < 1 or num_requests < 2:
+        raise BenchmarkError("at least one pair of at least two requests is needed")
+    if len(trace.requests) < (num_pairs + 1) * num_requests:
+        raise BenchmarkError(f"{num_pairs} pairs and a fit of {num_requests} requests need a longer trace")
+    stretches = [_stretch(trace, index * num_requests, num_requests) for index in range(num_pairs + 1)]
+    first = stretches[0]
+    at_once = first.scaled(rate=AT_ONCE)
+    _run(engine, at_once, seed)  # warms up
+    records = list(_run(engine, at_once, seed).timeline)
+    for index in range(min(NUM_ALONE, num_requests)):
+        records += _run(engine, _stretch(first, index, 1), seed + index).timeline
+    chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, first, _fit(records))
+    fitted = _fit([*records, *_run(engine, first.scaled(rate=chosen), seed).timeline])
+    pairs: list[dict[str, Any]] = []
+    for index, stretch in enumerate(stretches[1:]):
+        scaled = stretch.scaled(rate=chosen)
+        predicted = _figures_of(_simulate(engine, scaled, fitted))
+        measured = _run(engine, scaled, seed + index).figures()
+        errors = {f"{name}_error": predicted[name] / measured[name] - 1.0 for name in measured}
+        pairs.append({"predicted": predicted, "measured": measured, **errors})
+    report: dict[str, Any] = {
+        name: statistics.median(abs(pair[name]) for pair in pairs)
+        for name in ("median_ttft_s_error", "output_throughput_error", "median_tpot_s_error")
+    }
+    report |= {
+        "rate": chosen,
+        "num_requests": num_requests,
+        "num_pairs": num_pairs,
+        "fit": {
+            "num_steps": fitted.num_steps,
+            "median_relative_error": fitted.relative_error,
+            "total_error": fitted.total_error,
+        },
+        "step_model": fitted.model.as_json(),
+        "pairs": pairs,
+        "environment": describe_engine(engine.info),
+    }
+    check_finite(report)
+    for pair in pairs:
+        check_finite(pair)
+    return report
+
+
+class _Measured:
+    """A real run: its requests and its steps."""
+
+    def __init__(self, burst: Burst, timeline: list[StepRecord]) -> None:
+        self.burst = burst
+        self.timeline = timeline
+
+    def figures(self) -> dict[str, float]:
+        records = self.burst.records
+        return _figures(
+            [record.ttft_s for record in records],
+            [tpot for tpot in (record.tpot_s for record in records) if tpot is not None],
+            sum(len(record.token_ids) for record in records) / self.burst.wall_s,
+        )
+
+
+def _run(engine: Engine, trace: Trace, seed: int) -> _Measured:
+    """Serve the trace with an empty prefix cache."""
+    other = like(engine)
+    prompts = prompts_of(trace, engine.info.vocab_size, seed)
+    lengths = [request.output_len for request in trace.requests]
+    with served(other) as client:
+        burst = run_burst(client, prompts, lengths, arrivals_s=[request.arrival_s for request in trace.requests])
+    return _Measured(burst, list(other.timeline))
+
+
+def _simulate(engine: Engine, trace: Trace, fitted: Fit) -> Simulation:
+    from runtime.engine.process.client import BURST_PAUSE_S
+
+    return simulate(trace, engine.limits, fitted.model, wake_s=BURST_PAUSE_S)
+
+
+def _fit(records: Sequence[StepRecord]) -> Fit:
+    return fit(*step_times(records))
+
+
+def _figures_of(simulation: Simulation) -> dict[str, float]:
+    return _figures(simulation.ttfts_s, simulation.tpots_s, simulation.report()["output_throughput"])
+
+
+def _figures(ttfts: Sequence[float], tpots: Sequence[float], throughput: float) -> dict[str, float]:
+    return {
+        "median_ttft_s": statistics.median(ttfts),
+        "median_tpot_s": statistics.median(tpots or [0.0]),
+        "output_throughput": throughput,
+    }
+
+
+def _rate_for(busy_share: float, engine: Engine, trace: Trace, fitted: Fit) -> float:
+    """The rate at which the simulated engine steps for this share of the time, by halving an interval of powers."""
+    low, high = -20.0, 20.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        simulation = _simulate(engine, trace.scaled(rate=2.0**middle), fitted)
+        if simulation.report()["busy_share"][0] < busy_share:
+            low = middle
+        else:
+            high = middle
+    return float(2.0**low)
+
+
+def _stretch(trace: Trace, first: int, count: int) -> Trace:
+    """Some successive requests of a trace, the first at time zero."""
+    requests = trace.requests[first : first + count]
+    begin = requests[0].arrival_s
+    return replace(trace, requests=tuple(replace(each, arrival_s=each.arrival_s - begin) for each in requests))

@@ -1,0 +1,332 @@
+"""`bench peers` on a tiny GPT-2, with peers that play back what our engine gave, or spoil it. No times are asserted.
+
+The real peers run where the checkout has their Pythons.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from runtime.bench.load.prompts import random_prompts
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers import bench_peers as peers
+from runtime.bench.peers import rounds as peer_rounds
+from runtime.bench.peers.bench_peers import bench_peers, failures, tokenizer_row
+from runtime.bench.peers.cpu_limits import CpuLimits, ModelSize, limit_rate, measure_limits
+from runtime.bench.peers.goals import PEER_GOALS, host_row
+from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.loading import bench_load, bench_pack
+from runtime.bench.peers.report import markdown
+from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
+from runtime.bench.peers.workloads import DTYPES, GPT2, WORKLOADS, Workload, groups_of, named
+from runtime.cli import app
+from runtime.llm import LLM
+
+ROOT = Path(__file__).resolve().parents[4]
+SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
+LIMITS = CpuLimits(2, 20e9, 200e9, None, 800e9)
+TINY = (
+    Workload("decode-1", "decode", 2, 5, 4, "decode"),
+    Workload("prefill", "prefill", 1, 20, 1, "prefill"),
+    Workload("burst", "burst", 3, 4, 3, "burst", is_also_sequential=True),
+)
+
+FAKE_PEER = """#!{python}
+import json, sys, time
+import numpy
+answers = json.load(open({answers!r}))
+for line in sys.stdin:
+    request = json.loads(line)
+    reply = {{"processor_s": 0.0}}
+    if request["op"] == "load":
+        reply |= {{"transformers": "1.2", "threads": 1, "variants": ["slow", "fast"]}}
+    if request["op"] == "logits":
+        logits = numpy.load(f"{logits}/{{len(request['token_ids'])}}.npy")
+        {spoil}
+        numpy.save(request["path"], logits)
+        reply["path"] = request["path"]
+    if request["op"] == "generate":
+        time.sleep(0.001)
+        seconds = 0.001 if request["variant"] == "fast" else 0.002
+        tokens = answers[json.dumps([request["prompts"], request["new_tokens"]])]
+        reply |= {{"token_ids": tokens, "prefill_s": seconds, "decode_s": seconds, "total_s": 2 * seconds}}
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what our engine says to the workloads' prompts, and to the prompt whose logits are compared."""
+    folder = tmp_path_factory.mktemp("answers")
+    write_gpt2_folder(folder / "model", SHAPE)
+    with LLM(folder / "model", device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
+        said = {}
+        for workload in TINY:
+            [prompt] = random_prompts(1, workload.longest, SHAPE.vocab_size, 0)
+            np.save(folder / f"{workload.longest}.npy", np.asarray(llm.logits(prompt)))
+            prompts = random_prompts(workload.num_prompts, workload.prompt_len, SHAPE.vocab_size, 1)
+            sample = peers.OurSide(llm).run(prompts, workload)
+            said[json.dumps([prompts, workload.new_tokens])] = sample.token_ids
+    (folder / "answers.json").write_text(json.dumps(said))
+    return folder
+
+
+def fake_peer(folder: Path, answers: Path, spoil: str = "") -> Path:
+    """A "Python" that is called with a peer's script, which it does not read."""
+    path = folder / "python"
+    fields = {"answers": str(answers / "answers.json"), "logits": str(answers), "spoil": spoil}
+    path.write_text(FAKE_PEER.format(python=sys.executable, **fields))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_rounds, "IDLE_SHARE", math.inf)  # other tests may be running beside
+
+
+def measure(pythons: dict[str, Path], workloads: tuple[Workload, ...] = TINY, **options: Any) -> dict[str, Any]:
+    groups = groups_of(workloads, ["float32"])
+    said: list[str] = []
+    report = bench_peers(pythons, groups, num_rounds=2, shape=SHAPE, limits=LIMITS, say=said.append, **options)
+    json.dumps(report, allow_nan=False)
+    assert len(said) >= 1 + len(report["results"])
+    return report
+
+
+def test_a_whole_report(tmp_path: Path, answers: Path) -> None:
+    report = measure({TRANSFORMERS.name: fake_peer(tmp_path, answers)})
+    assert report["refused"] == []
+    assert [result["workload"] for result in report["results"]] == ["decode-1", "prefill", "burst"]
+    for result in report["results"]:
+        assert 2 <= result["num_rounds_tried"] <= 4
+        assert set(result["sides"]) == {"xserv", "transformers"}
+        for rates in result["sides"].values():
+            assert len(rates["tokens_per_second"]) == 2
+            assert 0 < rates["min_tokens_per_second"] <= rates["median_tokens_per_second"]
+            assert rates["median_tokens_per_second"] <= rates["max_tokens_per_second"]
+            assert 0 < rates["ttft_ms"] <= rates["latency_ms"]
+        medians = {name: rates["median_tokens_per_second"] for name, rates in result["sides"].items()}
+        assert result["ratios"] == {"transformers": pytest.approx(medians["xserv"] / medians["transformers"])}
+        assert len(result["round_ratios"]["transformers"]) == 2
+        assert result["variants"] == {"transformers": "fast"}
+        assert result["missing"] == ["llama.cpp"]
+        assert result["num_ties"] == {"transformers": 0}
+        assert result["share_of_limit"] == pytest.approx(medians["xserv"] / result["limit_tokens_per_second"])
+    decode, prefill, burst = report["results"]
+    assert decode["sides"]["transformers"]["median_tokens_per_second"] == pytest.approx(2 * 3 / 0.001)
+    assert prefill["sides"]["transformers"]["median_tokens_per_second"] == pytest.approx(20 / 0.002)
+    assert burst["sides"]["transformers"]["median_tokens_per_second"] == pytest.approx(9 / 0.002)
+    assert decode["verdict"] == prefill["verdict"] == "unknown"  # their goals are beside llama.cpp
+    assert "goal" not in burst
+    alone = burst["one_after_another"]
+    assert len(alone["tokens_per_second"]) == 2
+    assert "one_after_another" not in decode
+    assert report["peers"]["transformers"][f"{GPT2} float32"]["logits_relative_error"] == 0.0
+    text = markdown(report)
+    assert "| decode | float32 |" in text
+    assert "| missing |" in text
+    assert "200 GFLOP/s in float32" in text
+    assert len(failures(report)) == 2
+
+
+def test_both_peers_and_the_one_that_counts(tmp_path: Path, answers: Path) -> None:
+    peer = fake_peer(tmp_path, answers)
+    report = measure({engine.name: peer for engine in PEER_ENGINES}, TINY[:1])
+    [result] = report["results"]
+    assert list(result["ratios"]) == ["transformers", "llama.cpp"]
+    assert result["missing"] == []
+    assert result["ratio"] == result["ratios"]["llama.cpp"]
+    assert result["verdict"] in ("ahead", "met", "missed")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("logits[0, 0] = numpy.nan", "differ by nan"),
+        ("logits += 0.5", r"differ by \d"),
+        ("logits = logits[1:]", "of ours"),
+        ("raise SystemExit('no more')", "no more"),
+    ],
+)
+def test_a_peer_that_disagrees_is_not_timed(tmp_path: Path, answers: Path, spoil: str, words: str) -> None:
+    report = measure({LLAMA.name: fake_peer(tmp_path, answers, spoil)}, TINY[:1])
+    assert report["results"] == []
+    [refused] = report["refused"]
+    assert refused["workload"] == f"all of {GPT2}"
+    assert re.search(words, refused["reason"])
+    assert "Refused:" in markdown(report)
+    assert len(failures(report)) == 1
+
+
+def test_wrong_tokens_are_refused_and_the_rest_is_measured(tmp_path: Path, answers: Path) -> None:
+    said = json.loads((answers / "answers.json").read_text())
+    first = next(iter(said))
+    said[first][1][2] = (said[first][1][2] + 1) % SHAPE.vocab_size
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    (wrong / "answers.json").write_text(json.dumps(said))
+    for path in answers.glob("*.npy"):
+        (wrong / path.name).write_bytes(path.read_bytes())
+    report = measure({LLAMA.name: fake_peer(tmp_path, wrong)})
+    assert [result["workload"] for result in report["results"]] == ["prefill", "burst"]
+    [refused] = report["refused"]
+    assert refused["workload"] == "decode-1"
+    assert "request 1 gave token" in refused["reason"]
+
+
+def test_sides_that_disturb_each_other_are_refused(
+    tmp_path: Path, answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_rounds, "IDLE_SHARE", -1.0)
+    report = measure({LLAMA.name: fake_peer(tmp_path, answers)}, TINY[:1])
+    assert "disturbed each other" in report["refused"][0]["reason"]
+
+
+@pytest.mark.parametrize("engine", PEER_ENGINES, ids=lambda engine: engine.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_peers(engine: Any, dtype: str) -> None:
+    python = ROOT / engine.venv / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {engine.venv} with {engine.packages}")
+    if dtype not in engine.dtypes:
+        pytest.skip(f"{engine.name} has no {dtype}")
+    shape = Gpt2Shape(hidden_size=64, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
+    groups = groups_of(TINY, [dtype])
+    report = bench_peers({engine.name: python}, groups, num_rounds=1, shape=shape, limits=LIMITS)
+    assert report["refused"] == []
+    assert len(report["results"]) == (3 if dtype == "float32" else len(TINY))
+
+
+def test_peers_python_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"\.venv-reference.*pip install torch transformers.*--peer-python"):
+        TRANSFORMERS.python(None, tmp_path)
+    with pytest.raises(BenchmarkError, match=r"\.venv-llama.*pip install llama-cpp-python gguf.*--llama-python"):
+        LLAMA.python(None, tmp_path)
+    python = tmp_path / ".venv-llama" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert LLAMA.python(None, tmp_path) == python
+
+
+def test_what_is_named() -> None:
+    assert named("--x", None, ("a", "b", "c"), ("a", "c")) == ("a", "c")
+    assert named("--x", "c, a", ("a", "b", "c"), ()) == ("a", "c")
+    with pytest.raises(BenchmarkError, match=r"--x: 'd' is none of a, b, c"):
+        named("--x", "a,d", ("a", "b", "c"), ())
+    groups = groups_of(WORKLOADS, DTYPES)
+    assert [(group.model, group.dtype, len(group.workloads)) for group in groups] == [
+        ("gpt2-124m", "float32", 6),
+        ("gpt2-124m", "bfloat16", 5),
+        ("gpt2-124m", "int8", 5),
+        ("qwen3-0.6b", "bfloat16", 1),
+    ]
+    keys = {(workload.key, group.dtype) for group in groups for workload in group.workloads}
+    assert set(PEER_GOALS) <= keys
+
+
+def row(ratios: dict[str, float], *, share: float = 0.9, ttft_ms: float = 40.0, missing: tuple[str, ...] = ()) -> Any:
+    return {"ratios": ratios, "share_of_limit": share, "sides": {"xserv": {"ttft_ms": ttft_ms}}, "missing": missing}
+
+
+def test_verdicts() -> None:
+    first, burst = PEER_GOALS["decode-1", "float32"], PEER_GOALS["burst", "bfloat16"]
+    assert first.verdict(row({"llama.cpp": 1.05, "transformers": 0.5})) == "met"
+    assert first.verdict(row({"llama.cpp": 1.2})) == "ahead"
+    assert first.verdict(row({"llama.cpp": 0.99})) == "missed"
+    assert first.verdict(row({"llama.cpp": math.nan})) == "missed"
+    assert first.verdict(row({"llama.cpp": 1.2}, share=0.84)) == "missed"
+    assert first.verdict(row({"llama.cpp": 1.2}, share=math.nan)) == "missed"
+    assert first.verdict(row({"transformers": 3.0})) == "unknown"
+    assert burst.verdict(row({"llama.cpp": 1.6, "transformers": 2.6})) == "met"
+    assert burst.verdict(row({"llama.cpp": 1.4, "transformers": 2.6})) == "missed"
+    assert burst.verdict(row({"llama.cpp": 1.6, "transformers": 2.6}, ttft_ms=51.0)) == "missed"
+    assert burst.verdict(row({"transformers": 2.6}, missing=("llama.cpp",))) == "unknown"
+    assert [host_row("load", value)["verdict"] for value in (4.0, 49.0, 51.0, math.nan)] == [
+        "ahead", "met", "missed", "missed",
+    ]  # fmt: skip
+
+
+def test_limits_of_a_model() -> None:
+    size = ModelSize.of({"model_type": "gpt2", "n_embd": 10, "n_layer": 2, "vocab_size": 50})
+    assert size == ModelSize(layer_weights=2400, head_weights=500)
+    qwen = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20}
+    small = ModelSize.of({"model_type": "qwen3", "hidden_size": 10, "num_hidden_layers": 3, "vocab_size": 7, **qwen})
+    assert small == ModelSize(3 * (10 * 32 + 2 * 10 * 16 + 10 * 32 + 3 * 200), 70)
+    limits = CpuLimits(1, 2900.0 * 4, 1e9, None, 8e3)  # a second to read float32; arithmetic is free
+    decode = Workload("d", "d", 2, 5, 3, "decode")
+    assert limit_rate(limits, size, "float32", decode) == pytest.approx(2.0)
+    assert limit_rate(limits, size, "bfloat16", decode) == pytest.approx(4.0)
+    assert limit_rate(limits, size, "int8", decode) == pytest.approx(2 / (2 * 2 * 2900 / 8e3))  # arithmetic counts
+    burst = Workload("b", "b", 2, 5, 3, "burst")
+    assert limit_rate(limits, size, "float32", burst) == pytest.approx(2 * 3 / 3.0)
+    prefill = Workload("p", "p", 1, 7, 1, "prefill")
+    assert limit_rate(limits, size, "int8", prefill) == pytest.approx(7 / (2 * (2400 * 7 + 500) / 8e3))
+
+
+def test_limits_of_this_processor() -> None:
+    limits = measure_limits(read_buffer_bytes=1 << 22, loop_s=1e-3)
+    assert limits.num_threads >= 1
+    assert 1e8 < limits.read_bytes_per_s < 1e13
+    assert 1e8 < limits.float32_flops_per_s < 1e14
+    for rate in (limits.bfloat16_flops_per_s, limits.int8_ops_per_s):
+        assert rate is None or 1e8 < rate < 1e15
+
+
+def test_loading_and_packing(tmp_path: Path) -> None:
+    write_gpt2_folder(tmp_path, SHAPE)
+    load, pack = bench_load(tmp_path, 2), bench_pack(tmp_path, 2)
+    assert load["num_tensors"] == 4 + 2 * 12
+    assert load["file_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert 0 < load["value"] < math.inf
+    matrices = 97 * 32 + 64 * 32 + 2 * 12 * 32 * 32
+    assert pack["matrix_bytes"] == 4 * matrices
+    assert pack["value"] == pytest.approx(pack["pack_s"] / pack["copy_s"])
+    assert pack["resident_mapped_bytes"] is None or pack["resident_mapped_bytes"] < 1 << 20
+
+
+def test_tokenizer_rows() -> None:
+    spread = {name: {"median": median} for name, median in (("ours", 30.0), ("tokenizers", 5.0), ("tiktoken", 15.0))}
+    encode = tokenizer_row({"work": "encode, prose", "unit": "MB/s", **spread})
+    assert (encode["value"], encode["verdict"]) == (2.0, "ahead")
+    assert encode["said"] == "encode, prose: ours 30, tokenizers 5, tiktoken 15 MB/s"
+    del spread["tiktoken"]
+    alone = tokenizer_row({"work": "encode, prose", "unit": "MB/s", **spread})
+    assert (alone["value"], alone["verdict"]) == (None, "unknown")
+    prompt = tokenizer_row({"work": "a prompt", "unit": "us", "ours": {"median": 19.0}})
+    assert (prompt["value"], prompt["verdict"]) == (19.0, "met")
+    report = {"results": [], "refused": [], "limits": None, "peers": {}, "host_results": [encode, alone, prompt]}
+    assert markdown(report).count("| unknown |") == 1
+    assert len(failures(report)) == 1
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "Gpt2Shape", lambda: SHAPE)
+    out = tmp_path / "report.json"
+    result = CliRunner().invoke(
+        app, ["bench", "peers", "--workloads", "load", "--num-rounds", "1", "--output-json", str(out), "--check"]
+    )
+    report = json.loads(out.read_text())
+    [load] = report["host_results"]
+    assert load["workload"] == "load"
+    assert report["limits"] is None
+    assert load["work"] in result.stdout
+    assert (result.exit_code == 0) == (load["verdict"] != "missed")
+
+    def missed(*_: Any, **__: Any) -> dict[str, Any]:
+        return {**report, "host_results": [host_row("load", 99.0)]}
+
+    monkeypatch.setattr(peers, "bench_peers", missed)
+    assert CliRunner().invoke(app, ["bench", "peers", "--workloads", "load"]).exit_code == 0
+    result = CliRunner().invoke(app, ["bench", "peers", "--workloads", "load", "--check"])
+    assert result.exit_code == 1
+    assert "load: missed" in result.stderr

@@ -1,0 +1,222 @@
+"""The benches of scheduling: their arithmetic with times made up, and each one once on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.scheduling import budget as budget_module
+from runtime.bench.scheduling.budget import bench_budget
+from runtime.bench.scheduling.prediction import poisson_trace, step_times
+from runtime.bench.scheduling.schedule import styles_named
+from runtime.bench.scheduling.step_model import TERMS, StepFeatures
+from runtime.cli import app
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
+from tests.runtime.bench.scheduling.test_timeline_view import record
+
+SHAPE = Gpt2Shape(hidden_size=32, num_layers=1, num_heads=2, vocab_size=97, max_positions=256)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-gpt2")
+    write_gpt2_folder(path, SHAPE, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return build_engine(folder, device="cpu", seed=0)
+
+
+def bench(folder: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    result = CliRunner().invoke(
+        app, ["bench", *arguments, "--json", "--device", "cpu", "--model", str(folder)], catch_exceptions=False
+    )
+    assert result.exit_code == status, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert all(math.isfinite(number) for number in numbers(report))
+    return report
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+class MadeUpSteps:
+    """A bare step of 10 ms, 0.1 ms a prompt token beside it."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def bare_step(self) -> float:
+        return 0.010
+
+    def step_beside(self, chunk: int) -> float:
+        return 0.010 + 1e-4 * chunk
+
+    def close(self) -> None: ...
+
+
+def budget(engine: Engine, **target: float) -> dict[str, Any]:
+    return bench_budget(engine, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3, **target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "chunk"), [(0.0203, 96), (0.0204, 104), (0.0109, 9), (0.5, 250)]
+)  # up to 103, 104, 9 and any number of tokens, found to an eighth; and the prompt has 250
+def test_budget_is_the_largest_that_keeps_the_target(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, target: float, chunk: int
+) -> None:
+    monkeypatch.setattr(budget_module, "_Measurement", MadeUpSteps)
+    report = budget(engine, tpot_target_s=target)
+    assert report["max_num_batched_tokens"] == 4 + chunk
+    sizes = [size["chunk"] for size in report["sizes"]]
+    assert sizes == sorted(sizes)
+    assert chunk in sizes
+    for size in report["sizes"]:
+        assert size["step_ms"] == pytest.approx(10 + 0.1 * size["chunk"])
+        assert size["keeps_target"] == (size["chunk"] <= chunk)
+
+
+def test_budget_by_ratio_and_what_cannot_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "_Measurement", MadeUpSteps)
+    assert budget(engine, tpot_ratio=2.05)["max_num_batched_tokens"] == 4 + 104
+    with pytest.raises(BenchmarkError, match=r"9\.000 ms cannot be kept: 4 decodes at context 8 alone take 10\.000"):
+        budget(engine, tpot_target_s=0.009)
+    with pytest.raises(BenchmarkError, match=r"no room for a prompt: one of its tokens .* takes 10\.100 ms"):
+        budget(engine, tpot_target_s=0.01005)
+    with pytest.raises(BenchmarkError, match="cannot be kept"):
+        budget(engine, tpot_target_s=math.nan)
+    with pytest.raises(BenchmarkError, match="either"):
+        budget(engine)
+    with pytest.raises(BenchmarkError, match="do not fit"):
+        bench_budget(engine, tpot_ratio=2.0, num_decodes=4, context_len=8, prompt_len=9999, num_rounds=1)
+
+
+def test_budget_measured(folder: Path) -> None:
+    report = bench(
+        folder, *("budget", "--tpot-target-ms", "60000", "--num-decodes", "2", "--context-len", "9"),
+        *("--prompt-len", "40", "--num-rounds", "2", "--max-num-batched-tokens", "34"),
+    )  # fmt: skip
+    assert report["max_num_batched_tokens"] == 34
+    assert [size["chunk"] for size in report["sizes"]] == [1, 2, 4, 8, 16, 32]
+    assert report["bare_decode_ms"] > 0.0
+
+
+def test_schedule(folder: Path, tmp_path: Path) -> None:
+    plot, trace, out = (tmp_path / name for name in ("styles.svg", "trace.json", "report.json"))
+    report = bench(
+        folder, *("schedule", "--num-decodes", "2", "--decode-len", "12", "--prompt-len", "70", "--num-prompts", "2"),
+        *("--first-s", "0.01", "--gap-s", "0.01", "--num-rounds", "1", "--max-num-batched-tokens", "32"),
+        *("--plot", str(plot), "--trace", str(trace), "--output-json", str(out)),
+    )  # fmt: skip
+    assert json.loads(out.read_text()) == report
+    styles = ["stall-free", "staged", "prefill-first", "orca", "static"]
+    assert [result["style"] for result in report["results"]] == styles
+    assert (report["num_requests"], report["num_prompt_tokens"], report["num_output_tokens"]) == (4, 172, 26)
+    for result in report["results"]:
+        assert 0.0 < result["p50_tpot_ms"] <= result["p99_gap_ms"] <= result["worst_stall_ms"]
+        assert 0.0 < result["p50_ttft_ms"] <= result["p99_ttft_ms"]
+        assert result["same_tokens"] >= 0.5
+    text = "".join(element.text or "" for element in ElementTree.fromstring(plot.read_text()).iter())
+    assert all(text.count(style) == 4 for style in styles)
+    chunks = {}
+    for style in styles:
+        events = json.loads((tmp_path / f"trace.{style}.json").read_text())["traceEvents"]
+        chunks[style] = [event["args"]["tokens"] for event in events if event["name"] == "prefill"]
+        assert sum(chunks[style]) == 172
+    assert max(chunks["stall-free"]) <= 32
+    assert max(chunks["prefill-first"]) == 70
+
+
+def test_schedule_replays_a_recorded_trace(folder: Path, tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:15:{10 + second}.0000000,{20 + second},5" for second in range(6)]
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    arguments = ("schedule", "--replay", str(path), "--num-requests", "4", "--rate", "1000", "--styles", "orca")
+    trace = tmp_path / "one.json"
+    report = bench(folder, *arguments, "--num-rounds", "1", "--trace", str(trace))
+    assert (report["trace"], report["num_requests"], report["num_prompt_tokens"]) == ("t", 4, 86)
+    assert report["last_arrival_s"] == pytest.approx(0.003)
+    assert trace.exists()
+
+
+def test_styles() -> None:
+    [staged] = styles_named("staged", budget=512, longest_prompt=4000)
+    assert staged.settings["prefill_chunk_stages"] == (512, 128, 4, 2000)
+    for wrong in ("stall-free,quick", "orca,orca", ""):
+        with pytest.raises(BenchmarkError, match="at most once of stall-free, staged"):
+            styles_named(wrong, budget=512, longest_prompt=4000)
+
+
+def test_stalls(folder: Path) -> None:
+    report = bench(
+        folder, *("stalls", "--budget", "24", "--num-decodes", "2", "--context-len", "8", "--prompt-len", "100"),
+        *("--num-usual-steps", "3", "--max-model-len", "200"),
+    )  # fmt: skip
+    free, first = report["results"]["stall-free"], report["results"]["prefill-first"]
+    assert report["budget"] == 24
+    assert free["num_gaps"] == 5  # 22 of 100 tokens a step beside two decodes
+    assert first["num_gaps"] == 1
+    for result in (free, first):
+        assert result["p99_ratio"] == pytest.approx(result["p99_gap_ms"] / result["usual_tpot_ms"])
+        assert result["p50_gap_ms"] <= result["p99_gap_ms"] <= result["max_gap_ms"] <= 1e3 * result["ttft_s"]
+
+
+def test_chunked(folder: Path) -> None:
+    report = bench(
+        folder, "chunked", "--prompt-len", "64", "--chunk", "16", "--num-rounds", "2", "--max-model-len", "100"
+    )
+    assert report["overhead"] == pytest.approx(report["chunked_s"] / report["whole_s"])
+    assert len(report["overheads"]) == 2
+
+
+def test_simulation(folder: Path) -> None:
+    """One pair on a busy machine says nothing of the error: the status has to follow from it, one way or the other."""
+    arguments = ("simulation", "--prompt-len", "20", "--output-len", "6", "--num-requests", "6", "--num-pairs", "1")
+    report = bench(folder, *arguments, "--most-error", "1e9")
+    [pair] = report["pairs"]
+    for name in ("median_ttft_s", "output_throughput", "median_tpot_s"):
+        error = pair["predicted"][name] / pair["measured"][name] - 1.0
+        assert pair[f"{name}_error"] == pytest.approx(error)
+        assert report[f"{name}_error"] == pytest.approx(abs(error))
+    assert set(report["step_model"]) == set(TERMS)
+    assert report["fit"]["num_steps"] >= 16
+    bench(folder, *arguments, "--most-error", "-1", "--rate", "100", status=1)
+
+
+def test_step_times_last_until_the_next_step_unless_there_was_a_pause() -> None:
+    records = [
+        record(0, 1.0, 1.5, ("a", 4, 0, 4)),
+        record(1, 1.75, 2.0, ("a", 4, 4, 1)),  # goes on with A: 0.25 s were spent on handing out
+        record(2, 9.0, 9.5, ("b", 3, 0, 3)),  # nobody of before: a pause
+    ]
+    features, seconds = step_times(records)
+    assert seconds == [0.75, 0.25, 0.5]
+    assert features == [StepFeatures(4, 1, 10, 0), StepFeatures(1, 1, 0, 5), StepFeatures(3, 1, 6, 0)]
+
+
+def test_poisson_trace() -> None:
+    trace = poisson_trace(400, prompt_len=100, output_len=20, max_len=150, seed=0)
+    assert trace.requests[0].arrival_s == 0.0
+    assert trace.requests[-1].arrival_s == pytest.approx(400, rel=0.2)
+    assert trace.longest <= 150
+    lengths = sorted(request.output_len for request in trace.requests)
+    assert lengths[200] == pytest.approx(20, abs=3)
+    assert trace == poisson_trace(400, prompt_len=100, output_len=20, max_len=150, seed=0)
