@@ -11,15 +11,17 @@ arithmetic behind Tensor's operators is `runtime.tensor.arithmetic`; its functio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 from numba_kernels.cpu.recording import NotRecordableError, current
 from runtime.backends import cpu, cpu_decode, cpu_sampling
-from runtime.backends.cpu_checks import fail
+from runtime.backends.checks import check, fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
+from runtime.dtype import float32, int32, int64
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
@@ -28,9 +30,9 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "attention", "check_ids", "draw", "embedding", "gather_rows", "gelu",
-    "glu", "layer_norm", "linear", "linear_glu", "log_softmax_topk", "logits_linear", "place", "prepare_linear",
-    "qkv_prepare", "rms_norm", "sample", "silu", "take_decode_inputs",
+    "LinearWeight", "RopeTable", "add_embedding", "add_scaled", "attention", "check_ids", "draw", "embedding",
+    "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "log_softmax_topk", "logits_linear", "place",
+    "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu", "take_decode_inputs",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh"]
@@ -89,22 +91,45 @@ def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation) -> Te
     return _backend("linear", "x", x).linear_glu(x, weight, activation)  # type: ignore[no-any-return]
 
 
-def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """As `linear`, with a float32 result whatever the activations' type: ``[T, K]`` -> ``[T, V]``."""
-    return _backend("logits_linear", "x", x).logits_linear(x, weight)  # type: ignore[no-any-return]
+def logits_linear(
+    x: Tensor, weight: LinearWeight, *, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """As `linear`, with a float32 result whatever the activations' type: ``[T, K]`` -> ``[T, V]``, times ``scale``.
+
+    With ``softcap`` c a logit l becomes ``c tanh(l / c)``.
+    """
+    backend = _backend("logits_linear", "x", x)
+    _check_softcap("logits_linear", softcap)
+    logits = backend.logits_linear(x, weight)
+    if (scale != 1.0 or softcap is not None) and logits.size:
+        backend.scale_logits(logits, scale, softcap)
+    return logits  # type: ignore[no-any-return]
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
-    """Rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
+def _check_softcap(op: str, softcap: float | None) -> None:
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise fail(op, "softcap", f"is {softcap}, must be above 0 and finite")
+
+
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight, *, scale: float = 1.0) -> Tensor:
+    """``scale`` times rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
 
     A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
     """
-    return _backend("embedding", "token_ids", token_ids).embedding(token_ids, table)  # type: ignore[no-any-return]
+    return _backend("embedding", "token_ids", token_ids).embedding(token_ids, table, scale)  # type: ignore[no-any-return]
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Adds rows of ``table [P, H]`` for ``positions [T]`` to ``x [T, H]`` in place; returns ``x``."""
     return _backend("add_embedding", "x", x).add_embedding(x, positions, table)  # type: ignore[no-any-return]
+
+
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """``x + scale * y`` of ``[T, H]``, rounded once."""
+    op, backend = "add_scaled", _backend("add_scaled", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "y", y, x.device, x.dtype, x.shape)
+    return backend.add_scaled(x, y, scale)  # type: ignore[no-any-return]
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -115,9 +140,15 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over rows ``[T, H]``; weight ``[H]``."""
-    return _backend("rms_norm", "x", x).rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight + residual`` over rows ``[T, H]``; weight ``[H]``; rounded once."""
+    op, backend = "rms_norm", _backend("rms_norm", "x", x)
+    device = x.device
+    check(op, "x", x, device, backend.ACTIVATIONS, (None, None))
+    check(op, "weight", weight, device, backend.NORM_WEIGHTS, (x.shape[1],))
+    if residual is not None:
+        check(op, "residual", residual, device, x.dtype, x.shape)
+    return backend.rms_norm(x, weight, eps, residual)  # type: ignore[no-any-return]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -169,25 +200,39 @@ def qkv_prepare(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises (weights ``[D]``) and rotates q and k -> q ``[T, Hq, D]``.
+    """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises and rotates q and k -> q ``[T, Hq, D]``.
 
-    K and V of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere).
-    The pages' layout is the device's own (`runtime.kv.cache`).
+    Norm weights ``[D]`` are those of each head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. K and V of token t
+    are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere). The pages' layout
+    is the device's own (`runtime.kv.cache`).
     """
-    return _backend("qkv_prepare", "qkv", qkv).qkv_prepare(  # type: ignore[no-any-return]
-        qkv,
-        positions,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=rope,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        norm_eps=norm_eps,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        slot_mapping=slot_mapping,
-    )
+    op, backend, device = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv), qkv.device
+    check(op, "qkv", qkv, device, backend.ACTIVATIONS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
+    tokens = qkv.shape[0]
+    check(op, "positions", positions, device, int32, (tokens,))
+    check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
+    _, heads, _ = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
+    if heads != num_kv_heads:
+        raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
+    if (q_norm is None) != (k_norm is None):
+        raise fail(op, "k_norm", "must be given where q_norm is, and only there")
+    norms_rows = False
+    if q_norm is not None and k_norm is not None:
+        norms_rows = q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,)
+        for name, norm, count in (("q_norm", q_norm, num_q_heads), ("k_norm", k_norm, num_kv_heads)):
+            size = head_dim * count if norms_rows else head_dim
+            check(op, name, norm, device, backend.NORM_WEIGHTS, (size,))
+    if rope is not None:
+        check(op, "rope.cos", rope.cos, device, float32, (None, None))
+        check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
+        if (rotary := 2 * rope.cos.shape[1]) > head_dim:
+            raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
+        if rope.q_scales is not None:
+            check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
+    return backend.qkv_prepare(  # type: ignore[no-any-return]
+        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norms_rows, norm_eps, k_cache,
+        v_cache, slot_mapping,
+    )  # fmt: skip
 
 
 def attention(
@@ -200,15 +245,34 @@ def attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
-    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. ``sinks``
-    (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and has no value, as gpt-oss learns
-    them. A sequence longer than its block table, or a table entry outside the pages, is an error.
+    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
+    behind it are not read. ``sinks`` (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and
+    has no value, as gpt-oss learns them. With ``softcap`` c a score s becomes ``c tanh(s / c)``. A sequence longer than
+    its block table, or a table entry outside the pages, is an error.
     """
-    return _backend("attention", "q", q).attention(  # type: ignore[no-any-return]
-        q, k_cache, v_cache, batch, group, scale=scale, window=window, sinks=sinks
+    op, backend, device = "attention", _backend("attention", "q", q), q.device
+    check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
+    _, q_heads, head_dim = q.shape
+    pages = backend.page_shape(op, k_cache, v_cache, q, head_dim)
+    if q_heads % pages[1]:
+        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {pages[1]}")
+    if window is not None and window < 1:
+        raise fail(op, "window", f"is {window}, must be at least 1")
+    if sinks is not None:
+        check(op, "sinks", sinks, device, float32, (q_heads,))
+    _check_softcap(op, softcap)
+    if ("checked", group) not in batch.plans:  # once for all layers
+        seqs = batch.num_seqs
+        check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
+        check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
+        check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
+        batch.plans["checked", group] = True
+    return backend.attention(  # type: ignore[no-any-return]
+        q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap
     )
 
 

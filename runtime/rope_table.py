@@ -12,9 +12,10 @@ class RopeTable:
     """Rotations for each position: ``cos`` and ``sin`` ``[max_position, rotary_dim / 2]`` float32.
 
     ``interleaved`` pairs dimensions (2 i, 2 i + 1), otherwise (i, i + rotary_dim / 2). Dimensions from ``rotary_dim``
-    on are left as they are.
+    on are left as they are. ``q_scales [max_position]`` float32, if there are any, multiply rotated queries.
     """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+    q_scales: Tensor | None = None

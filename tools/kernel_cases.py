@@ -214,17 +214,17 @@ def _activation(name: str, count: int, bench: Bench) -> None:
 
 def _norm(name: str, has_residual: bool) -> Case:
     def run(bench: Bench) -> None:
-        plan = norm.plan_rms_norm if name == "rms_norm" else norm.plan_layer_norm
-        x = bench.normal((_ROWS, _SIZE), "bf16")
-        residual = bench.normal((_ROWS, _SIZE), "bf16") if has_residual else 0
-        affine = [bench.normal(_SIZE, "f32") for _ in range(1 if name == "rms_norm" else 2)]
-        launch = plan(_ROWS, _SIZE, "bf16", has_residual=has_residual)
-        bench.launch(launch, x, residual, *affine, bench.empty(2 * count), _SIZE, 1 / _SIZE, 1e-6)
+        x, weight = bench.normal((_ROWS, _SIZE), "bf16"), bench.normal(_SIZE, "f32")
+        if name == "rms_norm":
+            launch = norm.plan_rms_norm(_ROWS, _SIZE, "bf16", has_residual=has_residual)
+            inputs = x, bench.normal((_ROWS, _SIZE), "bf16") if has_residual else 0, weight
+        else:
+            launch, inputs = norm.plan_layer_norm(_ROWS, _SIZE, "bf16"), (x, weight, bench.normal(_SIZE, "f32"))
+        bench.launch(launch, *inputs, bench.empty(2 * count), _SIZE, 1 / _SIZE, 1e-6)
 
     count = _ROWS * _SIZE
-    rows = 2 if has_residual else 1
     weights = 4 * _SIZE * (1 if name == "rms_norm" else 2)
-    work = Work(2 * rows * count + weights, 2 * rows * count, 4 * count)
+    work = Work((4 if has_residual else 2) * count + weights, 2 * count, 4 * count)
     return Case(f"{name}{' + residual' if has_residual else ''} bf16", "norm", f"{_ROWS} x {_SIZE}", work, run)
 
 
@@ -274,7 +274,7 @@ def _embed(bench: Bench) -> None:
     launch, accesses = embedding.plan_embedding(_TOKENS, _SIZE, "bf16")
     ids = bench.put(bench.rng.integers(0, _VOCAB, _TOKENS).astype(np.int32))
     table, flag = bench.normal((_VOCAB, _SIZE), "bf16"), bench.put(np.zeros(1, np.int32))
-    bench.launch(launch, ids, table, bench.empty(_TOKENS * _SIZE * 2), flag, _TOKENS, _VOCAB, accesses)
+    bench.launch(launch, ids, table, bench.empty(_TOKENS * _SIZE * 2), flag, _TOKENS, _VOCAB, accesses, 1.0)
 
 
 def _positions(bench: Bench) -> tuple[int, int, int]:
@@ -299,12 +299,12 @@ def _pages(bench: Bench) -> tuple[int, int, int]:
 
 def _qkv_prepare(bench: Bench) -> None:
     launch = qkv.plan_qkv_prepare(
-        _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK, "bf16", rotary=_HEAD_DIM, has_norm=True
+        _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK, "bf16", rotary=_HEAD_DIM, norm="head"
     )  # fmt: skip
     x = bench.normal((_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), "bf16")
     norms = [bench.normal(_HEAD_DIM, "f32") for _ in range(2)]
     q = bench.empty(_TOKENS * _HEADS * _HEAD_DIM * 2)
-    bench.launch(launch, x, *_positions(bench), *norms, *_pages(bench), q, _TOKENS, _HEADS, _KV_HEADS, 1e-6)
+    bench.launch(launch, x, *_positions(bench), 0, 0, *norms, *_pages(bench), q, _TOKENS, _HEADS, _KV_HEADS, 1e-6)
 
 
 def _write_kv(bench: Bench) -> None:

@@ -8,7 +8,9 @@ read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged
 batch has too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel
 merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
-Sinks (a logit of each query head) join a row's sum once, at its end. A row that may attend to nothing gives zeros.
+Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
+https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages behind a window are not read. A row that may
+attend to nothing gives zeros.
 Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of the block table.
 """
 
@@ -22,6 +24,7 @@ from numba import carray, njit
 from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
 from numba_kernels.cpu.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.scalars import exp_f32
+from numba_kernels.cpu.scaling import cap_floats
 from numba_kernels.cpu.target import LANES, TILE_ROWS
 
 GROUP_ROWS = 32  # a group has so many rows, or one token's where more query heads share a KV head
@@ -33,7 +36,7 @@ FIELDS = Fields(
     "q k_cache v_cache query_start seq_lens block_table group_starts partial out "
     "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
     "sinks",
-    "scale",
+    "scale softcap",
 )
 
 
@@ -275,6 +278,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         stored, span, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim,
                         tile_scores, min(CHUNK_TOKENS, tile_last), values_at, height,
                     )  # fmt: skip
+                    if a.softcap > 0.0:
+                        cap_floats(tile_scores, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
                     softmax_tile(
                         tile_scores, ends_at + tile * 8, chunk, a.window, maxima_at + tile * 4, sums_at + tile * 4,
                         factors_at + tile * 4, tile_rows,

@@ -1,4 +1,4 @@
-"""Rows of a table, picked by number and widened: token embeddings, and positions added to them.
+"""Rows of a table, picked by number, widened and multiplied: token embeddings, and positions added to them.
 
 A table is stored row by row, or as the panels of a linear layer whose weight it shares (`panels`). Bytes are int8,
 ZERO_POINT above what they mean, with a scale for each row.
@@ -20,15 +20,15 @@ from numba_kernels.cpu.scalars import load_f32
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from numba_kernels.cpu.words import ZERO_POINT
 
-FIELDS = Fields("indices table scales out num_rows table_rows width is_packed is_added rows_a_ticket")
+FIELDS = Fields("indices table scales out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")
 BAD_INDEX = 1
 
 
 @functools.cache
 def embedding_kernel(stored: type) -> Kernel:
-    """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored``, added to ``out`` where ``is_added``. The table is
-    ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are those of bytes.
-    A ticket is some rows.
+    """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored`` times ``multiplier``, added to ``out`` where
+    ``is_added``. The table is ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are
+    those of bytes. A ticket is some rows.
     """
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     is_int8 = stored is np.uint8
@@ -39,8 +39,8 @@ def embedding_kernel(stored: type) -> Kernel:
     def element(a, index, place):
         value = load_f32(stored, a.table, place)
         if is_int8:
-            return (value - np.float32(ZERO_POINT)) * float32_at(a.scales, a.table_rows)[index]
-        return value
+            value = (value - np.float32(ZERO_POINT)) * float32_at(a.scales, a.table_rows)[index]
+        return value * np.float32(a.multiplier)
 
     def embedding(arguments, ticket):
         a = carray(arguments, 1)[0]

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm over rows.
 
-    rms_norm    x / sqrt(mean(x^2) + eps) * weight                       https://arxiv.org/abs/1910.07467
+    rms_norm    x / sqrt(mean(x^2) + eps) * weight + residual            https://arxiv.org/abs/1910.07467
     layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias    https://arxiv.org/abs/1607.06450
 
 LayerNorm goes over the row twice, which does not cancel as the difference of two large sums would. A row's sum has the
@@ -18,13 +18,14 @@ from numba import carray
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at
 from numba_kernels.cpu.scalars import load_f32
 
-FIELDS = Fields("x weight bias out num_rows width rows_a_ticket", "eps")
+FIELDS = Fields("x weight added out num_rows width rows_a_ticket", "eps")
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes
 
 
 @functools.cache
 def rms_norm_kernel(stored: type) -> Kernel:
-    """``out [R, W]`` from ``x [R, W]`` and ``weight [W]`` of ``stored``; a ticket is some rows."""
+    """``out [R, W]`` from ``x [R, W]``, ``weight [W]`` of ``stored`` and a residual ``added [R, W]``, or 0 for none; a
+    ticket is some rows."""
 
     def rms_norm(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -37,19 +38,24 @@ def rms_norm_kernel(stored: type) -> Kernel:
             for i in range(width):
                 total += x[i] * x[i]
             scale = np.float32(1.0 / math.sqrt(total / width + a.eps))
-            for i in range(width):
-                out[i] = x[i] * scale * load_f32(stored, weight, i)
+            if a.added != 0:
+                residual = float32_at(a.added + row * width * 4, width)
+                for i in range(width):
+                    out[i] = residual[i] + x[i] * scale * load_f32(stored, weight, i)
+            else:
+                for i in range(width):
+                    out[i] = x[i] * scale * load_f32(stored, weight, i)
 
     return Kernel(rms_norm, FIELDS, fastmath=_REASSOCIATE)
 
 
 @functools.cache
 def layer_norm_kernel(stored: type) -> Kernel:
-    """As `rms_norm_kernel`, with ``bias [W]`` of ``stored`` or, where its address is 0, none."""
+    """As `rms_norm_kernel`, with a bias ``added [W]`` of ``stored``, or 0 for none."""
 
     def layer_norm(arguments, ticket):
         a = carray(arguments, 1)[0]
-        width, weight, bias = a.width, a.weight, a.bias
+        width, weight, bias = a.width, a.weight, a.added
         first = ticket * a.rows_a_ticket
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
             x = float32_at(a.x + row * width * 4, width)

@@ -1,9 +1,10 @@
 """What happens to q, k and v between their projection and attention, in one pass over the tokens.
 
-Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k heads are normalised over D (RMSNorm with a weight
-of D, Qwen3's) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary`` dimensions,
-as two halves or as interleaved pairs); q goes out as ``[T, Hq, D]``, k and v into the pages at the token's slot:
-K ``[block, head, dim, token]``, V ``[block, head, token, dim padded]``. A slot of -1 is not written.
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k are normalised (RMSNorm, over each head as Qwen3
+does, or over all heads together as OLMo 2 does) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864;
+the first ``rotary`` dimensions, as two halves or as interleaved pairs); q is multiplied by its position's scale; q goes
+out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim, token]``, V
+``[block, head, token, dim padded]``. A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -20,23 +21,32 @@ from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at, int64
 from numba_kernels.cpu.scalars import store_f32
 
 FIELDS = Fields(
-    "qkv positions cos sin q_norm k_norm k_cache v_cache slots q "
-    "num_tokens q_heads kv_heads head_dim rotary interleaved num_positions num_blocks block_size value_stride "
-    "tokens_a_ticket",
+    "qkv positions cos sin q_scales q_norm k_norm k_cache v_cache slots q "
+    "num_tokens q_heads kv_heads head_dim norms_rows rotary interleaved num_positions num_blocks block_size "
+    "value_stride tokens_a_ticket",
     "eps",
 )
 BAD_POSITION, BAD_SLOT = 1, 2
+_NO_NORM, _BY_HEAD, _BY_ROW = 0, 1, 2
 
 
 @njit(nogil=True)
-def _prepare_head(source, target, weight, has_norm, eps, cos, sin, rotary, interleaved):
-    """``target [D]`` = the normalised and rotated ``source [D]``."""
+def _norm_scale(source, eps):
+    """What RMSNorm multiplies ``source`` by."""
+    total = np.float32(0.0)
+    for i in range(source.shape[0]):
+        total += source[i] * source[i]
+    return np.float32(1.0 / math.sqrt(total / source.shape[0] + eps))
+
+
+@njit(nogil=True)
+def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, interleaved):
+    """``target [D]`` = the normalised (_NO_NORM, _BY_HEAD, or _BY_ROW with the row's ``scale``) and rotated
+    ``source [D]``."""
     head_dim = target.shape[0]
-    if has_norm:
-        total = np.float32(0.0)
-        for i in range(head_dim):
-            total += source[i] * source[i]
-        scale = np.float32(1.0 / math.sqrt(total / head_dim + eps))
+    if norm != _NO_NORM:
+        if norm == _BY_HEAD:
+            scale = _norm_scale(source, eps)
         for i in range(head_dim):
             target[i] = source[i] * scale * weight[i]
     else:
@@ -67,8 +77,10 @@ def qkv_kernel(stored: type) -> Kernel:
         heads = a.q_heads + 2 * a.kv_heads
         positions = int32_at(a.positions, a.num_tokens)
         slots = int64_at(a.slots, a.num_tokens)
-        q_norm, k_norm = float32_at(a.q_norm, d), float32_at(a.k_norm, d)
-        has_q_norm, has_k_norm, eps = a.q_norm != 0, a.k_norm != 0, a.eps
+        norms_rows, eps = a.norms_rows != 0, a.eps
+        how = _BY_ROW if norms_rows else _BY_HEAD
+        of_q, of_k = how if a.q_norm != 0 else _NO_NORM, how if a.k_norm != 0 else _NO_NORM
+        q_scale = k_scale = np.float32(0.0)
         key = np.empty(d, np.float32)
         first = ticket * a.tokens_a_ticket
         last = min(a.num_tokens, first + a.tokens_a_ticket)
@@ -84,16 +96,25 @@ def qkv_kernel(stored: type) -> Kernel:
             cos = float32_at(a.cos + positions[token] * half * 4, half)
             sin = float32_at(a.sin + positions[token] * half * 4, half)
             row = a.qkv + token * heads * d * 4
+            if norms_rows:
+                q_scale = _norm_scale(float32_at(row, a.q_heads * d), eps)
+                k_scale = _norm_scale(float32_at(row + a.q_heads * d * 4, a.kv_heads * d), eps)
             for head in range(a.q_heads):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
-                _prepare_head(source, target, q_norm, has_q_norm, eps, cos, sin, rotary, interleaved)
+                weight = float32_at(a.q_norm + head * d * 4 if norms_rows else a.q_norm, d)
+                _prepare_head(source, target, weight, of_q, q_scale, eps, cos, sin, rotary, interleaved)
+                if a.q_scales != 0:
+                    factor = float32_at(a.q_scales, a.num_positions)[positions[token]]
+                    for i in range(d):
+                        target[i] *= factor
             if slots[token] < 0:
                 continue
             block, inside = slots[token] // block_size, slots[token] % block_size
             for head in range(a.kv_heads):
                 source = float32_at(row + (a.q_heads + head) * d * 4, d)
-                _prepare_head(source, key, k_norm, has_k_norm, eps, cos, sin, rotary, interleaved)
+                weight = float32_at(a.k_norm + head * d * 4 if norms_rows else a.k_norm, d)
+                _prepare_head(source, key, weight, of_k, k_scale, eps, cos, sin, rotary, interleaved)
                 page = block * a.kv_heads + head
                 k_at = a.k_cache + (page * d * block_size + inside) * itemsize
                 for i in range(d):

@@ -1,6 +1,6 @@
 """Gathering rows: token embeddings, learned positions, the rows whose logits are wanted.
 
-    embedding       out[t] = table[ids[t]]                                       ids int32 [T], table [V, H]
+    embedding       out[t] = table[ids[t]] multiplier, rounded once              ids int32 [T], table [V, H]
     add_embedding   x[t] = x[t] + table[ids[t]], rounded once                    x [T, H]
 
 table, x and out are f32, f16 or bf16, of one dtype. Rows are moved 16 bytes at a time where H and the addresses allow
@@ -30,12 +30,12 @@ THREADS = 256
 
 @functools.cache
 def _gather(dtype: str, width: int, is_added: bool) -> Specialisation:
-    """Arguments: ids, table, out, flag addresses; rows of out; rows of the table; accesses a row."""
+    """Arguments: ids, table, out, flag addresses; rows of out; rows of the table; accesses a row; multiplier."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
     load, store = elements_loader(dtype, width), elements_storer(dtype, width)
 
     @cuda.jit
-    def gather(ids, table, out, flag, num_rows, table_rows, accesses_a_row):
+    def gather(ids, table, out, flag, num_rows, table_rows, accesses_a_row, multiplier):
         wait_for_previous_grid()
         launch_dependents()
         values = cuda.local.array(width, float32)
@@ -53,13 +53,14 @@ def _gather(dtype: str, width: int, is_added: bool) -> Specialisation:
                     present = load(out + at)
                     for lane in range(width):
                         values[lane] = present[lane] + found[lane]
-                    store(out + at, values)
                 else:
-                    store(out + at, found)
+                    for lane in range(width):
+                        values[lane] = found[lane] * multiplier
+                store(out + at, values)
                 row += uint32(cuda.gridDim.y)
 
     name = f"{'add_embedding' if is_added else 'embedding'}_{dtype}_x{width}"
-    arguments = (types.uint64,) * 4 + (types.uint32,) * 3
+    arguments = (types.uint64,) * 4 + (types.uint32,) * 3 + (types.float32,)
     return Specialisation(name, gather, arguments, THREADS, constants={"dtype": dtype, "width": width})
 
 
@@ -68,7 +69,7 @@ def plan_embedding(
 ) -> tuple[Launch, int]:
     """(launch, accesses a row) for out [num_rows, size], both at least 1.
 
-    Arguments: ids, table, out (x for `is_added`), flag, num_rows, rows of the table, accesses a row.
+    Arguments: ids, table, out (x for `is_added`), flag, num_rows, rows of the table, accesses a row, multiplier.
     """
     width = VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
     accesses = size // width

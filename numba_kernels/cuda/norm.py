@@ -1,10 +1,10 @@
-"""RMSNorm and LayerNorm over the rows of x [T, H], with the residual addition in front of them fused in.
+"""RMSNorm and LayerNorm over the rows of x [T, H].
 
-    rms_norm    s / sqrt(mean(s^2) + eps) * weight                                 https://arxiv.org/abs/1910.07467
-    layer_norm  (s - mean) / sqrt(mean((s - mean)^2) + eps) * weight + bias        https://arxiv.org/abs/1607.06450
+    rms_norm    x / sqrt(mean(x^2) + eps) * weight + residual                      https://arxiv.org/abs/1910.07467
+    layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias        https://arxiv.org/abs/1607.06450
 
-where s is x or, with a residual, x + residual rounded to the dtype, which is written back over the residual. x,
-residual and out are f32, f16 or bf16; weight and bias [H] are float32, and so is the arithmetic.
+x, out and the residual, which there may be, are f32, f16 or bf16; weight and bias [H] are float32, and so is the
+arithmetic; the result is rounded once.
 
 A block takes a row. It reads the row twice: once for the sums, once to scale it, when the row (at most tens of
 kilobytes) comes from the first-level cache; device memory is read and written once, and that bounds the time.
@@ -62,14 +62,7 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         squares = float32(0)
         index = first
         while index < size:
-            at = uint64(index) * item_bytes
-            loaded = load(x + at)
-            if has_residual:
-                added = load(residual + at)
-                for lane in range(width):
-                    values[lane] = loaded[lane] + added[lane]
-                store(residual + at, values)
-                loaded = load(residual + at)
+            loaded = load(x + uint64(index) * item_bytes)
             for lane in range(width):
                 squares += loaded[lane] * loaded[lane]
             index += step
@@ -79,16 +72,17 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         while index < size:
             at = uint64(index) * item_bytes
             weights = load_weight(weight + uint64(index) * uint64(4))
-            if has_residual:
-                loaded = load(residual + at)
-            else:
-                loaded = load(x + at)
+            loaded = load(x + at)
             for lane in range(width):
                 values[lane] = loaded[lane] * scale * weights[lane]
+            if has_residual:
+                added = load(residual + at)
+                for lane in range(width):
+                    values[lane] += added[lane]
             store(out + at, values)
             index += step
 
-    return _specialisation("rms_norm", rms_norm, dtype, width, has_residual, num_pointers=4)
+    return _specialisation(f"rms_norm{'_residual' if has_residual else ''}", rms_norm, dtype, width, num_pointers=4)
 
 
 @device_function
@@ -115,13 +109,13 @@ def _combine_warp(count, mean, squares):
 
 
 @functools.cache
-def _layer_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
-    """Arguments: x, residual (0 without), weight, bias, out addresses; H; 1 / H; eps."""
+def _layer_norm(dtype: str, width: int) -> Specialisation:
+    """Arguments: x, weight, bias, out addresses; H; 1 / H; eps."""
     item_bytes = uint64(ITEM_BYTES[dtype])
     load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
 
     @cuda.jit
-    def layer_norm(x, residual, weight, bias, out, size, reciprocal_size, eps):
+    def layer_norm(x, weight, bias, out, size, reciprocal_size, eps):
         wait_for_previous_grid()
         launch_dependents()
         partials = cuda.shared.array((3, 32), float32)
@@ -131,21 +125,12 @@ def _layer_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         out += row_bytes
         step = uint32(cuda.blockDim.x) * uint32(width)
         first = uint32(cuda.threadIdx.x) * uint32(width)
-        if has_residual:
-            residual += row_bytes
         count = float32(0)
         mean = float32(0)
         squares = float32(0)
         index = first
         while index < size:
-            at = uint64(index) * item_bytes
-            loaded = load(x + at)
-            if has_residual:
-                added = load(residual + at)
-                for lane in range(width):
-                    values[lane] = loaded[lane] + added[lane]
-                store(residual + at, values)
-                loaded = load(residual + at)
+            loaded = load(x + uint64(index) * item_bytes)
             for lane in range(width):
                 count += float32(1)
                 difference = loaded[lane] - mean
@@ -173,24 +158,19 @@ def _layer_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         while index < size:
             at = uint64(index) * item_bytes
             weights = load_weight(weight + uint64(index) * uint64(4))
-            if has_residual:
-                loaded = load(residual + at)
-            else:
-                loaded = load(x + at)
+            loaded = load(x + at)
             shifts = load_weight(bias + uint64(index) * uint64(4))
             for lane in range(width):
                 values[lane] = (loaded[lane] - mean) * scale * weights[lane] + shifts[lane]
             store(out + at, values)
             index += step
 
-    return _specialisation("layer_norm", layer_norm, dtype, width, has_residual, num_pointers=5)
+    return _specialisation("layer_norm", layer_norm, dtype, width, num_pointers=4)
 
 
-def _specialisation(
-    family: str, kernel: object, dtype: str, width: int, has_residual: bool, num_pointers: int
-) -> Specialisation:
-    name = f"{family}{'_residual' if has_residual else ''}_{dtype}_x{width}"
-    constants = {"dtype": dtype, "width": width, "has_residual": has_residual}
+def _specialisation(family: str, kernel: object, dtype: str, width: int, num_pointers: int) -> Specialisation:
+    name = f"{family}_{dtype}_x{width}"
+    constants = {"dtype": dtype, "width": width}
     argument_types = (types.uint64,) * num_pointers + (types.uint32, types.float32, types.float32)
     return Specialisation(name, kernel, argument_types, MAX_THREADS, constants=constants)
 
@@ -217,10 +197,10 @@ def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = 
     return _row_launch(_rms_norm(dtype, width, has_residual), num_rows, size, width)
 
 
-def plan_layer_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
-    """As `plan_rms_norm`. Arguments: x, residual (0 without), weight, bias, out, size, 1 / size, eps."""
+def plan_layer_norm(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> Launch:
+    """As `plan_rms_norm`. Arguments: x, weight, bias, out, size, 1 / size, eps."""
     width = access_width(dtype, size, alignment)
-    return _row_launch(_layer_norm(dtype, width, has_residual), num_rows, size, width)
+    return _row_launch(_layer_norm(dtype, width), num_rows, size, width)
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -229,4 +209,4 @@ def specialisations() -> Iterator[Specialisation]:
         for width in (1, VECTOR_WIDTH[dtype]):
             for has_residual in (False, True):
                 yield _rms_norm(dtype, width, has_residual)
-                yield _layer_norm(dtype, width, has_residual)
+            yield _layer_norm(dtype, width)

@@ -1,14 +1,16 @@
 """What happens to q, k and v between their projection and attention, in one pass over the tokens.
 
-Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k heads are normalised over D (RMSNorm,
-https://arxiv.org/abs/1910.07467, with a float32 weight of D: Qwen3's) and rotated by the token's position (`rope`); q
-goes out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is
-not written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normalised (RMSNorm,
+https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
+H D, as OLMo 2 does) and rotated by the token's position (`rope`), and q is multiplied by its position's scale; q goes
+out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
+written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's
 ``cpu/qkv.py``.
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
-bound by bandwidth, or by the launch at decode. A head's result depends on its token alone. Positions must have a row in
-the tables and slots must lie in the pages: nothing on the device checks them.
+bound by bandwidth, or by the launch at decode. Norms over all heads take a second launch, for their scales. A head's
+result depends on its token alone. Positions must have a row in the tables and slots must lie in the pages: nothing on
+the device checks them.
 """
 
 from __future__ import annotations
@@ -18,9 +20,19 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, elements_storer, floats_loader
+from numba_kernels.cuda.intrinsics.block import block_sum
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import (
+    DTYPES,
+    ITEM_BYTES,
+    VECTOR_WIDTH,
+    elements_loader,
+    elements_storer,
+    floats_loader,
+)
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages, page_row, row_address
@@ -32,8 +44,9 @@ THREADS = 128
 
 @functools.cache
 def _qkv_prepare(
-    dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, has_norm: bool, is_vector: bool
-) -> Specialisation:
+    dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, norm: str, has_q_scales: bool,
+    is_vector: bool,
+) -> Specialisation:  # fmt: skip
     """Arguments: as `plan_qkv_prepare` says."""
     cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
@@ -47,11 +60,26 @@ def _qkv_prepare(
     padding = page_row(head_dim) - head_dim
     reciprocal_dim = float32(1.0 / head_dim)
     is_odd = head_dim % 2 == 1
+    has_norm, norms_rows = norm != "", norm == "row"
+
+    @device_function
+    def normalise(lows, highs, lane, weight, scale):
+        for part in range(rounds):
+            unit = uint32(lane + uint32(part * lanes))
+            if unit < uint32(num_units):
+                first, second = places(unit)
+                weights = load_weight(weight + uint64(first) * uint64(4))
+                for i in range(width):
+                    lows[part, i] = lows[part, i] * scale * weights[i]
+                if not is_odd or second < uint32(head_dim):
+                    weights = load_weight(weight + uint64(second) * uint64(4))
+                    for i in range(width):
+                        highs[part, i] = highs[part, i] * scale * weights[i]
 
     @cuda.jit
     def qkv_prepare(
-        qkv, positions, cos, sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, q, num_tokens, num_q_heads,
-        num_kv_heads, eps,
+        qkv, positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, q, num_tokens,
+        num_q_heads, num_kv_heads, eps,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -74,7 +102,16 @@ def _qkv_prepare(
             if unit < uint32(num_units):
                 load(source, unit, lows[part], highs[part])
 
-        if has_norm:
+        if norms_rows:
+            if not is_value:
+                weight = q_norm + uint64(head) * uint64(4 * head_dim)
+                place = uint64(token) * uint64(8)
+                if head >= num_q_heads:
+                    weight = k_norm + uint64(uint32(head - num_q_heads)) * uint64(4 * head_dim)
+                    place += uint64(4)
+                scale = load_f32(norm_scales + place)
+                normalise(lows, highs, lane, weight, scale)
+        elif has_norm:
             squares = float32(0)
             for part in range(rounds):
                 if uint32(lane + uint32(part * lanes)) < uint32(num_units):
@@ -90,18 +127,7 @@ def _qkv_prepare(
             if head >= num_q_heads:
                 weight = k_norm
             if weight != uint64(0) and not is_value:
-                scale = reciprocal_sqrt(squares * reciprocal_dim + eps)
-                for part in range(rounds):
-                    unit = uint32(lane + uint32(part * lanes))
-                    if unit < uint32(num_units):
-                        first, second = places(unit)
-                        weights = load_weight(weight + uint64(first) * uint64(4))
-                        for i in range(width):
-                            lows[part, i] = lows[part, i] * scale * weights[i]
-                        if not is_odd or second < uint32(head_dim):
-                            weights = load_weight(weight + uint64(second) * uint64(4))
-                            for i in range(width):
-                                highs[part, i] = highs[part, i] * scale * weights[i]
+                normalise(lows, highs, lane, weight, reciprocal_sqrt(squares * reciprocal_dim + eps))
 
         if is_head:
             if rotary > 0 and not is_value:
@@ -111,6 +137,12 @@ def _qkv_prepare(
                     if unit < uint32(num_units):
                         rotate(unit, lows[part], highs[part], cos + row, sin + row)
             is_query = head < num_q_heads
+            if has_q_scales and is_query:
+                factor = load_f32(q_scales + uint64(uint32(positions[token])) * uint64(4))
+                for part in range(rounds):
+                    for i in range(width):
+                        lows[part, i] = lows[part, i] * factor
+                        highs[part, i] = highs[part, i] * factor
             target = q + (uint64(token) * uint64(num_q_heads) + uint64(head)) * head_bytes
             is_stored = is_query
             if not is_query:
@@ -136,15 +168,15 @@ def _qkv_prepare(
                         column = uint32(column + uint32(lanes))
 
     rope = f"_r{rotary}{'_interleaved' if interleaved else ''}" if rotary else ""
-    name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{'_norm' if has_norm else ''}_x{width}"
+    variant = f"{'_norm' if norm == 'head' else '_rownorm' if norms_rows else ''}{'_qscales' if has_q_scales else ''}"
+    name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{variant}_x{width}"
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "rotary": rotary, "interleaved": interleaved,
-        "has_norm": has_norm, "width": width,
+        "norm": norm, "has_q_scales": has_q_scales, "width": width,
     }  # fmt: skip
     argument_types = (
-        types.uint64, types.CPointer(types.int32), types.uint64, types.uint64, types.uint64, types.uint64,
-        types.CPointer(types.int64), types.uint64, types.uint64, types.uint64, types.uint32, types.uint32, types.uint32,
-        types.float32,
+        types.uint64, types.CPointer(types.int32), *(types.uint64,) * 6, types.CPointer(types.int64),
+        *(types.uint64,) * 3, *(types.uint32,) * 3, types.float32,
     )  # fmt: skip
     return Specialisation(name, qkv_prepare, argument_types, THREADS, constants=constants)
 
@@ -159,29 +191,82 @@ def plan_qkv_prepare(
     *,
     rotary: int = 0,
     interleaved: bool = False,
-    has_norm: bool = False,
+    norm: str = "",
+    has_q_scales: bool = False,
     alignment: int = 16,
 ) -> Launch:
     """qkv [num_tokens, (num_q_heads + 2 num_kv_heads) head_dim], C-contiguous; all counts at least 1.
 
-    Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_norm, k_norm
-    (float32 [head_dim]; 0 = not normalised), slot_mapping (int64 [T]), k_cache, v_cache, q addresses; num_tokens,
-    num_q_heads, num_kv_heads, eps. `alignment` in bytes divides the addresses of qkv, q and the norms' weights.
-    ValueError for sizes that no kernel has.
+    Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_scales (float32
+    [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
+    (int64 [T]), k_cache, v_cache, q addresses; num_tokens, num_q_heads, num_kv_heads, eps. The weights of norm "head"
+    are float32 [head_dim], 0 for one that there is not; of "row", float32 [num_q_heads head_dim] and
+    [num_kv_heads head_dim], with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the addresses
+    of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
     """
     check_pages(head_dim, block_size, dtype)
     check_rotary(dtype, head_dim, rotary, alignment)
     is_vector = alignment % 16 == 0
-    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, has_norm, is_vector)
+    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, norm, has_q_scales, is_vector)
     heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, is_vector).lanes
     num_heads = num_tokens * (num_q_heads + 2 * num_kv_heads)
     return Launch(kernel, (-(-num_heads // heads_a_block), 1, 1), (THREADS, 1, 1))
 
 
+@functools.cache
+def _row_scales(dtype: str, width: int) -> Specialisation:
+    """Arguments: as `plan_row_scales` says."""
+    load, item_bytes = elements_loader(dtype, width), uint64(ITEM_BYTES[dtype])
+
+    @cuda.jit
+    def row_scales(qkv, scales, q_size, k_size, row_size, reciprocal_q, reciprocal_k, eps):
+        wait_for_previous_grid()
+        launch_dependents()
+        partials = cuda.shared.array(32, float32)
+        row = uint64(cuda.blockIdx.x) * uint64(row_size)
+        size = q_size
+        reciprocal = reciprocal_q
+        is_key = uint32(cuda.blockIdx.y)
+        if is_key != uint32(0):
+            row += uint64(q_size)
+            size = k_size
+            reciprocal = reciprocal_k
+        squares = float32(0)
+        index = uint32(cuda.threadIdx.x) * uint32(width)
+        while index < size:
+            loaded = load(qkv + (row + uint64(index)) * item_bytes)
+            for lane in range(width):
+                squares += loaded[lane] * loaded[lane]
+            index += uint32(cuda.blockDim.x) * uint32(width)
+        squares = block_sum(squares, partials)
+        if uint32(cuda.threadIdx.x) == uint32(0):
+            place = uint64(cuda.blockIdx.x) * uint64(8) + uint64(is_key) * uint64(4)
+            store_f32(scales + place, reciprocal_sqrt(squares * reciprocal + eps))
+
+    argument_types = (types.uint64,) * 2 + (types.uint32,) * 3 + (types.float32,) * 3
+    name, constants = f"qk_row_scales_{dtype}_x{width}", {"dtype": dtype, "width": width}
+    return Specialisation(name, row_scales, argument_types, THREADS, constants=constants)
+
+
+def plan_row_scales(num_tokens: int, q_size: int, k_size: int, dtype: str, *, alignment: int = 16) -> Launch:
+    """What RMSNorm over all q heads, and over all k heads, multiplies each row of qkv by.
+
+    Arguments: qkv, scales (float32 [num_tokens, 2]) addresses; q_size, k_size, elements of a row; 1 / q_size,
+    1 / k_size, eps. `alignment` in bytes divides the address of qkv.
+    """
+    width = VECTOR_WIDTH[dtype]
+    if alignment % 16 or q_size % width or k_size % width:
+        width = 1
+    return Launch(_row_scales(dtype, width), (num_tokens, 2, 1), (THREADS, 1, 1))
+
+
 def specialisations() -> Iterator[Specialisation]:
-    """GPT-2 (no rotation), Llama and Qwen3 (with head norms), pages of 16 tokens."""
+    """GPT-2 (no rotation), Llama, Qwen3 (with head norms) and OLMo 2 (with row norms), pages of 16 tokens."""
     for dtype in DTYPES:
-        yield _qkv_prepare(dtype, 64, 16, 0, False, False, True)
+        yield _qkv_prepare(dtype, 64, 16, 0, False, "", False, True)
         for head_dim in (32, 64, 128):
-            for has_norm in (False, True):
-                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, has_norm, True)
+            for norm in ("", "head"):
+                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, norm, False, True)
+        yield _qkv_prepare(dtype, 128, 16, 128, False, "row", False, True)
+        for width in (1, VECTOR_WIDTH[dtype]):
+            yield _row_scales(dtype, width)

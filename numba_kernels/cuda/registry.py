@@ -25,6 +25,7 @@ from numba_kernels.cuda import (
     reduce,
     rope,
     sampling,
+    scaling,
     softmax,
 )
 from numba_kernels.cuda.specialisation import Specialisation
@@ -45,6 +46,7 @@ FAMILIES = (
     reduce,
     rope,
     sampling,
+    scaling,
     softmax,
 )
 

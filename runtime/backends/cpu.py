@@ -18,11 +18,13 @@ from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import linear as _linear
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
+from numba_kernels.cpu import scaling as _scaling
 from numba_kernels.cpu.launch import address_of, hold, new_array
 from numba_kernels.cpu.recording import current
-from runtime.backends.cpu_checks import check, checked_address, fail
+from runtime.backends.checks import fail
+from runtime.backends.cpu_checks import check, checked_address
 from runtime.batch import Batch
-from runtime.dtype import STORED, float32, int32, int64
+from runtime.dtype import STORED, float32, int32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.weight import LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
@@ -32,7 +34,8 @@ from runtime.tensor.tensor import Tensor
 MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_ATTENTION_MACS = 64_000
-_WEIGHT_DTYPES = tuple(STORED)
+ACTIVATIONS = float32
+NORM_WEIGHTS = tuple(STORED)
 _num_workers = MAX_WORKERS
 
 
@@ -95,10 +98,29 @@ def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return linear(x, weight)
 
 
+def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
+    rows, width = logits.shape
+    tickets, workers, rows_a_ticket = _share(rows, width * 8)
+    _scaling.logits_kernel()(tickets, workers, logits.address, rows, width, rows_a_ticket, scale, softcap or 0.0)
+
+
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """See `ops.add_scaled`."""
+    rows, width = x.shape
+    result = _output("add_scaled", None, x.shape)
+    tickets, workers, rows_a_ticket = _share(rows, width)
+    _scaling.add_scaled_kernel()(
+        tickets, workers, x.address, y.address, result.address, rows, width, rows_a_ticket, scale
+    )
+    return result
+
+
 def _add_rows(
-    op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight, out: Tensor | None
-) -> Tensor:
-    """Rows of the table, added to ``out`` or in a new tensor."""
+    op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight, out: Tensor | None,
+    multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Rows of the table times the multiplier, added to ``out`` or in a new tensor."""
     rows = check(op, indices_name, indices, int32, (size,)).shape[0]
     if isinstance(table, PanelWeight):
         address, scales, stored = table.panels_address, table.scales_address, table.stored
@@ -106,7 +128,7 @@ def _add_rows(
     elif isinstance(table, LinearWeight):
         raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
     else:
-        table_rows, width = check(op, "table", table, _WEIGHT_DTYPES, (None, None)).shape
+        table_rows, width = check(op, "table", table, NORM_WEIGHTS, (None, None)).shape
         address, scales, stored = table.address, 0, STORED[table.dtype]
     if out is not None and out.shape[1] != width:
         raise fail(op, "table", f"has rows of {width}, x has rows of {out.shape[1]}")
@@ -119,17 +141,14 @@ def _add_rows(
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     _embedding.embedding_kernel(stored)(
         tickets, workers, indices.address, address, scales, result.address, rows, table_rows, width,
-        int(isinstance(table, PanelWeight)), int(out is not None), rows_a_ticket, explain=explain,
+        int(isinstance(table, PanelWeight)), int(out is not None), rows_a_ticket, multiplier, explain=explain,
     )  # fmt: skip
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
-    """Rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` float32.
-
-    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
-    """
-    return _add_rows("embedding", "token_ids", token_ids, None, table, None)
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight, scale: float) -> Tensor:
+    """See `ops.embedding`."""
+    return _add_rows("embedding", "token_ids", token_ids, None, table, None, scale)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -147,22 +166,22 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over rows ``[T, H]``; weight ``[H]`` of any weight dtype."""
-    rows, width = check("rms_norm", "x", x, float32, (None, None)).shape
-    scale = checked_address("rms_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
+    """See `ops.rms_norm`."""
+    rows, width = x.shape
     result = _output("rms_norm", None, x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _norm.rms_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, x.address, scale, 0, result.address, rows, width, rows_a_ticket, eps
-    )
+        tickets, workers, x.address, weight.address, 0 if residual is None else residual.address, result.address, rows,
+        width, rows_a_ticket, eps,
+    )  # fmt: skip
     return result
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over rows ``[T, H]``; weight and bias ``[H]`` of one dtype."""
     rows, width = check("layer_norm", "x", x, float32, (None, None)).shape
-    scale = checked_address("layer_norm", "weight", weight, _WEIGHT_DTYPES, (width,))
+    scale = checked_address("layer_norm", "weight", weight, NORM_WEIGHTS, (width,))
     shift = 0 if bias is None else checked_address("layer_norm", "bias", bias, weight.dtype, (width,))
     result = _output("layer_norm", None, x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
@@ -206,63 +225,42 @@ def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
 # ------------------------------------------------------------------------------------------ attention
 
 
-def _pages(op: str, k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[NDArray, NDArray]:
-    """Both caches' arrays: K ``[blocks, kv heads, head_dim, block size]``, V ``[..., block size, width]``."""
-    k_pages = check(op, "k_cache", k_cache, _WEIGHT_DTYPES, (None, None, head_dim, None))
-    blocks, heads, _, block_size = k_pages.shape
+def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(blocks, KV heads, block size) of K ``[blocks, KV heads, head_dim, block size]`` and V ``[..., block size,
+    head_dim rounded up to 16]``."""
+    check(op, "k_cache", k_cache, tuple(STORED), (None, None, head_dim, None))
+    blocks, heads, _, block_size = k_cache.shape
     if block_size % 8 or blocks == 0:
         raise fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
-    v_pages = check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
-    if v_pages.shape[3] != -(-head_dim // 16) * 16:
-        raise fail(op, "v_cache", f"has rows of {v_pages.shape[3]}, must be head_dim {head_dim} rounded up to 16")
-    return k_pages, v_pages
+    check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
+    if v_cache.shape[3] != -(-head_dim // 16) * 16:
+        raise fail(op, "v_cache", f"has rows of {v_cache.shape[3]}, must be head_dim {head_dim} rounded up to 16")
+    return blocks, heads, block_size
 
 
-def _as_float32(op: str, name: str, weight: Tensor | None, size: int) -> NDArray | None:
+def _as_float32(weight: Tensor | None) -> NDArray | None:
     """A norm's weight, converted where it is stored otherwise."""
     if weight is None:
         return None
-    array = np.ascontiguousarray(check(op, name, weight, _WEIGHT_DTYPES, (size,)), np.float32)
+    array = np.ascontiguousarray(weight.array, np.float32)
     hold(array)
     return array
 
 
 def qkv_prepare(
-    qkv: Tensor,
-    positions: Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rope: RopeTable | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor,
-) -> Tensor:
-    """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises (weights ``[D]``) and rotates q and k -> q ``[T, Hq, D]``.
-
-    K and V of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere).
-    """
-    op = "qkv_prepare"
-    heads = num_q_heads + 2 * num_kv_heads
-    tokens = check(op, "qkv", qkv, float32, (None, heads * head_dim)).shape[0]
-    check(op, "positions", positions, int32, (tokens,))
-    check(op, "slot_mapping", slot_mapping, int64, (tokens,))
-    k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
-    if k_pages.shape[1] != num_kv_heads:
-        raise fail(op, "k_cache", f"has {k_pages.shape[1]} heads, must have num_kv_heads = {num_kv_heads}")
-    norms = [_as_float32(op, name, norm, head_dim) for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))]
-    cos = sin = rotary = num_positions = interleaved = 0
+) -> Tensor:  # fmt: skip
+    """See `ops.qkv_prepare`."""
+    op, tokens, heads = "qkv_prepare", qkv.shape[0], num_q_heads + 2 * num_kv_heads
+    norms = [_as_float32(norm) for norm in (q_norm, k_norm)]
+    cos = sin = q_scales = rotary = num_positions = interleaved = 0
     if rope is not None:
-        cos_array = check(op, "rope.cos", rope.cos, float32, (None, None))
-        check(op, "rope.sin", rope.sin, float32, cos_array.shape)
-        num_positions, rotary = cos_array.shape[0], 2 * cos_array.shape[1]
-        if rotary > head_dim:
-            raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
+        num_positions, rotary = rope.cos.shape[0], 2 * rope.cos.shape[1]
         cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
+        q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+    blocks, _, _, block_size = k_cache.shape
     result = _output(op, None, (tokens, num_q_heads, head_dim))
     tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
 
@@ -270,15 +268,14 @@ def qkv_prepare(
         if status == _qkv.BAD_POSITION:
             low, high = positions.array.min(), positions.array.max()
             return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
-        limit = k_pages.shape[0] * k_pages.shape[3] - 1
-        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {limit}")
+        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {blocks * block_size - 1}")
 
     _qkv.qkv_kernel(STORED[k_cache.dtype])(
-        tickets, workers, qkv.address, positions.address, cos, sin,
+        tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
         *(0 if norm is None else address_of(norm) for norm in norms),
         k_cache.address, v_cache.address, slot_mapping.address, result.address,
-        tokens, num_q_heads, num_kv_heads, head_dim, rotary, interleaved, num_positions,
-        k_pages.shape[0], k_pages.shape[3], v_pages.shape[3], tokens_a_ticket, norm_eps, explain=explain,
+        tokens, num_q_heads, num_kv_heads, head_dim, int(norms_rows), rotary, interleaved, num_positions,
+        blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps, explain=explain,
     )  # fmt: skip
     return result
 
@@ -304,9 +301,9 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         return plan
     op = "attention"
     seqs = batch.num_seqs
-    starts = check(op, "batch.query_start", batch.query_start, int32, (seqs + 1,))
-    seq_lens = check(op, "batch.seq_lens", batch.seq_lens, int32, (seqs,))
-    table = check(op, "batch.block_tables", batch.block_tables[group], int32, (seqs, None))
+    starts, seq_lens, table = (
+        tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
+    )
     if current() is not None:
         batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
         return plan
@@ -365,32 +362,11 @@ def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_widt
 
 
 def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    group: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
-
-    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included. ``sinks
-    [Hq]`` are logits that join their head's softmax and have no value. A sequence
-    longer than its block table, or a table entry outside the pages, is an error.
-    """
-    op = "attention"
-    tokens, q_heads, head_dim = check(op, "q", q, float32, (None, None, None)).shape
-    k_pages, v_pages = _pages(op, k_cache, v_cache, head_dim)
-    blocks, kv_heads, _, block_size = k_pages.shape
-    if q_heads % kv_heads:
-        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
-    if window is not None and window < 1:
-        raise fail(op, "window", f"is {window}, must be at least 1")
-    if sinks is not None:
-        check(op, "sinks", sinks, float32, (q_heads,))
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
+    window: int | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.attention`."""
+    op, (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = "attention", q.shape, pages
     share = q_heads // kv_heads
     plan = _attention_plan(batch, group, tokens, share, block_size)
     result = _output(op, None, (tokens, q_heads * head_dim))
@@ -401,14 +377,14 @@ def attention(
     segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
     if workers == 1 or groups >= 2 * workers:
         segments = 1
-    width = v_pages.shape[3]
+    width = v_cache.shape[3]
     partial_size = groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0
     partial = new_array((partial_size,), np.float32)
     query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
         q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
         result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
-        window or 0, plan.group_tokens, segments, 0 if sinks is None else sinks.address, scale,
+        window or 0, plan.group_tokens, segments, 0 if sinks is None else sinks.address, scale, softcap or 0.0,
     )  # fmt: skip
 
     def explain(status: int) -> Exception:

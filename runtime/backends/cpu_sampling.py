@@ -9,8 +9,9 @@ import numpy as np
 from numba_kernels.cpu import logprobs as _logprobs
 from numba_kernels.cpu import sampling as _sampling
 from numba_kernels.cpu.launch import address_of
+from runtime.backends.checks import fail
 from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
-from runtime.backends.cpu_checks import check, checked_address, fail
+from runtime.backends.cpu_checks import check, checked_address
 from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
 from runtime.dtype import DType, float32, int32, int64
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs

@@ -15,16 +15,20 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
+from numba_kernels.cuda import scaling as _scaling
 from runtime.backends import cuda_cublas
-from runtime.backends.cpu_checks import fail
+from runtime.backends.checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, float32, int32, int64
+from runtime.dtype import DType, float32, int32
 from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
+
+ACTIVATIONS = FLOATS
+NORM_WEIGHTS = float32
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 
@@ -37,6 +41,25 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
 def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """See `ops.logits_linear`."""
     return _product("logits_linear", x, weight, None, None, float32)
+
+
+def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
+    launch, accesses = _scaling.plan_scale_logits(
+        logits.size, is_capped=softcap is not None, alignment=alignment(logits.address)
+    )
+    cap = softcap or 1.0
+    Gpu.of(logits.device).launch(launch, logits.address, accesses, scale, cap, -2.0 / cap)
+
+
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """See `ops.add_scaled`."""
+    result = Tensor.empty(x.shape, x.dtype, x.device)
+    if x.size:
+        addresses = x.address, y.address, result.address
+        launch, accesses = _scaling.plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
+    return result
 
 
 def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
@@ -92,7 +115,9 @@ def _product(
     return result
 
 
-def _gather(op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: Tensor | None) -> Tensor:
+def _gather(
+    op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: Tensor | None, multiplier: float = 1.0
+) -> Tensor:
     gpu = first(op, name, ids, int32, (None,))
     rows_of = table.weight if isinstance(table, RowWeight) else table
     if isinstance(rows_of, LinearWeight):
@@ -108,13 +133,13 @@ def _gather(op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: 
             num_rows, width, rows_of.dtype.ptx, is_added=out is not None, alignment=alignment(source, result.address)
         )
         flag = id_flag(ids.device).address
-        gpu.launch(launch, ids.address, source, result.address, flag, num_rows, table_rows, accesses)
+        gpu.launch(launch, ids.address, source, result.address, flag, num_rows, table_rows, accesses, multiplier)
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight, scale: float) -> Tensor:
     """See `ops.embedding`."""
-    return _gather("embedding", "token_ids", token_ids, table, None)
+    return _gather("embedding", "token_ids", token_ids, table, None, scale)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -134,16 +159,16 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `ops.rms_norm`."""
-    gpu = first("rms_norm", "x", x, FLOATS, (None, None))
     rows, width = x.shape
-    scale = check("rms_norm", "weight", weight, x.device, float32, (width,))
-    result = output("rms_norm", None, x.shape, x.dtype, x.device)
+    result = Tensor.empty(x.shape, x.dtype, x.device)
     if rows and width:
-        addresses = x.address, scale, result.address
-        launch = _norm.plan_rms_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
-        gpu.launch(launch, x.address, 0, scale, result.address, width, 1.0 / width, eps)
+        addresses = x.address, 0 if residual is None else residual.address, weight.address, result.address
+        launch = _norm.plan_rms_norm(
+            rows, width, x.dtype.ptx, has_residual=residual is not None, alignment=alignment(*addresses)
+        )
+        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
     return result
 
 
@@ -159,7 +184,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     if rows and width:
         addresses = x.address, scale, shift, result.address
         launch = _norm.plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
-        gpu.launch(launch, x.address, 0, scale, shift, result.address, width, 1.0 / width, eps)
+        gpu.launch(launch, x.address, scale, shift, result.address, width, 1.0 / width, eps)
     return result
 
 
@@ -192,7 +217,7 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
 # ------------------------------------------------------------------------------------------ attention
 
 
-def _page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
+def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
     """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, head_dim rounded up to 8]``."""
     row = -(-head_dim // 8) * 8
     check(op, "k_cache", k_cache, x.device, x.dtype, (None, None, None, row))
@@ -202,83 +227,52 @@ def _page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: 
 
 
 def qkv_prepare(
-    qkv: Tensor,
-    positions: Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rope: RopeTable | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
-    op = "qkv_prepare"
-    gpu = first(op, "qkv", qkv, FLOATS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
-    device, tokens = qkv.device, qkv.shape[0]
-    check(op, "positions", positions, device, int32, (tokens,))
-    check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
-    _, heads, block_size = _page_shape(op, k_cache, v_cache, qkv, head_dim)
-    if heads != num_kv_heads:
-        raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
-    if (q_norm is None) != (k_norm is None):
-        raise fail(op, "k_norm", "must be given where q_norm is, and only there")
-    norms = [
-        0 if norm is None else check(op, name, norm, device, float32, (head_dim,))
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
-    ]
-    cos = sin = rotary = 0
+    gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
+    norms = [0 if norm is None else norm.address for norm in (q_norm, k_norm)]
+    cos = sin = rotary = q_scales = norm_scales = 0
     if rope is not None:
-        cos = check(op, "rope.cos", rope.cos, device, float32, (None, None))
-        sin = check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
-        rotary = 2 * rope.cos.shape[1]
-        if rotary > head_dim:
-            raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
-    result = output(op, None, (tokens, num_q_heads, head_dim), qkv.dtype, device)
+        cos, sin, rotary = rope.cos.address, rope.sin.address, 2 * rope.cos.shape[1]
+        q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+    result = Tensor.empty((tokens, num_q_heads, head_dim), qkv.dtype, qkv.device)
     if tokens == 0:
         return result
+    if norms_rows:
+        scales = Tensor.empty((tokens, 2), float32, qkv.device)
+        norm_scales, q_size, k_size = scales.address, num_q_heads * head_dim, num_kv_heads * head_dim
+        gpu.launch(
+            _qkv.plan_row_scales(tokens, q_size, k_size, qkv.dtype.ptx, alignment=alignment(qkv.address)),
+            qkv.address, norm_scales, q_size, k_size, q_size + 2 * k_size, 1.0 / q_size, 1.0 / k_size, norm_eps,
+        )  # fmt: skip
     launch = _qkv.plan_qkv_prepare(
-        tokens, num_q_heads, num_kv_heads, head_dim, block_size, qkv.dtype.ptx, rotary=rotary,
-        interleaved=rope is not None and rope.interleaved, has_norm=q_norm is not None,
+        tokens, num_q_heads, num_kv_heads, head_dim, k_cache.shape[2], qkv.dtype.ptx, rotary=rotary,
+        interleaved=rope is not None and rope.interleaved, has_q_scales=q_scales != 0,
+        norm="" if q_norm is None else "row" if norms_rows else "head",
         alignment=alignment(qkv.address, result.address, *norms),
     )  # fmt: skip
     gpu.launch(
-        launch, qkv.address, positions.address, cos, sin, *norms, slot_mapping.address, k_cache.address,
-        v_cache.address, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
+        launch, qkv.address, positions.address, cos, sin, q_scales, norm_scales, *norms, slot_mapping.address,
+        k_cache.address, v_cache.address, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
     )  # fmt: skip
     return result
 
 
 def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    group: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
+    window: int | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
-    op = "attention"
-    gpu = first(op, "q", q, FLOATS, (None, None, None))
-    device, (tokens, q_heads, head_dim) = q.device, q.shape
-    num_blocks, kv_heads, block_size = _page_shape(op, k_cache, v_cache, q, head_dim)
-    if q_heads % kv_heads:
-        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {kv_heads}")
-    if window is not None and window < 1:
-        raise fail(op, "window", f"is {window}, must be at least 1")
-    sink_address = 0 if sinks is None else check(op, "sinks", sinks, device, float32, (q_heads,))
+    op, gpu, device = "attention", Gpu.of(q.device), q.device
+    (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
+    sink_address = 0 if sinks is None else sinks.address
     seqs = batch.num_seqs
-    query_start = check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
-    seq_lens = check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
-    table = check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
-    table_width = batch.block_tables[group].shape[1]
+    tables = batch.query_start, batch.seq_lens, batch.block_tables[group]
+    query_start, seq_lens, table = (tensor.address for tensor in tables)
+    table_width = tables[2].shape[1]
     if batch.max_seq_len > table_width * block_size:
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
@@ -286,15 +280,16 @@ def attention(
     if tokens == 0 or q_heads == 0:
         return result
     key = (
-        "attention", group, tokens, q_heads, kv_heads, head_dim, num_blocks, block_size, window, sinks is None, q.dtype
+        "attention", group, tokens, q_heads, kv_heads, head_dim, num_blocks, block_size, window, sinks is None,
+        softcap, q.dtype,
     )  # fmt: skip
     plan = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
-            block_size=block_size, window=window, has_sinks=sinks is not None, num_sms=gpu.properties.num_sms,
-            exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
+            block_size=block_size, window=window, has_sinks=sinks is not None, softcap=softcap,
+            num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     work_address = 0 if workspace is None else workspace.address

@@ -1,12 +1,13 @@
-"""Checks of an operation's arguments on a GPU, each an error that names the operation and the argument.
+"""Checks of an operation's arguments on a GPU, whose kernels take addresses.
 
-Nothing is launched before every argument has passed. What arrays on the device hold (ids, positions, slots) is not read
-back for checking: whoever makes a batch vouches for it.
+What arrays on the device hold (ids, positions, slots) is not read back for checking: whoever makes a batch vouches for
+it.
 """
 
 from __future__ import annotations
 
-from runtime.backends.cpu_checks import fail
+from runtime.backends import checks
+from runtime.backends.checks import fail
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
@@ -33,25 +34,8 @@ def check(
     dtype: DType | tuple[DType, ...],
     shape: tuple[int | None, ...],
 ) -> int:
-    """The tensor's address, if it is C-contiguous, on this device, of this type and shape (None = any size)."""
-    if not isinstance(tensor, Tensor):
-        raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    if tensor.device != device:
-        raise fail(op, argument, f"is on {tensor.device}, the other arguments are on {device}")
-    if tensor.dtype is not dtype:
-        dtypes = (dtype,) if isinstance(dtype, DType) else dtype
-        if tensor.dtype not in dtypes:
-            raise fail(op, argument, f"is {tensor.dtype.name}, must be {' or '.join(d.name for d in dtypes)}")
-    actual = tensor.shape
-    does_fit = len(actual) == len(shape)
-    for want, got in zip(shape, actual):
-        if want is not None and want != got:
-            does_fit = False
-    if not does_fit:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
-    if not tensor.is_contiguous:
-        raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
+    """The tensor's address, if `checks.check` has nothing against it."""
+    checks.check(op, argument, tensor, device, dtype, shape)
     return tensor.address
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
-from runtime.backends.cpu_checks import fail
+from runtime.backends.checks import fail
 from runtime.backends.cuda_checks import alignment, check, first
 from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
 from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling

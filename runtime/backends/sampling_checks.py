@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.backends.cpu_checks import fail
+from runtime.backends.checks import fail
 from runtime.sampling_arrays import Int32Array, SamplingArrays
 
 SAMPLING_FIELDS = (

@@ -78,7 +78,7 @@ REFUSALS = [
     ("qkv_prepare", "qkv", lambda: _qkv(qkv=_zeros(3, 15)), "15"),
     ("qkv_prepare", "positions", lambda: _qkv(positions=_zeros(3, dtype=np.int64)), "int64"),
     ("qkv_prepare", "slot_mapping", lambda: _qkv(slot_mapping=_zeros(2, dtype=np.int64)), r"\(2,\)"),
-    ("qkv_prepare", "q_norm", lambda: _qkv(q_norm=_zeros(5)), r"\(5,\)"),
+    ("qkv_prepare", "q_norm", lambda: _qkv(q_norm=_zeros(5), k_norm=_zeros(4)), r"\(5,\)"),
     ("qkv_prepare", "k_cache", lambda: _qkv(k_cache=_zeros(2, 1, 4, 7)), "multiple of 8"),
     ("qkv_prepare", "k_cache", lambda: _qkv(k_cache=_zeros(2, 2, 4, 8), v_cache=_zeros(2, 2, 8, 16)), "2 heads"),
     ("qkv_prepare", "v_cache", lambda: _qkv(v_cache=_zeros(3, 1, 8, 4)), "rows of 4"),

@@ -3,8 +3,9 @@
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
 q and out are [T, Hq, D] and [T, Hq * D] in f32, f16 or bf16, K and V pages of the same dtype (`kv_cache`), head dims
-1 to 256, any number of query heads a KV head. A window and sinks (a logit of each query head that joins the softmax
-and has no value) are compiled in or left out. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables
+1 to 256, any number of query heads a KV head. A window, sinks (a logit of each query head that joins the softmax and
+has no value) and a soft cap c (scores become c tanh(score / c)) are compiled in or left out. Pages behind a window are
+not read. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables
 [S, table_width], int32. A row that may see nothing gives zeros; NaN stays in the rows that see it, but for V in the
 same tile of keys as a row's last position.
 

@@ -26,6 +26,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     load_sink,
     origin_of,
     reciprocal_of,
+    score_scaler,
     share_of_keys,
     subtract,
 )
@@ -106,9 +107,12 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
     pieces_of_tile = 1 if columns <= 128 else 2  # each of which a lane finds in one page
     piece_keys = NUM_KEYS // pieces_of_tile
-    column_of, locate, copy_keys = key_tile_copier(dtype, head_dim, block_size, piece_keys, 32)
+    column_of, locate, copy_keys = key_tile_copier(
+        dtype, head_dim, block_size, piece_keys, 32, variant.has_window
+    )  # fmt: skip
     copy_queries = query_tile_copier(dtype, head_dim, num_rows, threads)
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    scaled = score_scaler(variant.softcap)
     store = elements_storer(dtype, 1)
     tile_bytes = NUM_KEYS * pitch
     keys_a_turn = warps * NUM_KEYS
@@ -127,16 +131,16 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     has_pairs = head_dim % 4 == 0
 
     @device_function
-    def locate_tile(block_tables, table, key, stop, num_kv_heads, lane, pages):
+    def locate_tile(block_tables, table, key, seen, stop, num_kv_heads, lane, pages):
         for i in range(pieces_of_tile):
             at = uint32(key + uint32(i * piece_keys))
-            pages[i] = locate(block_tables, table, at, stop, num_kv_heads, lane)
+            pages[i] = locate(block_tables, table, at, seen, stop, num_kv_heads, lane)
 
     @device_function
-    def copy_tile(tile, column, pages, key, stop, lane):
+    def copy_tile(tile, column, pages, key, seen, stop, lane):
         for i in range(pieces_of_tile):
             at = uint32(key + uint32(i * piece_keys))
-            copy_keys(uint32(tile + uint32(i * piece_keys * pitch)), column, pages[i], at, stop, lane)
+            copy_keys(uint32(tile + uint32(i * piece_keys * pitch)), column, pages[i], at, seen, stop, lane)
 
     @cuda.jit
     def kernel(
@@ -164,10 +168,12 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
         turn = uint32(first_key + part * part_keys)
         stop = minimum_u32(uint32(turn + part_keys), longest_end)
+        seen = uint32(0)
         if has_window:
-            seen = uint32(visible_first(shortest_end, window) // uint32(NUM_KEYS) * uint32(NUM_KEYS))
-            if seen > turn:
-                turn = seen
+            seen = visible_first(shortest_end, window)
+            first_tile = uint32(seen // uint32(NUM_KEYS) * uint32(NUM_KEYS))
+            if first_tile > turn:
+                turn = first_tile
         table = uint64(seq) * uint64(table_width)
 
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
@@ -215,17 +221,17 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         key = uint32(turn + warp * uint32(NUM_KEYS))
         next_key = uint32(key + uint32(keys_a_turn))
         later_key = uint32(next_key + uint32(keys_a_turn))
-        locate_tile(block_tables, table, key, stop, num_kv_heads, lane, pages)
-        locate_tile(block_tables, table, next_key, stop, num_kv_heads, lane, next_pages)
-        locate_tile(block_tables, table, later_key, stop, num_kv_heads, lane, later_pages)
+        locate_tile(block_tables, table, key, seen, stop, num_kv_heads, lane, pages)
+        locate_tile(block_tables, table, next_key, seen, stop, num_kv_heads, lane, next_pages)
+        locate_tile(block_tables, table, later_key, seen, stop, num_kv_heads, lane, later_pages)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_async_commit()
         odd = uint32(0)  # where the tiles of this turn lie in their pairs
-        copy_tile(own_stages, k_column, pages, key, stop, lane)
+        copy_tile(own_stages, k_column, pages, key, seen, stop, lane)
         copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, pages, key, stop, lane)
+        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, pages, key, seen, stop, lane)
         copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, next_pages, next_key, stop, lane)
+        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, next_pages, next_key, seen, stop, lane)
         copy_async_commit()
         _wait_for_queries()
         sync_block()
@@ -249,7 +255,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             sync_named(own_barrier, uint32(32))  # the keys are there, and all lanes have read the values before
             if following < stop:
                 other = uint32(own_stages + uint32(3 * tile_bytes) - odd)
-                copy_tile(other, v_column, next_pages, uint32(key + uint32(keys_a_turn)), stop, lane)
+                copy_tile(other, v_column, next_pages, uint32(key + uint32(keys_a_turn)), seen, stop, lane)
             copy_async_commit()
 
             for n in range(groups):
@@ -269,7 +275,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     scores[n, 3] = s3
             for n in range(groups):
                 for j in range(4):
-                    scores[n, j] = scores[n, j] * scale
+                    scores[n, j] = scaled(scores[n, j], scale)
             if uint32(key + uint32(NUM_KEYS)) > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for n in range(groups):
                     for j in range(2):
@@ -303,12 +309,12 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             _wait_for_tile()
             sync_named(own_barrier, uint32(32))  # the values are there, and all lanes have read the keys
             if uint32(following + uint32(keys_a_turn)) < stop:
-                copy_tile(k_tile, k_column, later_pages, later_key, stop, lane)
+                copy_tile(k_tile, k_column, later_pages, later_key, seen, stop, lane)
             copy_async_commit()
             for i in range(pieces_of_tile):
                 next_pages[i] = later_pages[i]
             later_key = uint32(later_key + uint32(keys_a_turn))
-            locate_tile(block_tables, table, later_key, stop, num_kv_heads, lane, later_pages)
+            locate_tile(block_tables, table, later_key, seen, stop, num_kv_heads, lane, later_pages)
             for i in range(steps):
                 v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
                 for n in range(groups):

@@ -25,6 +25,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     load_sink,
     origin_of,
     reciprocal_of,
+    score_scaler,
     share_of_keys,
     subtract,
 )
@@ -97,7 +98,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     shape = tile_shape("f32", head_dim)
     columns, pitch = shape.columns, shape.pitch
     own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, columns // 16
-    column_of, locate, copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS)
+    column_of, locate, copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS, variant.has_window)
     copy_queries = query_tile_copier("f32", head_dim, tile_rows, THREADS)
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
@@ -107,6 +108,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     place_of, leave_records = record_place(head_dim, tile_rows), records_leaver(head_dim, tile_rows)
     q_offset = scratch_bytes(THREADS) if is_split else 0
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    scaled = score_scaler(variant.softcap)
 
     @cuda.jit
     def kernel(
@@ -145,8 +147,10 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         stop = visible_end(seq_len, query_len, divide_u32(last_row, share))
         key = uint32(0)
+        seen = uint32(0)
         if has_window:
-            key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
+            seen = visible_first(shortest_end, window)
+            key = uint32(seen // uint32(keys) * uint32(keys))
         if is_split:
             begin = uint32(first_key + part * part_keys)
             stop = minimum_u32(uint32(begin + part_keys), stop)
@@ -179,18 +183,18 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
-        page = locate(block_tables, table, key, stop, num_kv_heads, thread)
+        page = locate(block_tables, table, key, seen, stop, num_kv_heads, thread)
         if key < stop:
             copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-            copy_keys(k_tile, k_column, page, key, stop, thread)
+            copy_keys(k_tile, k_column, page, key, seen, stop, thread)
             copy_async_commit()
         while key < stop:
             _wait_for_copies()
             sync_block()  # the keys are there, and all threads have done with the values
-            copy_keys(v_tile, v_column, page, key, stop, thread)
+            copy_keys(v_tile, v_column, page, key, seen, stop, thread)
             copy_async_commit()
             following = uint32(key + uint32(keys))
-            page = locate(block_tables, table, following, stop, num_kv_heads, thread)
+            page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
 
             for r in range(own_rows):
                 for j in range(own_keys):
@@ -216,7 +220,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
                 largest = maxima[r]
                 for j in range(own_keys):
                     place = uint32(key + tx + uint32(16 * j))
-                    score = scores[r, j] * scale
+                    score = scaled(scores[r, j], scale)
                     if hidden(place, ends[r], window):
                         score = MINUS_INFINITY
                     scores[r, j] = score
@@ -237,7 +241,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             _wait_for_copies()
             sync_block()  # the values and weights are there, and all threads have done with the keys
             if following < stop:
-                copy_keys(k_tile, k_column, page, following, stop, thread)
+                copy_keys(k_tile, k_column, page, following, seen, stop, thread)
             copy_async_commit()
             four = uint32(0)
             while four < uint32(keys // 4):

@@ -136,10 +136,10 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, tiles.panel_bytes)
     bring_queries, bring_pages = query_bringer(tiles), page_bringer(tiles, block_size)
     zero_rows, flip_signs, store_rows = row_zeroer(tiles, THREADS), sign_flipper(tiles, GROUP_ROWS), row_storer(tiles)
-    has_window, has_sinks = variant.has_window, variant.has_sinks
-    weigh, pack_weights = score_weigher(keys, "edges", has_window), weight_packer(dtype, keys)
-    walk_whole = key_walker(dtype, tiles, "none", has_window)
-    walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", has_window)
+    has_window, has_sinks, is_capped = variant.has_window, variant.has_sinks, variant.softcap > 0
+    weigh, pack_weights = score_weigher(keys, "edges", variant), weight_packer(dtype, keys)
+    walk_whole = key_walker(dtype, tiles, "none", variant)
+    walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", variant)
     pack = pack_bf16 if dtype == "bf16" else pack_f16
     keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
     out_at, has_own_out = tiles.out_at, tiles.has_own_out
@@ -277,6 +277,9 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             magnitude = absolute(scale)
             if magnitude < _SMALLEST_SCALE:
                 magnitude = _SMALLEST_SCALE
+            unit = magnitude  # of a row's largest score
+            if is_capped:
+                unit = float32(1)
             queries = describe(own_queries)
             key_tiles = describe(uint32(shared + uint32(keys_at)))
             value_tiles = describe_values(uint32(shared + uint32(values_at)))
@@ -384,7 +387,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     part = reciprocal_of(total)
                     if has_sinks:
                         sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
-                        part = share_of_keys(largest[row] * magnitude, total, sink)
+                        part = share_of_keys(largest[row] * unit, total, sink)
                     for i in range(head_dim // 8):
                         at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
                         swizzled = uint32(uint32(i % 8 * 16) ^ flip)

@@ -31,6 +31,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     load_sink,
     origin_of,
     reciprocal_of,
+    score_scaler,
     share_of_keys,
     subtract,
 )
@@ -97,7 +98,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     keeps_queries = columns * strips <= 128  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
-    column_of, locate, copy_keys = key_tile_copier(dtype, head_dim, block_size, keys, THREADS)
+    column_of, locate, copy_keys = key_tile_copier(dtype, head_dim, block_size, keys, THREADS, variant.has_window)
     copy_queries = query_tile_copier(dtype, head_dim, tile_rows, THREADS)
     copy_out = output_tile_copier(dtype, head_dim, warp_rows, 32)
     tile_bytes = keys * pitch
@@ -105,6 +106,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    scaled = score_scaler(variant.softcap)
 
     @cuda.jit
     def kernel(
@@ -172,17 +174,19 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     sums[m, i, j] = float32(0)
 
         key = uint32(0)
+        seen = uint32(0)
         if has_window:
-            key = uint32(visible_first(shortest_end, window) // uint32(keys) * uint32(keys))
+            seen = visible_first(shortest_end, window)
+            key = uint32(seen // uint32(keys) * uint32(keys))
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
-        page = locate(block_tables, table, key, longest_end, num_kv_heads, thread)
+        page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
         following = uint32(key + uint32(keys))
-        next_page = locate(block_tables, table, following, longest_end, num_kv_heads, thread)
+        next_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-        copy_keys(k_tile, k_column, page, key, longest_end, thread)
+        copy_keys(k_tile, k_column, page, key, seen, longest_end, thread)
         if is_double:
-            copy_keys(v_tile, v_column, page, key, longest_end, thread)
+            copy_keys(v_tile, v_column, page, key, seen, longest_end, thread)
         copy_async_commit()
         if keeps_queries:
             _wait_for_copies()
@@ -203,10 +207,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             if is_double:
                 other = uint32(uint32(tile_bytes) - odd)
                 if following < longest_end:
-                    copy_keys(uint32(k_tile + other), k_column, next_page, following, longest_end, thread)
-                    copy_keys(uint32(v_tile + other), v_column, next_page, following, longest_end, thread)
+                    copy_keys(uint32(k_tile + other), k_column, next_page, following, seen, longest_end, thread)
+                    copy_keys(uint32(v_tile + other), v_column, next_page, following, seen, longest_end, thread)
             else:
-                copy_keys(v_tile, v_column, page, key, longest_end, thread)
+                copy_keys(v_tile, v_column, page, key, seen, longest_end, thread)
             copy_async_commit()
 
             for m in range(strips):
@@ -240,7 +244,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             for m in range(strips):
                 for i in range(key_tiles):
                     for j in range(4):
-                        scores[m, i, j] = scores[m, i, j] * scale
+                        scores[m, i, j] = scaled(scores[m, i, j], scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for m in range(strips):
                     for i in range(key_tiles):
@@ -278,10 +282,11 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                 _wait_for_copies()
                 sync_block()  # the values are there, and all warps have done with the keys
                 if following < longest_end:
-                    copy_keys(k_tile, k_column, next_page, following, longest_end, thread)
+                    copy_keys(k_tile, k_column, next_page, following, seen, longest_end, thread)
                 copy_async_commit()
             page = next_page
-            next_page = locate(block_tables, table, uint32(following + uint32(keys)), longest_end, num_kv_heads, thread)
+            later = uint32(following + uint32(keys))
+            next_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
             for step in range(key_tiles // 2):
                 for m in range(strips):
                     left = 2 * step

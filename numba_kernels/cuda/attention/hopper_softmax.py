@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import uint32
+from numba import float32, uint32
 
-from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, group_max, origin_of, subtract
-from numba_kernels.cuda.attention.tiles import is_hidden
+from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, group_max, origin_of, score_scaler, subtract
+from numba_kernels.cuda.attention.tiles import Variant, is_hidden
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2, fma
@@ -20,19 +20,25 @@ from numba_kernels.cuda.intrinsics.warp import maximum_f32
 
 
 @functools.cache
-def score_weigher(num_keys: int, masking: str, has_window: bool) -> Any:
+def score_weigher(num_keys: int, masking: str, variant: Variant) -> Any:
     """A device function: scores of a lane's two rows become weights, measured from the rows' largest so far.
 
     ``(scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end)``:
     `factors` are what earlier weights must be multiplied by, `key` is the tile's first, `column` the lane's.
-    `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is found out.
+    `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is found out. Capped scores are
+    scaled already, and so is `largest` then.
     """
+    has_window, is_capped, capped = variant.has_window, variant.softcap > 0, score_scaler(variant.softcap)
     hidden, is_masked, is_asked = is_hidden(has_window), masking != "none", masking == "edges"
 
     @device_function
     def weigh(
         scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end
     ):  # fmt: skip
+        if is_capped:
+            for i in range(num_keys // 2):
+                scores[i] = capped(scores[i], scale)
+            scale = float32(1)
         if is_masked and (
             not is_asked
             or uint32(key + uint32(num_keys)) > shortest_end

@@ -18,6 +18,7 @@ from numba import uint32
 
 from numba_kernels.cuda.attention.hopper_softmax import score_weigher, weight_packer
 from numba_kernels.cuda.attention.hopper_tiles import PANEL_COLUMNS, ROW_BYTES, HopperTiles
+from numba_kernels.cuda.attention.tiles import Variant
 from numba_kernels.cuda.intrinsics import mbarrier, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.sync import arrive_named, sync_named
@@ -57,7 +58,7 @@ def release(barrier, lane):
 
 
 @functools.cache
-def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -> Any:
+def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -> Any:
     """A device function, see above; `masking` as `score_weigher` takes it.
 
     `turn` and `stop` count tiles that went through the rings, `last` is where the row's end; tile j begins at key
@@ -69,7 +70,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, has_window: bool) -
     multiply_queries, multiply_values = score_multiplier(dtype, tiles), value_multiplier(dtype, tiles)
     sum_count = tiles.panels * PANEL_COLUMNS // 2
     wait_for_scores, wait_for_sums = wgmma.group_wait(1, keys // 2), wgmma.group_wait(0, sum_count)
-    weigh, pack_weights = score_weigher(keys, masking, has_window), weight_packer(dtype, keys)
+    weigh, pack_weights = score_weigher(keys, masking, variant), weight_packer(dtype, keys)
 
     @device_function
     def walk(

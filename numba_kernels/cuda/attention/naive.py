@@ -22,6 +22,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     load_sink,
     origin_of,
     reciprocal_of,
+    score_scaler,
     share_of_keys,
     subtract,
 )
@@ -47,7 +48,7 @@ def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Speci
     address = row_address(head_dim, block_size, dtype)
     item_bytes = uint64(ITEM_BYTES[dtype])
     rounds = -(-head_dim // THREADS)
-    has_window, has_sinks = variant.has_window, variant.has_sinks
+    has_window, has_sinks, scaled = variant.has_window, variant.has_sinks, score_scaler(variant.softcap)
 
     @cuda.jit
     def kernel(
@@ -84,7 +85,7 @@ def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Speci
             while at < uint64(head_dim) * item_bytes:
                 score += load(query + at)[0] * load(keys + at)[0]
                 at += item_bytes
-            score *= scale
+            score = scaled(score, scale)
             store_f32(weights + uint64(key) * uint64(4), score)
             largest = maximum_f32(largest, score)
             key = uint32(key + uint32(THREADS))

@@ -9,13 +9,15 @@ https://arxiv.org/abs/2508.10925
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 from numba import float32, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import exp2, fma, reciprocal
+from numba_kernels.cuda.intrinsics.math import absolute, exp2, fma, reciprocal
 from numba_kernels.cuda.intrinsics.memory import load_f32
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, shuffle_xor_f32
 
@@ -33,6 +35,29 @@ def origin_of(largest):
     if largest == MINUS_INFINITY:
         origin = float32(0)
     return origin
+
+
+@functools.cache
+def score_scaler(softcap: float) -> Any:
+    """A device function ``(score, scale) -> score * scale``, in units of log 2; with a cap, cap tanh(score / cap).
+
+    tanh is (1 - e) / (1 + e) with e = exp(-2 |x|), which is exact to 2^-22 of the cap.
+    https://arxiv.org/abs/2408.00118
+    """
+    if not softcap:
+        return device_function(lambda score, scale: score * scale)
+    bound, exponent = float32(softcap * math.log2(math.e)), float32(-2 / softcap)
+
+    @device_function
+    def capped(score, scale):
+        scaled = score * scale
+        e = exp2(absolute(scaled) * exponent)
+        result = bound * ((float32(1) - e) * reciprocal(float32(1) + e))
+        if scaled < float32(0):
+            result = -result
+        return result
+
+    return capped
 
 
 @device_function

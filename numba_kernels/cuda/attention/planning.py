@@ -83,6 +83,7 @@ def plan(
     block_size: int,
     window: int | None = None,
     has_sinks: bool = False,
+    softcap: float | None = None,
     num_sms: int = 108,
     exact: bool = False,
     arch: str = "sm_80",
@@ -93,8 +94,8 @@ def plan(
 
     `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
     counts the keys that a query sees, its own included. With `has_sinks` the launches take the address of float32
-    [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `arch` is the device's;
-    `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
+    [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
+    the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -117,6 +118,8 @@ def plan(
         raise ValueError(f"num_q_heads is {num_q_heads}, must be a multiple of num_kv_heads = {num_kv_heads}")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, must be at least 1")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}, must be above 0 and finite")
     if not 0 <= max_seq_len < NO_WINDOW:
         raise ValueError(f"max_seq_len is {max_seq_len}, must be 0 to {NO_WINDOW - 1}")
     if tier is not None and tier not in TIERS:
@@ -133,7 +136,7 @@ def plan(
         else:
             tier = "flash"
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW), num_seqs
-    variant = Variant(window is not None, has_sinks)
+    variant = Variant(window is not None, has_sinks, softcap or 0.0)
     if tier == "naive":
         kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
@@ -195,7 +198,8 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every tier for the usual head dims, pages of 16 tokens; with windows and sinks, what gpt-oss takes."""
+    """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, what gpt-oss and Gemma 2
+    take."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
@@ -203,6 +207,7 @@ def specialisations() -> Iterator[Specialisation]:
         yield from _kernels("bf16", head_dim, Variant())
     for has_window in (False, True):
         yield from _kernels("bf16", 64, Variant(has_window, True))
+    yield from _kernels("bf16", 256, Variant(has_window=True, softcap=50.0))
 
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:

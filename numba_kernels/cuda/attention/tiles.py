@@ -11,8 +11,8 @@ row zeros. Kernels without a window (`Variant`) carry none of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (the row's length is a multiple of 32 bytes, so its pitch is an odd number of 16-byte pieces). Copies are
-asynchronous (cp.async); what does not exist, rows beyond the end and columns beyond the head dim, is filled with zeros
-and never read.
+asynchronous (cp.async); rows beyond the end or behind the window, and columns beyond the head dim, are filled with
+zeros and never read: a page behind the window may have been given up, and hold anything.
 """
 
 from __future__ import annotations
@@ -94,15 +94,18 @@ class Variant:
     Attributes:
         has_window: whether a row sees its last `window` keys only.
         has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
+        softcap: scores become softcap tanh(score / softcap); 0 where they stay.
     """
 
     has_window: bool = False
     has_sinks: bool = False
+    softcap: float = 0.0
 
     @property
     def suffix(self) -> str:
         """For the kernel's name."""
-        return "_window" * self.has_window + "_sinks" * self.has_sinks
+        cap = f"_cap{self.softcap:g}".replace(".", "p").replace("-", "m").replace("+", "") if self.softcap else ""
+        return "_window" * self.has_window + "_sinks" * self.has_sinks + cap
 
 
 @functools.cache
@@ -140,17 +143,20 @@ def tile_shape(dtype: str, head_dim: int) -> TileShape:
 
 
 @functools.cache
-def key_tile_copier(dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int) -> tuple[Any, Any, Any]:
+def key_tile_copier(
+    dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
+) -> tuple[Any, Any, Any]:
     """Three device functions that `threads` threads (a block's, or a warp's lanes) call to copy rows of K or V.
 
     A thread copies one 16-byte piece of 1, 2, 4 or 8 neighbouring rows, which lie in one page: it looks for one page a
     tile, and its addresses differ by constants. Tiles begin at multiples of 8 keys.
 
     ``column(cache, kv_head, num_kv_heads, thread)``: the address of the thread's piece in a page's first row.
-    ``locate(block_tables, table, first_key, end_key, num_kv_heads, thread)``: how far from there its rows of the tile
-    lie, uint64; the same for K and V. `block_tables` is offset by `table` to the sequence's row.
-    ``copy(tile, column, offset, first_key, end_key, thread)``: rows of keys first_key to first_key + num_keys - 1 go to
-    the shared address `tile`; those from end_key on become zeros. Asynchronous: commit and wait.
+    ``locate(block_tables, table, first_key, seen, end_key, num_kv_heads, thread)``: how far from there its rows of the
+    tile lie, uint64; the same for K and V. `block_tables` is offset by `table` to the sequence's row.
+    ``copy(tile, column, offset, first_key, seen, end_key, thread)``: rows of keys first_key to first_key + num_keys - 1
+    go to the shared address `tile`; those from end_key on become zeros, with a window those below `seen` too.
+    Asynchronous: commit and wait.
     """
     shape = tile_shape(dtype, head_dim)
     pieces, pitch = shape.pieces, shape.pitch
@@ -166,29 +172,31 @@ def key_tile_copier(dtype: str, head_dim: int, block_size: int, num_keys: int, t
         return cache + uint64(kv_head) * uint64(page_bytes) + uint64(uint32(piece * uint32(16)))
 
     @device_function
-    def locate(block_tables, table, first_key, end_key, num_kv_heads, thread):
+    def locate(block_tables, table, first_key, seen, end_key, num_kv_heads, thread):
         key = uint32(first_key + uint32(thread // uint32(pieces)) * uint32(unit))
         offset = uint64(0)
-        if key < end_key:
+        if key < end_key and (not has_window or uint32(key + uint32(unit)) > seen):
             block = uint32(block_tables[table + uint64(key // uint32(block_size))])
             inside = uint32(uint32(key % uint32(block_size)) * uint32(row_bytes))
             offset = uint64(block) * uint64(uint32(num_kv_heads * uint32(page_bytes))) + uint64(inside)
         return offset
 
     @device_function
-    def copy(tile, column, offset, first_key, end_key, thread):
+    def copy(tile, column, offset, first_key, seen, end_key, thread):
         row = uint32(uint32(thread // uint32(pieces)) * uint32(unit))
         piece = uint32(thread % uint32(pieces))
         target = uint32(tile + row * uint32(pitch) + piece * uint32(16))
         source = column + offset
         if busy == threads or thread < uint32(busy):
-            if stored_pieces == pieces and uint32(first_key + uint32(num_keys)) <= end_key:
+            is_whole = stored_pieces == pieces and uint32(first_key + uint32(num_keys)) <= end_key
+            if is_whole and (not has_window or first_key >= seen):
                 for i in range(unit):
                     copy_async_whole_16(uint32(target + uint32(i * pitch)), source + uint64(i * row_bytes))
             else:
                 for i in range(unit):
                     size = uint32(0)
-                    if uint32(first_key + row + uint32(i)) < end_key and piece < uint32(stored_pieces):
+                    key = uint32(first_key + row + uint32(i))
+                    if key < end_key and piece < uint32(stored_pieces) and (not has_window or key >= seen):
                         size = uint32(16)
                     copy_async_16(uint32(target + uint32(i * pitch)), source + uint64(i * row_bytes), size)
 

@@ -242,11 +242,11 @@ def _norm(name: str, rows: int, size: int) -> Case:
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, size), "bf16")
         affine = [inputs.normal((size,), "bf16") for _ in range(1 if is_rms else 2)]
-        plan = norm.plan_rms_norm if is_rms else norm.plan_layer_norm
         out = inputs.empty(rows * size * 2)
         addresses = [inputs.put(term.astype(np.float32)) for term in affine]
-        launch = plan(rows, size, "bf16", has_residual=False)
-        run = inputs.bind((launch, (inputs.put(x), 0, *addresses, out, size, 1 / size, EPS)))
+        launch = norm.plan_rms_norm(rows, size, "bf16") if is_rms else norm.plan_layer_norm(rows, size, "bf16")
+        arguments = (0, *addresses) if is_rms else tuple(addresses)  # no residual
+        run = inputs.bind((launch, (inputs.put(x), *arguments, out, size, 1 / size, EPS)))
         wide = x.astype(np.float32)
         centred = wide if is_rms else wide - wide.mean(1, keepdims=True)
         expected = centred / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(EPS))

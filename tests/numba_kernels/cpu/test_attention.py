@@ -81,6 +81,34 @@ def test_sinks_join_the_denominator_and_have_no_value(window, monkeypatch):
         np.testing.assert_array_equal(alone, out)
 
 
+@pytest.mark.parametrize(("softcap", "scale", "window"), [(5.0, 1.5, None), (50.0, 0.25, 21)])
+def test_soft_caps(softcap, scale, window):
+    for chunks in ([(70, 9), (251, 1), (0, 33)], [(2600, 1)]):
+        case = paged_case(np.random.default_rng(7), chunks, heads=4, kv_heads=2, head_dim=16)
+        k_cache, v_cache = case.cache.layer(0)
+        arguments = tensor(case.queries), k_cache, v_cache, case.batch, 0
+        out = ops.attention(*arguments, scale=scale, window=window, softcap=softcap).numpy()
+        rows = [
+            oracle.attention(case.queries[case.query_rows(seq)], keys, values, scale, window, softcap=softcap)
+            for seq, (keys, values) in enumerate(zip(case.keys, case.values))
+        ]
+        assert relative_error(out.reshape(case.queries.shape), np.concatenate(rows)) < 1e-5
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_pages_behind_a_window_may_be_given_up(block_size):
+    """Whatever their block table's entries name then, here a page of NaN, reaches no result."""
+    chunks = [(150, 40), (200, 1), (1500, 1)]
+    case = paged_case(np.random.default_rng(8), chunks, heads=4, kv_heads=2, head_dim=24, block_size=block_size)
+    table = case.batch.block_tables[0].array
+    k_pages = case.cache.layer(0)[0].array
+    nobody = next(block for block in range(len(k_pages)) if np.isnan(k_pages[block]).all())
+    for window in (100, 37, 1):
+        for seq, (context, _) in enumerate(chunks):
+            table[seq, : max(0, context + 1 - window) // block_size] = nobody
+        assert relative_error(_attend(case, 0.2, window), _expected(case, 0.2, window)) < 1e-5
+
+
 def test_a_row_is_the_same_alone_chunked_and_in_any_batch():
     rng = np.random.default_rng(0)
     chunks = [(0, 150), (80, 1), (10, 30)]

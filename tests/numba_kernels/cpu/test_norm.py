@@ -19,6 +19,8 @@ def test_equal_float64(rows, width, dtype):
     x, weight, bias = normal(rng, (rows, width)), normal(rng, width, dtype), normal(rng, width, dtype)
     out = ops.rms_norm(tensor(x), tensor(weight), 1e-6).numpy()
     assert dense.relative_error(out, dense.rms_norm(x, weight, 1e-6)) < 1e-5
+    added = ops.rms_norm(tensor(x), tensor(weight), 1e-6, residual=tensor(x)).numpy()
+    assert dense.relative_error(added, dense.rms_norm(x, weight, 1e-6) + x) < 1e-5
     out = ops.layer_norm(tensor(x), tensor(weight), tensor(bias), 1e-5).numpy()
     assert dense.relative_error(out, dense.layer_norm(x, weight, bias, 1e-5)) < 1e-5
     out = ops.layer_norm(tensor(x), tensor(weight), None, 1e-5).numpy()

@@ -38,10 +38,20 @@ class PagedBatch:
         """The tokens of a sequence."""
         return slice(int(self.query_start[seq]), int(self.query_start[seq + 1]))
 
-    def expected(self, scale: float, window: int | None = None, sinks: np.ndarray | None = None) -> np.ndarray:
+    def give_up(self, window: int) -> None:
+        """Pages that no query of their sequence sees are given up: their entries name a page that holds NaN."""
+        owned = {int(block) for blocks, keys in zip(self.block_tables, self.keys)
+                 for block in blocks[: -(-len(keys) // self.block_size)]}  # fmt: skip
+        nobody = next(block for block in range(len(self.k_pages)) if block not in owned)
+        for seq, (context, _) in enumerate(self.chunks):
+            self.block_tables[seq, : max(0, context + 1 - window) // self.block_size] = nobody
+
+    def expected(
+        self, scale: float, window: int | None = None, sinks: np.ndarray | None = None, softcap: float | None = None
+    ) -> np.ndarray:
         """[T, Hq, D] in float64."""
         parts = [
-            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window, sinks)
+            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window, sinks, softcap)
             for seq, (keys, values) in enumerate(zip(self.keys, self.values))
         ]
         return np.concatenate(parts)

@@ -118,6 +118,34 @@ def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype
                 assert (weights[:, :3].sum(-1) < 1).all()
 
 
+CAPPED = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}  # e^x of a score that is exact to 2^-22 of the cap
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("tier", ["naive", "flash", "decode"])
+def test_soft_caps(gpu: Gpu, tier: str, dtype: str) -> None:
+    """Scores from far below the cap to beyond it, of both signs; with windows and sinks."""
+    rng = np.random.default_rng(6)
+    chunks = [(251, 1), (3, 2)] if tier == "decode" else [(70, 9), (0, 33)]
+    batch = paged_batch(rng, chunks, heads=4, kv_heads=2, head_dim=16, dtype=dtype)
+    for softcap, scale, window, sinks in ((5.0, 1.5, None, None), (50.0, 0.25, 21, sinks_of(4))):
+        out, _ = batch.run(gpu, scale, window, sinks, tier=tier, softcap=softcap, num_sms=64)
+        assert relative_error(out, batch.expected(scale, window, sinks, softcap)) < CAPPED[dtype], f"cap {softcap}"
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("tier", ["naive", "flash", "decode"])
+def test_pages_behind_a_window_may_be_given_up(gpu: Gpu, tier: str, dtype: str) -> None:
+    """Whatever their block table's entries name then, NaN here, reaches no result; windows end within tiles."""
+    rng = np.random.default_rng(8)
+    chunks = [(150, 1), (201, 3), (20, 1)] if tier == "decode" else [(150, 40), (200, 1), (5, 30)]
+    batch = paged_batch(rng, chunks, heads=4, kv_heads=2, head_dim=24, dtype=dtype, block_size=8)
+    for window in (100, 37, 1):  # the shorter ones give up more
+        batch.give_up(window)
+        out, _ = batch.run(gpu, 0.2, window, tier=tier, num_sms=132)
+        assert relative_error(out, batch.expected(0.2, window)) < TOLERANCE[dtype], f"window {window}"
+
+
 @pytest.mark.parametrize(
     ("gpu", "tier", "dtype"),
     [
@@ -164,6 +192,7 @@ HEAD_DIMS = [
     ("bf16", 128, 16),
     pytest.param("bf16", 96, 8, marks=pytest.mark.exhaustive),
     pytest.param("f16", 256, 16, marks=pytest.mark.exhaustive),
+    ("f32", 256, 16),
 ]
 
 

@@ -77,6 +77,26 @@ def test_sinks(gpu: Gpu, window: int | None) -> None:
     assert relative_error(out, batch.expected(0.125, window, sinks)) < TOLERANCE["bf16"]
 
 
+@pytest.mark.parametrize("window", [None, pytest.param(48, marks=pytest.mark.exhaustive)])
+def test_soft_caps(gpu: Gpu, window: int | None) -> None:
+    rng = np.random.default_rng(9)
+    batch = paged_batch(rng, [(300, 140), (0, 9)], heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    sinks = rng.standard_normal(4).astype(np.float32)
+    for scale in (0.5, -0.1):
+        out, _ = batch.run(gpu, scale, window, sinks, softcap=5.0, **TIER)
+        assert relative_error(out, batch.expected(scale, window, sinks, 5.0)) < TOLERANCE["bf16"]
+
+
+def test_pages_behind_a_window_may_be_given_up(gpu: Gpu) -> None:
+    batch = paged_batch(
+        np.random.default_rng(8), [(150, 40), (200, 70)], heads=4, kv_heads=2, head_dim=64, dtype="bf16", block_size=8
+    )
+    for window in (100, 37):
+        batch.give_up(window)
+        out, _ = batch.run(gpu, 0.2, window, **TIER)
+        assert relative_error(out, batch.expected(0.2, window)) < TOLERANCE["bf16"], f"window {window}"
+
+
 def test_equal_scores_give_the_mean_of_integers_exactly(gpu: Gpu) -> None:
     batch = integers(np.random.default_rng(1), "flash", "bf16")
     for window in (1, 8, 32):  # a power of two, which every query can fill

@@ -17,15 +17,16 @@ SHAPES = [
 
 
 def run(
-    gpu: Gpu, ids: np.ndarray, table: np.ndarray, dtype: str, x: np.ndarray | None = None
+    gpu: Gpu, ids: np.ndarray, table: np.ndarray, dtype: str, x: np.ndarray | None = None, multiplier: float = 1.0
 ) -> tuple[np.ndarray, int]:
     launch, accesses = embedding.plan_embedding(len(ids), table.shape[1], dtype, is_added=x is not None)
     out_shape = (len(ids), table.shape[1])
     out = put(gpu, np.zeros(out_shape, table.dtype) if x is None else x)
     ids_block, table_block, flag = put(gpu, ids), put(gpu, table), put(gpu, np.zeros(1, np.int32))
     gpu.launch(
-        launch, ids_block.address, table_block.address, out.address, flag.address, len(ids), len(table), accesses
-    )
+        launch, ids_block.address, table_block.address, out.address, flag.address, len(ids), len(table), accesses,
+        multiplier,
+    )  # fmt: skip
     return get(gpu, out, out_shape, dtype), int(get(gpu, flag, 1, np.int32)[0])
 
 
@@ -38,6 +39,8 @@ def test_rows(gpu: Gpu, dtype: str) -> None:
         ids = rng.integers(0, table_rows, num_rows).astype(np.int32)
         found, flag = run(gpu, ids, table, dtype)
         assert np.array_equal(found, table[ids])
+        scaled, _ = run(gpu, ids, table, dtype, multiplier=1.75)
+        assert np.array_equal(scaled, (table[ids].astype(np.float32) * np.float32(1.75)).astype(table.dtype))
         x = rng.standard_normal((num_rows, size)).astype(table.dtype)
         added, _ = run(gpu, ids, table, dtype, x)
         assert np.array_equal(added, (x.astype(np.float32) + table[ids].astype(np.float32)).astype(table.dtype))

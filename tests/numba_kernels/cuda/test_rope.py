@@ -110,11 +110,11 @@ def prepare(
     rotary = 2 * cos.shape[1]
     launch = plan_qkv_prepare(
         tokens, q_heads, kv_heads, head_dim, block_size, dtype, rotary=rotary, interleaved=interleaved,
-        has_norm=norms is not None,
+        norm="head" if norms else "",
     )  # fmt: skip
     gpu.launch(
-        launch, qkv_at, positions_at, cos_at if rotary else 0, sin_at if rotary else 0, *(norms_at or (0, 0)), slots_at,
-        k_cache.address, v_cache.address, q.address, tokens, q_heads, kv_heads, 1e-6,
+        launch, qkv_at, positions_at, cos_at if rotary else 0, sin_at if rotary else 0, 0, 0, *(norms_at or (0, 0)),
+        slots_at, k_cache.address, v_cache.address, q.address, tokens, q_heads, kv_heads, 1e-6,
     )  # fmt: skip
     return (
         get(gpu, q, (tokens, q_heads, head_dim), dtype), get(gpu, k_cache, pages.shape, dtype),
@@ -187,9 +187,9 @@ def test_one_head_may_be_normalised_and_the_other_not(gpu: Gpu) -> None:
     caches = [empty(gpu, (1, 1, 16, 64), "f32") for _ in range(2)]
     q = empty(gpu, (5, 4, 64), "f32")
     qkv_at, positions_at, weight_at, slots_at = [block.address for block in inputs]
-    launch = plan_qkv_prepare(5, 4, 1, 64, 16, "f32", has_norm=True)
+    launch = plan_qkv_prepare(5, 4, 1, 64, 16, "f32", norm="head")
     k_at, v_at = (cache.address for cache in caches)
-    gpu.launch(launch, qkv_at, positions_at, 0, 0, 0, weight_at, slots_at, k_at, v_at, q.address, 5, 4, 1, 1e-6)
+    gpu.launch(launch, qkv_at, positions_at, 0, 0, 0, 0, 0, weight_at, slots_at, k_at, v_at, q.address, 5, 4, 1, 1e-6)
     heads = qkv.reshape(5, 6, 64)
     assert_equal(get(gpu, q, (5, 4, 64), "f32"), heads[:, :4])
     keys = get(gpu, caches[0], (5, 64), "f32")

@@ -1,0 +1,52 @@
+"""Checks of an operation's arguments, each an error that names the operation and the argument.
+
+Nothing is launched before every argument has passed. `runtime.ops` checks what all devices ask for alike; a backend
+checks what depends on its kernels.
+"""
+
+from __future__ import annotations
+
+from numba_kernels.cpu.recording import current
+from runtime.device.device import CPU, Device
+from runtime.dtype import DType
+from runtime.errors import InvalidArgumentError
+from runtime.tensor.tensor import Tensor
+
+
+def fail(op: str, argument: str, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{op}: {argument} {message}", param=argument)
+
+
+def check(
+    op: str,
+    argument: str,
+    tensor: Tensor,
+    device: Device,
+    dtype: DType | tuple[DType, ...],
+    shape: tuple[int | None, ...],
+) -> None:
+    """Raises unless the tensor is C-contiguous, on this device, of this type and shape (None = any size).
+
+    A recording on the cpu is told that the tensor's memory is used.
+    """
+    if not isinstance(tensor, Tensor):
+        raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
+    found = tensor.storage.device
+    if found is not device and tensor.device != device:
+        raise fail(op, argument, f"is on {tensor.device}, the other arguments are on {device}")
+    if tensor.dtype is not dtype:
+        dtypes = (dtype,) if isinstance(dtype, DType) else dtype
+        if tensor.dtype not in dtypes:
+            raise fail(op, argument, f"is {tensor.dtype.name}, must be {' or '.join(d.name for d in dtypes)}")
+    actual = tensor.shape
+    does_fit = len(actual) == len(shape)
+    for want, got in zip(shape, actual):  # a plain loop: this function runs some three hundred times a step
+        if want is not None and want != got:
+            does_fit = False
+    if not does_fit:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
+    if not (tensor.array.flags.c_contiguous if found is CPU else tensor.is_contiguous):
+        raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
+    if found is CPU and (recording := current()) is not None:
+        recording.expect(tensor.storage, tensor.address)
