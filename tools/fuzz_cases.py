@@ -51,7 +51,7 @@ def families() -> list[str]:
 
 def _draw_run(rng: random.Random, device: str, max_model_len: int, is_tight: bool) -> Fields:
     """A roomy run in whole steps, or a tight one: chunks, few blocks, few sequences, preemption."""
-    block_size = rng.choice((8, 16, 32))
+    block_size = rng.choice((8, 16, 32) if device == "cpu" else (16, 16, 16, 16, 8, 32))
     run: Fields = {
         "device": device,
         "block_size": block_size,
@@ -96,7 +96,7 @@ class Draw:
         fields = {
             "vocab_size": self.integer(30, 420),
             "num_hidden_layers": self.integer(1, 4),
-            "intermediate_size": self.choice((self.integer(1, 8), *(self.integer(17, 260) for _ in range(5)))),
+            "intermediate_size": self.choice((1, self.integer(2, 8), *(self.integer(17, 260) for _ in range(6)))),
             "max_position_embeddings": self.integer(128, 200),
             "rms_norm_eps": self.choice((1e-6, 1e-5, 1e-3)),
             "tie_word_embeddings": self.flip(),
@@ -109,8 +109,8 @@ class Draw:
         while head_dim * fields["num_attention_heads"] > 400 and fields["num_attention_heads"] > 1:
             fields.update(self.heads())
         if has_head_dim:
-            hidden_size = self.integer(24, 160)  # some classes want it divided by the heads all the same
-            if is_divided:
+            hidden_size = self.integer(1, 24) if self.flip(0.1) else self.integer(24, 160)
+            if is_divided:  # as some classes want it all the same
                 hidden_size = fields["num_attention_heads"] * max(1, hidden_size // fields["num_attention_heads"])
             return {**fields, "head_dim": head_dim, "hidden_size": hidden_size}
         return {**fields, "hidden_size": head_dim * fields["num_attention_heads"]}
