@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from models.base import Model
-    from models.config import ModelConfig, load_config
+    from models.config import ModelConfig
     from models.errors import ConfigError, ModelLoadError
     from models.generation_config import GenerationConfig, load_generation_config
     from models.hub import resolve_model
-    from models.registry import load_model
+    from models.registry import load_config, load_model
 
 _HOMES = {
     "ConfigError": "models.errors",
@@ -22,7 +22,7 @@ _HOMES = {
     "Model": "models.base",
     "ModelConfig": "models.config",
     "ModelLoadError": "models.errors",
-    "load_config": "models.config",
+    "load_config": "models.registry",
     "load_generation_config": "models.generation_config",
     "load_model": "models.registry",
     "resolve_model": "models.hub",

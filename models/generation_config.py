@@ -44,7 +44,7 @@ def load_generation_config(folder: str | Path) -> GenerationConfig:
     older = Fields(read_json_object(config_path), str(config_path))
 
     def ids(name: str) -> tuple[int, ...]:
-        return (fields if name in fields.values else older).token_ids(name)
+        return (fields if name in fields else older).token_ids(name)
 
     return GenerationConfig(
         bos_token_id=next(iter(ids("bos_token_id")), None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ class _Required:
 
 
 REQUIRED = _Required()
+
+
+def config_path(folder: str | Path) -> Path:
+    """`folder`/config.json. Raises `ConfigError` if there is no such folder."""
+    path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent}: there is no such folder")
+    return path
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -49,20 +58,58 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to the fields of one JSON object; `null` means the same as absent, as in transformers."""
+    """Typed access to the fields of one JSON object, which records what was read.
+
+    `null` means the same as absent, as in transformers. `refuse_unread` refuses every field that nobody read.
+    """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
         self.where = where  # the file, and the path inside it
+        self.owner = ""  # whose fields they are, such as an architecture
+        self._values = values
+        self._read: set[str] = set()
+        self._objects: dict[str, Fields] = {}
 
     def error(self, name: str, message: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name} {message}")
 
+    def names(self) -> list[str]:
+        """The fields that are present and not null."""
+        return [name for name, value in self._values.items() if value is not None]
+
     def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        """True if the field is present and not null. Does not count as reading it."""
+        return self._values.get(name) is not None
+
+    def __contains__(self, name: str) -> bool:
+        """True if the field is present, even as null: only an absent one takes a default that is not null."""
+        return name in self._values
+
+    def raw(self, name: str) -> Any:
+        """The value as JSON has it; None if absent."""
+        self._read.add(name)
+        return self._values.get(name)
+
+    def expect(self, name: str, *supported: Any) -> None:
+        """Read a field that is absent or one of `supported`: what holds for the architecture anyway."""
+        value = self.raw(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in supported):
+            raise self._unsupported(name)
+
+    def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
+        """Raise `ConfigError` for a field that nobody read, here or in an object below, unless it is harmless."""
+        for name, value in self._values.items():
+            if name not in self._read and not is_harmless(name, value):
+                raise self._unsupported(name)
+        for nested in self._objects.values():
+            nested.refuse_unread(is_harmless)
+
+    def _unsupported(self, name: str) -> ConfigError:
+        owner = f" for {self.owner}" if self.owner else ""
+        return self.error(name, f"= {self._values[name]!r:.80} is not supported{owner}")
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
+        value = self.raw(name)
         if value is None:
             if default is REQUIRED:
                 raise self.error(name, "is missing")
@@ -108,6 +155,14 @@ class Fields:
             raise self.error(name, f"must be {', '.join(bounds)}, not {value!r}")
         return value
 
+    def numbers(self, name: str, *, above: float = -math.inf, most: float = math.inf) -> tuple[float, ...]:
+        """A list of finite floats greater than `above` and at most `most`."""
+        values = self._get(name, REQUIRED)
+        if not isinstance(values, list):
+            raise self.error(name, f"must be a list of numbers, not {values!r:.80}")
+        entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
+        return tuple(entries.number(f"{name}[{i}]", above=above, most=most) for i in range(len(values)))
+
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
         if value is not default and not isinstance(value, bool):
@@ -120,11 +175,21 @@ class Fields:
             raise self.error(name, f"must be a string, not {value!r:.80}")
         return value
 
-    def object(self, name: str) -> dict[str, Any]:
-        """A nested object; absent gives an empty one."""
-        value = self._get(name, {})
-        if not isinstance(value, dict):
-            raise self.error(name, f"must be an object, not {value!r:.80}")
+    def object(self, name: str) -> Fields:
+        """A nested object, whose fields are recorded too; absent gives an empty one."""
+        if name not in self._objects:
+            value = self._get(name, {})
+            if not isinstance(value, dict):
+                raise self.error(name, f"must be an object, not {value!r:.80}")
+            self._objects[name] = Fields(value, f"{self.where}: {name}")
+            self._objects[name].owner = self.owner
+        return self._objects[name]
+
+    def strings(self, name: str) -> list[str] | None:
+        """A list of strings."""
+        value = self._get(name, None)
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise self.error(name, f"must be a list of names, not {value!r:.80}")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from models.architecture import Architecture
 from models.base import Model
 from models.checkpoint import Checkpoint, open_checkpoint
-from models.config import FLOAT_DTYPES, load_config
+from models.config import FLOAT_DTYPES, ModelConfig
 from models.dummy import DummyCheckpoint
-from models.gpt2 import GPT2Model
-from models.llama import LlamaModel
+from models.families import known_architectures
+from models.harmless_fields import is_harmless
+from models.json_fields import Fields, config_path, read_json_object
 from models.weights import Weights
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
@@ -19,13 +22,46 @@ from runtime.linear.weight import check_gemm, check_quantization
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
-MODEL_CLASSES: dict[str, type[Model]] = {
-    "GPT2LMHeadModel": GPT2Model,
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": LlamaModel,
-    "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": LlamaModel,
-}
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """The typed form of `folder`/config.json.
+
+    Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that
+    is missing or out of range, an unknown architecture, and a field that no family knows.
+    """
+    path = config_path(folder)
+    return parse_config(read_json_object(path), str(path))
+
+
+def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The typed form of a `config.json` already read; `where` names it in errors."""
+    fields = Fields(values, where)
+    architecture = find_architecture(fields)
+    fields.owner = architecture.name
+    config = architecture.read_config(fields)
+    fields.refuse_unread(is_harmless)
+    return replace(config, architecture=architecture.name)
+
+
+def find_architecture(fields: Fields) -> Architecture:
+    """By `architectures`, or by `model_type` where the file names none."""
+    known = known_architectures()
+    names, model_type = fields.strings("architectures"), fields.string("model_type", None)
+    supported = ", ".join(known)
+    if names:
+        architecture = next((known[name] for name in names if name in known), None)
+        if architecture is None:
+            shown = ", ".join(names)[:200]
+            raise fields.error("architectures", f"{shown!r} is not supported; supported are {supported}")
+        if model_type not in (None, architecture.model_type):
+            raise fields.error("model_type", f"{model_type!r:.80} contradicts the architecture {architecture.name}")
+        return architecture
+    if model_type is None:
+        raise fields.error("architectures", "is missing, and model_type too")
+    architecture = next((one for one in known.values() if one.model_type == model_type), None)
+    if architecture is None:
+        raise fields.error("model_type", f"{model_type!r:.80} is not supported; supported are {supported}")
+    return architecture
 
 
 def load_model(
@@ -75,7 +111,7 @@ def load_model(
             f"max_model_len must be from 1 to {limit} (max_position_embeddings), not {max_model_len}",
             param="max_model_len",
         )
-    model_class = MODEL_CLASSES[config.architecture]
+    model_class = known_architectures()[config.architecture].model_class
     layout = model_class.tensor_layout(config)
     source: Checkpoint | DummyCheckpoint
     if load_format == "dummy":

@@ -21,12 +21,9 @@ from runtime.tensor.tensor import Tensor
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def make_rope_table(
-    rope: RopeConfig, head_dim: int, num_positions: int, device: Device = CPU
-) -> RopeTable:
-    """cos and sin `[num_positions, head_dim / 2]` on a device; each half of a head is rotated against the
-    other."""
-    frequencies = inverse_frequencies(rope, head_dim)  # [head_dim / 2]
+def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) -> RopeTable:
+    """cos and sin `[num_positions, rotary_dim / 2]` on a device."""
+    frequencies = inverse_frequencies(rope, num_positions)  # [rotary_dim / 2]
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.
     cos = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
@@ -35,22 +32,30 @@ def make_rope_table(
         cos *= np.float32(rope.attention_factor)
         sin *= np.float32(rope.attention_factor)
     return RopeTable(
-        cos=Tensor.from_numpy(cos).to(device), sin=Tensor.from_numpy(sin).to(device), interleaved=False
+        cos=Tensor.from_numpy(cos).to(device), sin=Tensor.from_numpy(sin).to(device), interleaved=rope.interleaved
     )
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
-    """Radians per token of each pair `[head_dim / 2]`, float32."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def inverse_frequencies(rope: RopeConfig, num_positions: int) -> Float32Array:
+    """Radians per token of each pair `[rotary_dim / 2]`, float32.
+
+    `num_positions` tells a longrope whether sequences may be longer than the original context: if so, its long factors
+    are used for all of them, since keys that lie in the cache are not rotated again.
+    """
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)  # rounded once
+    if rope.kind == "longrope":
+        is_long = num_positions > rope.original_max_position_embeddings
+        factors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
+        powers = factors * powers
     frequencies: Float32Array = np.float32(1.0) / powers
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
-        return _yarn(rope, frequencies, powers, head_dim)
-    assert rope.kind == "default"
+        return _yarn(rope, frequencies, powers)
+    assert rope.kind in ("default", "longrope")
     return frequencies
 
 
@@ -69,22 +74,22 @@ def _llama3(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:
     return np.where(is_low, stretched, np.where(is_high, frequencies, blended))
 
 
-def _yarn(rope: RopeConfig, frequencies: Float32Array, powers: Float32Array, head_dim: int) -> Float32Array:
+def _yarn(rope: RopeConfig, frequencies: Float32Array, powers: Float32Array) -> Float32Array:
     """Pairs below the one that turns `beta_fast` times over the trained context stay, those above the one
     that turns `beta_slow` times are stretched by `factor`, with a ramp between (Peng et al. 2023, arXiv
     2309.00071)."""
 
     def pair_that_turns(times: float) -> float:
         turns = rope.original_max_position_embeddings / (times * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     if low == high:
         high += 0.001
-    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    pairs = np.arange(rope.rotary_dim // 2, dtype=np.float32)
     ramp = np.clip((pairs - np.float32(low)) / np.float32(high - low), np.float32(0), np.float32(1))
     stretched = np.float32(1.0) / (np.float32(rope.factor) * powers)
     kept = np.float32(1.0) - ramp

@@ -8,39 +8,38 @@ writes one object, `rope_parameters: {"rope_type", "rope_theta", "factor", ...}`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from models.json_fields import Fields
 
-_DEFAULT_THETA = 10_000.0
+_MOST = 1e15  # of any factor or base: far beyond all that is used, and far from float32's limits
 
-# The fields that a kind may carry; `original_max_position_embeddings` is only a note for default and linear.
-_FIELDS_OF_KIND = {
-    "default": {"original_max_position_embeddings"},
-    "linear": {"factor", "original_max_position_embeddings"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    },
-}  # fmt: skip
-_FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+KINDS = ("default", "linear", "llama3", "yarn")  # those that any family may use
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embeddings over the whole head, halves rotated against each other (Su et al. 2021).
+    """Rotary position embeddings (Su et al. 2021).
 
-    `kind` is "default", "linear" (positions divided by `factor`, Chen et al. 2023), "llama3" (low
-    frequencies divided by `factor`, high ones kept, those between interpolated; Llama 3.1) or "yarn" (the
-    same by rotations: pairs that turn more than `beta_fast` times over the original context stay, those that
-    turn less than `beta_slow` times are stretched; cosine and sine are multiplied by `attention_factor`; Peng
-    et al. 2023). Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0
-    unless the kind is llama3 or yarn.
+    `kind` is one of:
+
+    - "default".
+    - "linear": positions divided by `factor` (Chen et al. 2023).
+    - "llama3": low frequencies divided by `factor`, high ones kept, those between interpolated (Llama 3.1).
+    - "yarn": pairs that turn more than `beta_fast` times over the original context stay, those that turn less than
+      `beta_slow` times are stretched; cosine and sine are multiplied by `attention_factor` (Peng et al. 2023).
+    - "longrope": each pair's frequency divided by its own factor, of `short_factors` within the original context, of
+      `long_factors` beyond; cosine and sine are multiplied by `attention_factor` (Ding et al. 2024).
+
+    Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 for default and linear.
+    The first `rotary_dim` elements of each head are rotated, as pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if
+    `interleaved`.
     """
 
     theta: float
+    rotary_dim: int
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -50,94 +49,188 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
 
-def parse_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
+    """The rope object of a `config.json`, in either spelling, for a family's own fields in it.
+
+    `layer_type` picks the entry of a layer type where `rope_parameters` has one for each; a flat object is meant for
+    all of them.
+
+    Raises `ConfigError` where the two spellings contradict each other.
+    """
+    new, old = fields.object("rope_parameters"), fields.object("rope_scaling")
+    if layer_type is not None and isinstance(new.raw(layer_type), dict):
+        if old.names():
+            raise fields.error("rope_scaling", "is given beside rope_parameters with an entry for each layer type")
+        return new.object(layer_type)
+    for each in (new, old):
+        kind, older_kind = each.string("rope_type", None), each.string("type", None)
+        if kind is not None and older_kind is not None and kind != older_kind:
+            raise each.error("rope_type", f"is {kind!r}, but type says {older_kind!r}")
+    if not (new.names() and old.names()):
+        return old if old.names() else new
+    if _kind(new) != _kind(old):
+        raise old.error("rope_type", f"is {_kind(old)!r}, but rope_parameters says {_kind(new)!r}")
+    for name in {*new.names(), *old.names()} - {"type", "rope_type"}:
+        left, right = new.raw(name), old.raw(name)
+        if left is None or right is None:
+            # A writer that gives both may leave the base out of the older one, which knew it from outside.
+            if name == "rope_theta":
+                continue
+            given, other = ("rope_scaling", "rope_parameters") if left is None else ("rope_parameters", "rope_scaling")
+            raise fields.error(given, f"has {name}, but {other} has not")
+        if left != right:
+            raise old.error(name, f"is {right!r:.80}, but rope_parameters says {left!r:.80}")
+    return new
+
+
+def parse_rope(
+    fields: Fields,
+    head_dim: int,
+    max_position_embeddings: int,
+    *,
+    default_theta: float = 10_000.0,
+    default_partial_rotary_factor: float | None = None,
+    interleaved: bool = False,
+    kinds: Sequence[str] = KINDS,
+    layer_type: str | None = None,
+    theta_name: str = "rope_theta",
+) -> RopeConfig:
     """The rope fields of a `config.json`.
 
-    Raises `ConfigError` for a kind or a field that is not supported, and where the two spellings contradict
-    each other.
+    Args:
+        head_dim: elements of a head.
+        max_position_embeddings: as the config says, the default of the original context.
+        default_theta: the base where the file gives none.
+        default_partial_rotary_factor: the share of a head that is rotated where the file gives none; None: the family
+            rotates whole heads, and another share is refused.
+        interleaved: which elements of a head make a pair; the family knows.
+        kinds: those that the family supports.
+        layer_type: as `rope_fields` has it.
+        theta_name: the field outside of the rope object that gives the base.
+
+    Raises `ConfigError` for a kind that is not supported, a field that is missing or out of range, and where the two
+    spellings contradict each other.
     """
-    spelling, values = _one_spelling(fields)
-    rope = Fields(values, f"{fields.where}: {spelling}")
-    theta = rope.number("rope_theta", None, above=0.0)
-    outer_theta = fields.number("rope_theta", None, above=0.0)
-    if theta is not None and outer_theta is not None and theta != outer_theta:
-        raise fields.error("rope_theta", f"is {outer_theta:g}, but {spelling} says {theta:g}")
-    theta = theta or outer_theta or _DEFAULT_THETA
+    rope = rope_fields(fields, layer_type)
+    theta = _inside_or_outside(rope, "rope_theta", fields, theta_name, default_theta)
+    kind = _kind(rope)
+    if kind not in kinds:
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported are {', '.join(kinds)}")
+    read = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
+    scaling = read(rope, theta, max_position_embeddings, fields)
+    rotary_dim = _rotary_dim(rope, fields, head_dim, default_partial_rotary_factor)
+    config = RopeConfig(theta, rotary_dim, kind, interleaved=interleaved, **scaling)
+    for name, factors in (("short_factor", config.short_factors), ("long_factor", config.long_factors)):
+        if kind == "longrope" and len(factors) != rotary_dim // 2:
+            raise rope.error(name, f"must be {rotary_dim // 2} numbers, one for each pair, not {len(factors)}")
+    return config
 
-    kind = rope.string("rope_type", rope.string("type", "default"))
-    if kind not in _FIELDS_OF_KIND:
-        raise rope.error(
-            "rope_type", f"{kind!r} is not supported; supported are {', '.join(_FIELDS_OF_KIND)}"
-        )
-    unknown = sorted(k for k in values if rope.has(k) and k not in _FIELDS_OF_KIND[kind] | _FIELDS_OF_ALL)
-    if kind == "default" and rope.number("factor", 1.0) == 1.0:
-        unknown = [name for name in unknown if name != "factor"]
-    if unknown:
-        raise rope.error(unknown[0], f"is not supported for rope_type {kind!r}")
-    for holder in (fields, rope):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise holder.error("partial_rotary_factor", "other than 1 is not supported")
 
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = rope.number("factor", least=1.0)
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    original = rope.integer("original_max_position_embeddings", max_position_embeddings)
-    outer = fields.integer("original_max_position_embeddings", original)
-    if outer != original:
+def _kind(rope: Fields) -> str:
+    kind: str = rope.string("rope_type", rope.string("type", "default"))
+    return kind
+
+
+def _inside_or_outside(rope: Fields, name: str, fields: Fields, outer_name: str, default: float) -> float:
+    inside = rope.number(name, None, above=0.0, most=_MOST)
+    outside = fields.number(outer_name, None, above=0.0, most=_MOST)
+    if inside is not None and outside is not None and inside != outside:
+        place = rope.where.removeprefix(f"{fields.where}: ")
+        raise fields.error(outer_name, f"is {outside:g}, but {place} says {name} = {inside:g}")
+    return float(inside or outside or default)
+
+
+def _rotary_dim(rope: Fields, fields: Fields, head_dim: int, default_factor: float | None) -> int:
+    name = "partial_rotary_factor"
+    factor = _inside_or_outside(rope, name, fields, name, 1.0 if default_factor is None else default_factor)
+    if default_factor is None and factor != 1.0:
+        raise (rope if rope.has(name) else fields).error(name, f"= {factor:g} is not supported")
+    rotary_dim = int(head_dim * factor)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise rope.error(
-            "original_max_position_embeddings", f"is {original}, but the config says {outer} outside"
+            name, f"= {factor:g} of head_dim = {head_dim} must be an even number from 2 to {head_dim}, not {rotary_dim}"
         )
-    if kind == "yarn":
-        return _yarn(rope, theta, factor, original)
-    low, high = rope.number("low_freq_factor", above=0.0), rope.number("high_freq_factor", above=0.0)
+    return rotary_dim
+
+
+def _default(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+    rope.expect("factor", 1, 1.0)
+    rope.raw("original_max_position_embeddings")  # a note
+    return {}
+
+
+def _linear(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+    rope.raw("original_max_position_embeddings")  # a note
+    return {"factor": rope.number("factor", least=1.0, most=_MOST)}
+
+
+def _llama3(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+    low, high = (rope.number(name, above=0.0, most=_MOST) for name in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise rope.error("high_freq_factor", f"{high:g} must be greater than low_freq_factor, {low:g}")
-    return RopeConfig(theta, kind, factor, low, high, original)
+    return {
+        "factor": rope.number("factor", least=1.0, most=_MOST),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": _original_context(rope, fields, max_position_embeddings),
+    }
 
 
-def _yarn(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:
-    fast = rope.number("beta_fast", 32.0, above=0.0)
-    slow = rope.number("beta_slow", 1.0, above=0.0)
+def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+    factor = rope.number("factor", least=1.0, most=_MOST)
+    fast = rope.number("beta_fast", 32.0, above=0.0, most=_MOST)
+    slow = rope.number("beta_slow", 1.0, above=0.0, most=_MOST)
     if fast < slow:
         raise rope.error("beta_fast", f"{fast:g} must not be less than beta_slow, {slow:g}")
-    attention = rope.number("attention_factor", None, above=0.0)
+    if theta == 1.0:
+        raise rope.error("rope_theta", "must not be 1 for rope_type 'yarn'")
+    rope.raw("finetuned")  # a note
+    scale, scale_all = (rope.number(name, 0.0, least=0.0, most=_MOST) for name in ("mscale", "mscale_all_dim"))
+    attention = rope.number("attention_factor", None, above=0.0, most=_MOST)
+    if attention is None and scale and scale_all:
+        attention = _attention_scale(factor, scale) / _attention_scale(factor, scale_all)
+    elif attention is None:
+        attention = _attention_scale(factor, 1.0)
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": _original_context(rope, fields, max_position_embeddings),
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "attention_factor": attention,
+        "truncate": rope.boolean("truncate", True),
+    }
+
+
+def _longrope(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+    original = _original_context(rope, fields, max_position_embeddings)
+    factor = rope.number("factor", max_position_embeddings / original, above=0.0, most=_MOST)
+    attention = rope.number("attention_factor", None, above=0.0, most=_MOST)
     if attention is None:
-        scale, scale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-        if scale and scale_all:
-            attention = _attention_scale(factor, scale) / _attention_scale(factor, scale_all)
-        else:
-            attention = _attention_scale(factor, 1.0)
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_max_position_embeddings=original,
-        beta_fast=fast,
-        beta_slow=slow,
-        attention_factor=attention,
-        truncate=rope.boolean("truncate", True),
-    )
+        if factor > 1.0 and original < 2:
+            raise rope.error("original_max_position_embeddings", f"must be at least 2, not {original}")
+        attention = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": attention,
+        "short_factors": rope.numbers("short_factor", above=0.0, most=_MOST),
+        "long_factors": rope.numbers("long_factor", above=0.0, most=_MOST),
+    }
+
+
+def _original_context(rope: Fields, fields: Fields, max_position_embeddings: int) -> int:
+    name = "original_max_position_embeddings"
+    inside, outside = rope.integer(name, None), fields.integer(name, None)
+    if inside is not None and outside is not None and outside != inside:
+        raise rope.error(name, f"is {inside}, but the config says {outside} outside")
+    return int(inside or outside or max_position_embeddings)
 
 
 def _attention_scale(factor: float, scale: float) -> float:
     """How much larger cosine and sine are, that attention over a longer context stays as sharp."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
-def _one_spelling(fields: Fields) -> tuple[str, dict[str, Any]]:
-    new, old = fields.object("rope_parameters"), fields.object("rope_scaling")
-    for name, values in (("rope_parameters", new), ("rope_scaling", old)):
-        if any(isinstance(value, dict) for value in values.values()):
-            raise fields.error(name, "with a separate entry for each layer type is not supported")
-    if new and old:
-        # A writer may give both; a field that both hold must not differ.
-        for key in new.keys() & old.keys():
-            if new[key] != old[key]:
-                said = f"{key} = {old[key]!r}, but rope_parameters says {new[key]!r}"
-                raise fields.error("rope_scaling", said)
-        return "rope_parameters", {**old, **new}
-    return ("rope_scaling", old) if old else ("rope_parameters", new)

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig, load_config
+from models.config import ModelConfig
+from models.registry import load_config
 from runtime.bench.load.traces import Trace, read_trace
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.simulation import ROUTERS, simulate

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from models.config import load_config, parse_config
 from models.errors import ConfigError
 from models.generation_config import load_generation_config
+from models.harmless_fields import HARMLESS, NEUTRAL
 from models.json_fields import read_json_object
+from models.registry import load_config, parse_config
 from models.rope_config import RopeConfig
 from runtime.dtype import bfloat16, float16, float32
 from tests.models.folders import CASES, GOLDENS
@@ -61,7 +62,7 @@ def test_both_spellings_of_a_config_mean_the_same(case: str) -> None:
 def test_absent_fields_take_the_defaults_of_transformers() -> None:
     config = parse_config(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
-    assert config.rope == RopeConfig(10000.0)
+    assert config.rope == RopeConfig(10000.0, 16)
     assert not config.tie_word_embeddings
     assert config.dtype is None
     assert config.eos_token_ids == ()
@@ -70,13 +71,12 @@ def test_absent_fields_take_the_defaults_of_transformers() -> None:
     config = parse_config(GPT2)
     assert (config.intermediate_size, config.norm_eps, config.activation) == (192, 1e-5, "tanh")
     assert config.tie_word_embeddings
-    assert config.rope is None
     assert config.attention_scales == (12**-0.5, 12**-0.5)
 
     assert parse_config(like("mistral")).layer_windows == (4096,) * 3
     assert parse_config(like("mistral", sliding_window=None)).layer_windows == (None,) * 3
     assert parse_config(like("qwen2")).attention_bias
-    assert parse_config(like("qwen2", sliding_window=9)).sliding_window is None
+    assert parse_config(like("qwen2", sliding_window=9)).layer_windows == (None,) * 3
     assert parse_config(like("qwen3")).head_dim == 128
     assert parse_config(like("qwen3")).qk_norm
 
@@ -135,8 +135,8 @@ def test_token_ids_may_be_one_or_several() -> None:
 
 
 def test_rope_spellings() -> None:
-    assert parse_config({**LLAMA, "rope_theta": 5e5}).rope == RopeConfig(5e5)
-    linear = RopeConfig(10000.0, "linear", 4.0)
+    assert parse_config({**LLAMA, "rope_theta": 5e5}).rope == RopeConfig(5e5, 16)
+    linear = RopeConfig(10000.0, 16, "linear", 4.0)
     assert parse_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4}}).rope == linear
     assert parse_config({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}).rope == linear
     llama3 = {
@@ -146,7 +146,7 @@ def test_rope_spellings() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    expected = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 128)
+    expected = RopeConfig(5e5, 16, "llama3", 8.0, 1.0, 4.0, 128)
     assert parse_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": llama3}).rope == expected
     assert parse_config({**LLAMA, "rope_parameters": {**llama3, "rope_theta": 5e5}}).rope == expected
 
@@ -173,8 +173,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (variant(LLAMA, num_hidden_layers=0), "num_hidden_layers must be from 1 to 16384, not 0"),
     (variant(LLAMA, vocab_size=10**9), "vocab_size must be from 1 to 16777216, not 1000000000"),
     (variant(LLAMA, vocab_size=10**100), "vocab_size must be .* not one of 333 bits"),
-    (variant(LLAMA, rms_norm_eps=math.nan), "rms_norm_eps must be finite, at least 0, not nan"),
-    (variant(LLAMA, rms_norm_eps=-1e-5), "rms_norm_eps must be finite, at least 0, not -1e-05"),
+    (variant(LLAMA, rms_norm_eps=math.nan), "rms_norm_eps must be finite, at least 0, at most 1, not nan"),
+    (variant(LLAMA, rms_norm_eps=-1e-5), "rms_norm_eps must be finite, at least 0, at most 1, not -1e-05"),
     (variant(LLAMA, rms_norm_eps=10**400), "rms_norm_eps must be finite"),
     (variant(LLAMA, tie_word_embeddings="yes"), "tie_word_embeddings must be true or false, not 'yes'"),
     (variant(LLAMA, hidden_act=3), "hidden_act must be a string, not 3"),
@@ -234,7 +234,44 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         like("qwen3", layer_types=["sliding_attention"] * 3),
         r"layer_types \[0\] .* sliding window of that layer is None",
     ),
+    # fields that no family reads
+    *(
+        (variant(LLAMA, **{name: value}), f"{name} = {value!r} is not supported for LlamaForCausalLM")
+        for name, value in (
+            ("use_parallel_residual", True),
+            ("logit_softcapping", 30.0),
+            ("rope_local_base_freq", 10000.0),
+            ("attn_output_gate", True),
+            ("norm_after", True),
+            ("sliding_window_pattern", 6),
+            ("is_causal", False),
+            ("use_bidirectional_attention", True),
+            ("a_field_of_tomorrow", 0),
+        )
+    ),
+    (variant(GPT2, rope_theta=1e4), "rope_theta = 10000.0 is not supported for GPT2LMHeadModel"),
+    (variant(LLAMA, rope_parameters={"llama_4_scaling_beta": 0.1}), "rope_parameters: llama_4_scaling_beta = 0.1"),
     # rotary positions
+    (
+        variant(LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_scaling={"type": "su"}),
+        "rope_scaling: rope_type is 'su', but rope_parameters says 'default'",
+    ),
+    (
+        variant(LLAMA, rope_scaling={"rope_type": "default", "type": "mrope"}),
+        "rope_scaling: rope_type is 'default', but type says 'mrope'",
+    ),
+    (
+        variant(LLAMA, rope_parameters={"rope_type": "linear", "factor": 2.0}, rope_scaling={"type": "linear"}),
+        "rope_parameters has factor, but rope_scaling has not",
+    ),
+    (
+        variant(
+            LLAMA,
+            rope_parameters={"rope_type": "linear", "factor": 2.0},
+            rope_scaling={"type": "linear", "factor": 4},
+        ),
+        "rope_scaling: factor is 4, but rope_parameters says 2.0",
+    ),
     (
         variant(LLAMA, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 2.0}),
         "beta_fast 1 must not be less than beta_slow, 2",
@@ -247,33 +284,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         variant(LLAMA, rope_parameters={"rope_type": "longrope"}),
         "rope_parameters: rope_type 'longrope' is not",
     ),
-    (variant(LLAMA, partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not supported"),
-    (variant(LLAMA, rope_parameters={"partial_rotary_factor": 0.25}), "partial_rotary_factor other than 1"),
+    (variant(LLAMA, partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not supported"),
+    (
+        variant(LLAMA, rope_parameters={"partial_rotary_factor": 0.25}),
+        "rope_parameters: partial_rotary_factor = 0.25 is not supported",
+    ),
     (variant(LLAMA, rope_scaling={"type": "linear"}), "factor is missing"),
     (
         variant(LLAMA, rope_scaling={"type": "linear", "factor": 0.5}),
-        "factor must be finite, at least 1, not 0.5",
+        "factor must be finite, at least 1, at most 1e.15, not 0.5",
     ),
     (
         variant(LLAMA, rope_scaling={"type": "default", "mrope_section": [16, 24, 24]}),
-        "mrope_section is not supported",
+        r"mrope_section = \[16, 24, 24\] is not supported",
     ),
     (
         variant(LLAMA, rope_scaling={**LLAMA3_ROPE, "attention_factor": 2.0}),
-        "attention_factor is not supported",
+        "attention_factor = 2.0 is not supported",
     ),
     (
         variant(LLAMA, rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}),
         "high_freq_factor 1 must be greater",
     ),
-    (variant(LLAMA, rope_theta=0.0), "rope_theta must be finite, greater than 0, not 0.0"),
+    (variant(LLAMA, rope_theta=0.0), "rope_theta must be finite, greater than 0, at most 1e.15, not 0.0"),
     (
         variant(LLAMA, rope_theta=1e6, rope_parameters={"rope_theta": 1e4}),
         "rope_theta is 1e.06, but rope_parameters",
     ),
     (
         variant(LLAMA, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
-        "separate entry for each layer type",
+        "rope_parameters: full_attention = .* is not supported",
     ),
     (variant(LLAMA, rope_scaling=[1]), r"rope_scaling must be an object, not \[1\]"),
 ]
@@ -283,6 +323,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_or_not_supported_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="^some/config.json: .*" + message):
         parse_config(values, "some/config.json")
+
+
+def test_harmless_fields_load_and_a_feature_that_is_switched_off() -> None:
+    plain = parse_config(LLAMA)
+    assert parse_config({**LLAMA, **dict.fromkeys(HARMLESS - {"architectures", "model_type"}, 0.5)}) == plain
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert parse_config({**LLAMA, name: value}) == plain
+    assert parse_config({**LLAMA, "logit_softcapping": None, "a_field_of_tomorrow": None}) == plain
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import models
 from models.checkpoint import TensorLayout
 from models.dummy import DummyCheckpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
-from models.gpt2 import GPT2Model
-from models.llama import LlamaModel
+from models.families.gpt2 import GPT2Model
+from models.families.llama import LlamaModel
 from models.registry import load_model
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float16, float32
@@ -319,9 +319,10 @@ def test_a_bad_folder(
     assert str(folder) in str(caught.value)
 
 
-def test_reading_a_config_wakes_neither_numba_nor_the_hub() -> None:
+def test_what_compiles_ahead_wakes_neither_numba_nor_the_hub() -> None:
     code = (
-        "import json, sys, models; models.load_config; models.load_generation_config; models.resolve_model;"
+        "import json, sys, models; from models.config import load_dtype;"
+        "folder = models.resolve_model(None); load_dtype(folder); models.load_generation_config(folder);"
         "print(json.dumps([name in sys.modules for name in ('numba', 'runtime.ops', 'huggingface_hub')]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from models.errors import ConfigError
 from models.json_fields import Fields
 from models.rope import inverse_frequencies, make_rope_table
 from models.rope_config import RopeConfig, parse_rope
@@ -17,21 +18,21 @@ REFERENCES = json.loads((GOLDENS / "rope.json").read_text())
 
 
 def test_default_frequencies_are_powers_of_theta() -> None:
-    frequencies = inverse_frequencies(RopeConfig(10000.0), 8)
+    frequencies = inverse_frequencies(RopeConfig(10000.0, 8), 1)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, [1.0, 0.1, 0.01, 0.001], rtol=2e-7)
 
 
 def test_linear_divides_positions() -> None:
-    plain, scaled = (make_rope_table(RopeConfig(1e4, kind, 4.0), 16, 200) for kind in ("default", "linear"))
+    plain, scaled = (make_rope_table(RopeConfig(1e4, 16, kind, 4.0), 200) for kind in ("default", "linear"))
     np.testing.assert_array_equal(scaled.cos.numpy()[::4][:50], plain.cos.numpy()[:50])
     np.testing.assert_array_equal(scaled.sin.numpy()[::4][:50], plain.sin.numpy()[:50])
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
-    rope = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    plain = inverse_frequencies(RopeConfig(5e5), 128).astype(np.float64)
-    scaled = inverse_frequencies(rope, 128).astype(np.float64)
+    rope = RopeConfig(5e5, 128, "llama3", 8.0, 1.0, 4.0, 8192)
+    plain = inverse_frequencies(RopeConfig(5e5, 128), 1).astype(np.float64)
+    scaled = inverse_frequencies(rope, 1).astype(np.float64)
     wavelengths = 2 * math.pi / plain
     is_short, is_long = wavelengths < 8192 / 4, wavelengths > 8192
     is_between = ~is_short & ~is_long
@@ -46,8 +47,25 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
     )
 
 
+def test_longrope_takes_its_long_factors_where_sequences_may_pass_the_original_context() -> None:
+    values = {
+        "rope_scaling": {"type": "longrope", "short_factor": [1, 1, 2], "long_factor": [1, 4, 8.0]},
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+    }
+    rope = parse_rope(Fields(values, "x"), 8, 256, kinds=("longrope",), default_partial_rotary_factor=1.0)
+    plain = inverse_frequencies(RopeConfig(1e4, 6), 1)
+    np.testing.assert_allclose(inverse_frequencies(rope, 64), plain / [1, 1, 2], rtol=1e-6)
+    np.testing.assert_allclose(inverse_frequencies(rope, 65), plain / [1, 4, 8], rtol=1e-6)
+    assert rope.attention_factor == math.sqrt(1 + math.log(4) / math.log(64))
+    assert make_rope_table(rope, 10).cos.numpy()[0].tolist() == [np.float32(rope.attention_factor)] * 3
+    values["partial_rotary_factor"] = 1.0
+    with pytest.raises(ConfigError, match="short_factor must be 4 numbers, one for each pair, not 3"):
+        parse_rope(Fields(values, "x"), 8, 256, kinds=("longrope",), default_partial_rotary_factor=1.0)
+
+
 def test_the_table_turns_each_pair_by_position_times_frequency() -> None:
-    table = make_rope_table(RopeConfig(10000.0), 64, 4096)
+    table = make_rope_table(RopeConfig(10000.0, 64), 4096)
     assert table.cos.shape == table.sin.shape == (4096, 32)
     assert not table.interleaved
     cos, sin = table.cos.numpy().astype(np.float64), table.sin.numpy().astype(np.float64)
@@ -65,18 +83,18 @@ def test_transformers_agrees_far_into_the_context(name: str) -> None:
     """At position 131,071 one unit in the last place of a frequency would turn a head by 0.008 radians."""
     reference = REFERENCES[name]
     fields = Fields({"rope_parameters": reference["rope_parameters"]}, name)
-    rope, head_dim, positions = parse_rope(fields, 1 << 17), reference["head_dim"], reference["positions"]
+    rope, positions = parse_rope(fields, reference["head_dim"], 1 << 17), reference["positions"]
     frequencies = np.array(reference["frequencies"], np.float32)
-    ours = inverse_frequencies(rope, head_dim)
+    ours = inverse_frequencies(rope, 1 << 17)
     np.testing.assert_array_max_ulp(ours, frequencies, 1)  # its power function is not always rounded right
     assert (ours != frequencies).sum() <= 1
-    table = make_rope_table(rope, head_dim, positions[-1] + 1)
+    table = make_rope_table(rope, positions[-1] + 1)
     np.testing.assert_allclose(table.cos.numpy()[positions], reference["cos"], rtol=0, atol=5e-6)
     np.testing.assert_allclose(table.sin.numpy()[positions], reference["sin"], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_the_first_pair_turns_by_exactly_its_position(position: int) -> None:
-    table = make_rope_table(RopeConfig(5e5), 4, position + 1)
+    table = make_rope_table(RopeConfig(5e5, 4), position + 1)
     assert table.cos.numpy()[position, 0] == np.float32(math.cos(position))
     assert table.sin.numpy()[position, 0] == np.float32(math.sin(position))

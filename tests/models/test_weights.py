@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from models.checkpoint import Checkpoint, open_checkpoint
-from models.config import load_config
-from models.registry import MODEL_CLASSES
+from models.families import known_architectures
+from models.registry import load_config
 from models.safetensors_file import SafetensorsFile
 from models.weights import Weights
 from runtime.device.device import Device
@@ -53,7 +53,7 @@ def test_the_source_is_released_map_by_map(
 ) -> None:
     folder = write_model(tmp_path, load_golden(case))
     config = load_config(folder)
-    model_class = MODEL_CLASSES[config.architecture]
+    model_class = known_architectures()[config.architecture].model_class
     layout = model_class.tensor_layout(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.fit(layout)
@@ -76,5 +76,5 @@ def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: 
     released: list[str] = []
     monkeypatch.setattr(SafetensorsFile, "release", lambda self, name: released.append(name))
     config = load_config(folder)
-    open_checkpoint(folder).fit(MODEL_CLASSES[config.architecture].tensor_layout(config))
+    open_checkpoint(folder).fit(known_architectures()[config.architecture].model_class.tensor_layout(config))
     assert sorted(released) == ["lm_head.weight", "transformer.wte.weight"]

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 import tokenizer
-from models.config import load_config
+from models.config import load_dtype
 from models.hub import resolve_model
 from numba_kernels.cache_files import locked
 from runtime.device.device import Device
@@ -34,7 +34,7 @@ def compile_ahead(model: str | Path | None, device: str, dtype: str, config: Eng
     """
     if Device.parse(device).kind != "cpu":
         return
-    kept = load_config(resolve_model(None if model is None else str(model))).dtype or float32
+    kept = load_dtype(resolve_model(None if model is None else str(model))) or float32
     weights = kept if dtype == "auto" else DType.parse(dtype)
     if weights not in STORED:
         return

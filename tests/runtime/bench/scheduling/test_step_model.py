@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.config import parse_config
+from models.registry import parse_config
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.step_model import (
     GPUS,

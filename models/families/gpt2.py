@@ -14,9 +14,11 @@ from __future__ import annotations
 import re
 from typing import Literal, cast
 
+from models.architecture import Architecture
 from models.base import Model
 from models.checkpoint import TensorLayout
-from models.config import ModelConfig
+from models.config import GELU_NAMES, ModelConfig, read_choice, read_dtype, read_token_ids, read_vocab_size
+from models.json_fields import REQUIRED, Fields
 from models.weights import Weights
 from runtime import ops
 from runtime.batch import Batch
@@ -123,3 +125,45 @@ class Block:
         x = ops.linear(attended, self.attn_proj, residual=x)
         inner = ops.linear(self.ln_2(x), self.c_fc)
         return ops.linear(ops.gelu(inner, self.gelu_kind, out=inner), self.mlp_proj, residual=x)
+
+
+def read_gpt2(fields: Fields) -> ModelConfig:
+    hidden_size = _either(fields, "n_embd", "hidden_size", most=1 << 20)
+    num_heads = _either(fields, "n_head", "num_attention_heads", most=1 << 16)
+    num_layers = _either(fields, "n_layer", "num_hidden_layers", most=1 << 14)
+    if hidden_size % num_heads:
+        raise fields.error("n_head", f"= {num_heads} must divide n_embd = {hidden_size}")
+    head_dim = hidden_size // num_heads
+    scale = head_dim**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0
+    is_by_layer = fields.boolean("scale_attn_by_inverse_layer_idx", False)
+    return ModelConfig(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("n_inner", 4 * hidden_size, most=1 << 24),
+        vocab_size=read_vocab_size(fields),
+        max_position_embeddings=_either(fields, "n_positions", "max_position_embeddings"),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5, least=0.0, most=1.0),
+        activation=read_choice(fields, "activation_function", "gelu_new", GELU_NAMES),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+        layer_windows=(None,) * num_layers,
+        attention_scales=tuple(scale / (layer + 1) if is_by_layer else scale for layer in range(num_layers)),
+        dtype=read_dtype(fields),
+        **read_token_ids(fields),
+    )
+
+
+def _either(fields: Fields, name: str, other: str, *, most: int = 1 << 30) -> int:
+    """A field that GPT-2's configs spell in either of two ways."""
+    value = fields.integer(name, None, most=most)
+    other_value = fields.integer(other, None, most=most)
+    if value is None and other_value is None:
+        return int(fields.integer(name, REQUIRED))
+    if value is not None and other_value is not None and value != other_value:
+        raise fields.error(name, f"is {value}, but {other} is {other_value}")
+    return int(value if value is not None else other_value)
+
+
+ARCHITECTURES = (Architecture("GPT2LMHeadModel", "gpt2", read_gpt2, GPT2Model),)

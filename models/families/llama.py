@@ -16,11 +16,17 @@ Sources: Touvron et al. 2023 (arXiv 2302.13971), Jiang et al. 2023 (2310.06825),
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from models.architecture import Architecture
 from models.base import Model
 from models.checkpoint import TensorLayout
-from models.config import ModelConfig
+from models.config import ModelConfig, agree_with_layer_types, read_common, read_layer_types
+from models.json_fields import Fields
 from models.rope import make_rope_table
+from models.rope_config import RopeConfig, parse_rope
 from models.weights import Weights
 from runtime import ops
 from runtime.batch import Batch
@@ -31,11 +37,23 @@ from runtime.tensor.tensor import Tensor
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    rope: RopeConfig
+    attention_bias: bool = False  # of the query, key and value projections
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
+
+
 class LlamaModel(Model):
     """A decoder of the Llama family."""
 
+    config: LlamaConfig
+
     @classmethod
     def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
+        assert isinstance(config, LlamaConfig)
         hidden, inner = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -69,8 +87,7 @@ class LlamaModel(Model):
 
     def _build(self, weights: Weights) -> None:
         config = self.config
-        assert config.rope is not None
-        self.rope = make_rope_table(config.rope, config.head_dim, self.max_positions, self.device)
+        self.rope = make_rope_table(config.rope, self.max_positions, self.device)
         self.embed_tokens: Tensor | LinearWeight
         if config.tie_word_embeddings:
             self.embed_tokens = self.lm_head = weights.linear("model.embed_tokens")
@@ -91,7 +108,7 @@ class LlamaModel(Model):
 class DecoderLayer:
     """Attention, then the gated MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: Weights, rope: RopeTable) -> None:
+    def __init__(self, config: LlamaConfig, index: int, weights: Weights, rope: RopeTable) -> None:
         layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         self.num_heads = config.num_heads
@@ -135,3 +152,83 @@ class DecoderLayer:
         x = ops.linear(attended, self.o_proj, residual=x)
         hidden = ops.linear_glu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), self.gate_up_proj, "silu")
         return ops.linear(hidden, self.down_proj, residual=x)
+
+
+def read_llama(fields: Fields) -> LlamaConfig:
+    fields.expect("sliding_window")
+    has_bias = fields.boolean("attention_bias", False)
+    return _config(
+        fields,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+def read_mistral(fields: Fields) -> LlamaConfig:
+    """A window in every layer, unless the file says null."""
+    _expect_no_bias(fields, "attention_bias", "mlp_bias")
+    fields.expect("use_sliding_window", True)
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    return _config(fields, windows=lambda layer: window)
+
+
+def read_qwen2(fields: Fields) -> LlamaConfig:
+    """Its query, key and value always have biases, its output never."""
+    fields.expect("attention_bias", True)
+    _expect_no_bias(fields, "mlp_bias")
+    return _config(fields, attention_bias=True, windows=_windows_of_qwen(fields))
+
+
+def read_qwen3(fields: Fields) -> LlamaConfig:
+    _expect_no_bias(fields, "mlp_bias")
+    fields.expect("use_qk_norm", True)
+    has_bias = fields.boolean("attention_bias", False)
+    return _config(
+        fields,
+        default_head_dim=128,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        qk_norm=True,
+        windows=_windows_of_qwen(fields),
+    )
+
+
+def _config(
+    fields: Fields,
+    *,
+    windows: Callable[[int], int | None] = lambda layer: None,
+    default_head_dim: int | None = None,
+    **own: Any,
+) -> LlamaConfig:
+    common = read_common(fields, default_head_dim=default_head_dim)
+    common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    return LlamaConfig(**common, **own, rope=rope)
+
+
+def _expect_no_bias(fields: Fields, *names: str) -> None:
+    for name in names:
+        fields.expect(name, False)
+
+
+def _windows_of_qwen(fields: Fields) -> Callable[[int], int | None]:
+    """The window of a layer: none unless `use_sliding_window`, then that of the layers that `layer_types` names, or of
+    those from `max_window_layers` on."""
+    is_used = fields.boolean("use_sliding_window", False)
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    first = fields.integer("max_window_layers", 28, least=0)
+    if not is_used:
+        return lambda layer: None
+    if fields.has("layer_types"):
+        kinds = read_layer_types(fields, fields.integer("num_hidden_layers")) or []
+        return lambda layer: window if kinds[layer] == "sliding_attention" else None
+    return lambda layer: window if layer >= first else None
+
+
+ARCHITECTURES = (
+    Architecture("LlamaForCausalLM", "llama", read_llama, LlamaModel),
+    Architecture("MistralForCausalLM", "mistral", read_mistral, LlamaModel),
+    Architecture("Qwen2ForCausalLM", "qwen2", read_qwen2, LlamaModel),
+    Architecture("Qwen3ForCausalLM", "qwen3", read_qwen3, LlamaModel),
+)

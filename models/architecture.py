@@ -1,0 +1,28 @@
+"""What a family's file says of an architecture that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.base import Model
+from models.config import ModelConfig
+from models.json_fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One name that `architectures` in `config.json` may hold.
+
+    Attributes:
+        name: such as "LlamaForCausalLM".
+        model_type: such as "llama"; a config without `architectures` is known by it.
+        read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
+            what it leaves unread is refused by name, unless it is harmless (`models.harmless_fields`).
+        model_class: is made from what `read_config` returns.
+    """
+
+    name: str
+    model_type: str
+    read_config: Callable[[Fields], ModelConfig]
+    model_class: type[Model]
