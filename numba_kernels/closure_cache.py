@@ -21,7 +21,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import llvmlite.binding as llvm
 import numba
@@ -108,7 +108,7 @@ class CFunction:
             library = codegen.unserialize_library((facts["name"], "object", (code, _defining(facts["symbols"]))))
         else:
             compiled = numba.cfunc(signature, **options)(function)
-            library, symbol = compiled._library, compiled.native_name
+            library, symbol = cast(Any, compiled)._library, compiled.native_name
             facts = {"name": library.name, "symbol": symbol, "symbols": _symbols(library)}
             write_entry(path, facts, library._get_compiled_object())
         self.address: int = library.get_pointer_to_function(symbol)
@@ -128,7 +128,7 @@ def _defining(symbols: list[str]) -> bytes:
     return llvm.parse_assembly("\n".join(bodies)).as_bitcode()
 
 
-class _DispatcherCache(NullCache):  # type: ignore[misc]
+class _DispatcherCache(NullCache):
     """Where a dispatcher looks for code before it compiles."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:

@@ -55,6 +55,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
 
     folder = Path(models.demo.__file__).resolve().parent
     tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None, "the bundled model has one"
     ids = list(itertools.islice(itertools.cycle(tokenizer.encode(TEXT)), options["tokens"]))
 
     class Engine:
@@ -151,6 +152,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
 
 def read(port: int, streams: int, route: str) -> int:
     """Ask for the streams and read them to their ends: the number of events."""
+    ask: dict[str, Any]
     if route == "chat":
         path, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
     else:

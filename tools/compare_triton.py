@@ -333,9 +333,9 @@ class Comparer:
 
             def once(bench: Bench) -> None:
                 arrays = (q.transpose(1, 0, 2), pages(k), pages(v)) if is_paged else (q, k, v)
-                addresses = [bench.put(np.ascontiguousarray(array)) for array in arrays]
+                q_at, k_at, v_at = (bench.put(np.ascontiguousarray(array)) for array in arrays)
                 out = bench.put(np.full(found.shape, np.nan, BF16))
-                work = Prefill(heads, length, head_dim, *addresses, out, bench.put(order))
+                work = Prefill(heads, length, head_dim, q_at, k_at, v_at, out, bench.put(order))
                 launched.append(side(bench, work))
                 bench.gpu.read(out, found)
 
@@ -373,7 +373,7 @@ class Comparer:
 
 def compare(archs: Sequence[str], nvdisasm: str, text: str = "") -> list[Row]:
     """All rows whose work, architecture or shape contains `text`."""
-    rows = []
+    rows: list[Row] = []
     for arch in archs:
         comparer = Comparer(arch, nvdisasm)
         for m, n, k in MATMULS:

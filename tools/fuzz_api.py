@@ -130,7 +130,8 @@ class Fuzzer:
 
     def run(self, num_cases: int) -> None:
         """As many cases as asked for, or a few more."""
-        operations = [result.ok() for result in schemathesis.openapi.from_dict(self.description).get_all_operations()]
+        results: list[Any] = list(schemathesis.openapi.from_dict(self.description).get_all_operations())
+        operations = [result.ok() for result in results]
         num_raw = round(num_cases * RAW_SHARE)
         for _ in range(num_raw):
             self._send_raw()
@@ -238,8 +239,8 @@ class Fuzzer:
             value = json.loads(content)
         except ValueError as error:
             return f"no JSON ({error}): {content[:300]!r}"
-        error = next(self._validators[key].iter_errors(value), None)
-        return None if error is None else f"{error.message} at {list(error.instance_path)}: {content[:300]!r}"
+        wrong = next(self._validators[key].iter_errors(value), None)
+        return None if wrong is None else f"{wrong.message} at {list(wrong.instance_path)}: {content[:300]!r}"
 
     def _spoilt(self, body: Any) -> bytes:
         data = body if isinstance(body, bytes) else str(body or "").encode("utf-8", "surrogatepass")

@@ -54,7 +54,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
         if own is not None:
             difference = np.abs(_logits(own, prompt + greedy[:-1]) - logits).max()
             noise = max(noise, float(difference / np.abs(logits).max()))
-    np.savez(folder / "oracle.npz", **arrays)
+    np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
     return {"noise": noise, "shapes": shapes}
 
 

@@ -283,7 +283,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         "tensors": {key: list(tensor.shape) for key, tensor in model.named_parameters()},
     }
     (folder / "golden.json").write_text(json.dumps(golden) + "\n")
-    np.savez(folder / "logits.npz", **logits)
+    np.savez(folder / "logits.npz", allow_pickle=False, **logits)
     top = np.sort(logits["float32"], axis=1)
     print(
         f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}"

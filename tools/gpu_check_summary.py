@@ -29,6 +29,7 @@ def summary(report: dict[str, Any]) -> str:
     if rows := _result(found, "kernels").get("rows"):
         told = "Medians with a cold cache; each result was verified first. A share of 1 is as fast."
         lines += ["", "## Kernels", "", told, ""]
+        heads: tuple[str, ...]
         heads = ("case", "shape", "µs", "torch µs", "torch µs / µs", "GB/s", "of read", "TFLOP/s", "worst error")
         lines += _table(heads, (_kernel(row, report["is_emulated"], read) for row in rows))
     if goals := _result(found, "goals"):

@@ -107,8 +107,9 @@ class Bench:
         if len(arguments) != len(kernel.parameters):
             raise ValueError(f"{name} takes {len(kernel.parameters)} arguments, got {len(arguments)}")
         values = [
-            ctypes.create_string_buffer(_packed(argument, parameter.size_bytes), parameter.size_bytes)
+            ctypes.create_string_buffer(_packed(argument, size), size)
             for argument, parameter in zip(arguments, kernel.parameters)
+            if (size := parameter.size_bytes) is not None
         ]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         module = context.call("cuModuleLoadData", text.encode() + b"\0")
@@ -143,4 +144,4 @@ def _packed(argument: float | bytes, size_bytes: int) -> bytes:
         return argument
     if isinstance(argument, float):
         return np.float32(argument).tobytes()
-    return (argument % (1 << 64)).to_bytes(8, "little")[:size_bytes]
+    return (int(argument) % (1 << 64)).to_bytes(8, "little")[:size_bytes]

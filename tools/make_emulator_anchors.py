@@ -101,7 +101,7 @@ def compile_triton(name: str) -> tuple[str, dict[str, Any]]:
         constants = {(names.index(key),): value for key, value in numbers.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    facts = {
+    facts: dict[str, Any] = {
         "compiler": f"triton {triton.__version__}",
         "kernel": made.metadata.name,
         "arch": f"sm_{arch}a" if arch == 90 else f"sm_{arch}",
@@ -119,7 +119,7 @@ def compile_nvcc(name: str) -> tuple[str, dict[str, Any]]:
     command = ["nvcc", "-ptx", f"-arch={arch}", "-std=c++17", "-o", "-", str(SOURCES / source)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
-    facts = {
+    facts: dict[str, Any] = {
         "compiler": "nvcc " + re.search(r"release ([\d.]+)", version)[1],  # type: ignore[index]
         "kernel": kernel, "arch": arch, "threads": threads, "shared_bytes": 0, "scratch_bytes": 0, "cluster": cluster,
         "numbers": {},

@@ -98,7 +98,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
 def pixels_of(weights: np.ndarray, scale: int) -> np.ndarray:
     """[queries, keys] → RGB bytes [queries * scale, keys * scale, 3]."""
     share = np.sqrt(np.clip(weights, 0, 1), dtype=np.float32)[..., None]
-    colours = np.rint(255 + share * (DARK - 255)).astype(np.uint8)
+    colours: np.ndarray = np.rint(255 + share * (DARK - 255)).astype(np.uint8)
     return colours.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
@@ -166,7 +166,8 @@ def svg_grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int], t
 
 def _scale(weights: np.ndarray) -> int:
     """Pixels a weight: a map alone is drawn large."""
-    count, most = weights.shape[-1], 480 if weights.shape[0] == weights.shape[1] == 1 else 96
+    count: int = weights.shape[-1]
+    most = 480 if weights.shape[0] == weights.shape[1] == 1 else 96
     return max(1, most // count)
 
 

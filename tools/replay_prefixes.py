@@ -70,7 +70,8 @@ def scheduler_hits(prompts: Prompts, num_blocks: int, eviction: str) -> int:
     params = SamplingParams(max_tokens=1)
     hits = 0
     for number, prompt in enumerate(prompts):
-        ids = (np.array(prompt, np.int32)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE, dtype=np.int32)).ravel()
+        firsts = np.array(prompt, np.int32) * np.int32(BLOCK_SIZE)
+        ids = np.add.outer(firsts, np.arange(BLOCK_SIZE, dtype=np.int32)).ravel().astype(np.int32)
         request = Request(str(number), ids, params, max_tokens=1, arrival_s=float(number))
         request.number = number
         sequence = Sequence(request, 0)

@@ -41,7 +41,7 @@ KV_CACHE_BYTES = 32 << 20
 COUNTED = ("server_fds", "server_threads", "engine_fds", "engine_threads", "num_processes")
 MOST_SHOWN = 20
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",

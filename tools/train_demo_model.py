@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 buffer = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
@@ -205,10 +205,17 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, rows: int, tokens: int)
     return torch.from_numpy(batch)
 
 
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    number: int | None = tokenizer.token_to_id(token)
+    if number is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return number
+
+
 @torch.no_grad()
 def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[demo_tasks.Turn]) -> list[str]:
     """What greedy decoding gives, as far as it is right: each token is guessed after right ones."""
-    special = {name: tokenizer.token_to_id(name) for name in demo_tokenizer.SPECIAL_TOKENS}
+    special = {name: _id_of(tokenizer, name) for name in demo_tokenizer.SPECIAL_TOKENS}
     texts = [demo_tokenizer.render(demo_tasks.to_messages(None, [turn])) for turn in turns]
     answers = []
     for start in range(0, len(texts), 100):
@@ -248,7 +255,7 @@ def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> N
             optimizer.load_state_dict(saved)
         first_step = state["step"]
     base_rates = [args.muon_lr, args.adam_lr]
-    assistant_id, end_id = (tokenizer.token_to_id(name) for name in (demo_tokenizer.ASSISTANT, demo_tokenizer.END))
+    assistant_id, end_id = (_id_of(tokenizer, name) for name in (demo_tokenizer.ASSISTANT, demo_tokenizer.END))
     compiled = torch.compile(model, dynamic=False)  # once for each row length
     start, losses = time.monotonic(), []
     for step in range(first_step, args.steps):
@@ -345,7 +352,7 @@ def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path
     if reference_tokenizer.encode(rendered) != ids or reference_tokenizer.decode(ids) != rendered:
         raise RuntimeError("AutoTokenizer's ids or text differ from the tokenizer's")
     ours, theirs = model.logits(model(torch.tensor([ids]))), reference(torch.tensor([ids])).logits
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    error: float = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if not error <= 1e-4:
         raise RuntimeError(f"logits differ from transformers' by {error:.2e} of the largest")
     return error

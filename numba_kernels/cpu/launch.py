@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import llvmlite.ir as ir
 import numba
@@ -31,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_BLOCK_BYTES = 1024
-_block = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the pool's lock
+_block: Any = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the pool's lock
 _block_address = _block.ctypes.data
 
 
@@ -46,12 +47,17 @@ class Fields:
     def __init__(self, integers: str, floats: str = "") -> None:
         names = integers.split()
         self.integers = len(names)
-        self.record = np.dtype(
+        self.record: np.dtype[Any] = np.dtype(
             [("status", np.int64)] + [(n, np.int64) for n in names] + [(n, np.float64) for n in floats.split()]
         )
         self.packer = struct.Struct(f"=q{len(names)}q{len(floats.split())}d")
         if self.packer.size > _MAX_BLOCK_BYTES:
             raise ValueError(f"{self.packer.size} bytes of arguments, limit {_MAX_BLOCK_BYTES}")
+
+    def offset(self, name: str) -> int:
+        """Bytes before a field."""
+        assert self.record.fields is not None
+        return self.record.fields[name][1]
 
 
 class Kernel:

@@ -41,7 +41,7 @@ FIELDS = Fields(
     "x panels scales bias residual out operands num_rows depth width panels_a_ticket rows_a_ticket tile_rows "
     "num_arranging num_tickets arranged finished"
 )
-_ARRANGED, _FINISHED = (FIELDS.record.fields[name][1] for name in ("arranged", "finished"))
+_ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 
 
 @njit(nogil=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
@@ -70,14 +71,15 @@ def pack(panels: np.ndarray, scales: np.ndarray, weight: np.ndarray, first_colum
         weight = np.ascontiguousarray(weight)
     count, depth = weight.shape
     first_panel, last_panel = first_column // PANEL_COLUMNS, (first_column + count - 1) // PANEL_COLUMNS
-    pack_kernel(weight.dtype.type, panels.dtype.type)(
+    kinds: tuple[Any, Any] = weight.dtype.type, panels.dtype.type
+    pack_kernel(*kinds)(
         last_panel - first_panel + 1, num_workers, address_of(weight), weight.strides[0], weight.strides[1],
         address_of(panels), address_of(scales), depth, count, first_column,
     )  # fmt: skip
 
 
 @functools.cache
-def pack_kernel(stored: type, packed: type) -> Kernel:
+def pack_kernel(stored: Any, packed: Any) -> Kernel:
     """Packs columns of one panel a ticket; strides are bytes, one of them an element's."""
     is_int8 = packed is np.uint8
     elements = ELEMENTS_A_WORD[np.dtype(packed).name]

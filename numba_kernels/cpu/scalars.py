@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.simd import F32, I8, I16, I32
+from numba_kernels.cpu.target import HAS_HALF
 
 
 @intrinsic
@@ -79,7 +80,7 @@ def store_f32(typingctx, stored, address, index, value):
 def _to_float16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Without an instruction for it, in integers: what is too small for a whole mantissa is rounded by adding a half,
     whose last bit is worth as much as float16's least number."""
-    if simd.HAS_HALF:
+    if HAS_HALF:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
 
     def number(value: int) -> ir.Constant:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import Any
 
 import llvmlite.binding as llvm
 import numba
@@ -42,15 +43,17 @@ _MODELS = {
 }
 """The processor that a forced kind of tile compiles for."""
 
+_numba_config: Any = numba.config
+
 EMULATED_BF16 = "emulated_bf16"
 """Never chosen, only forced: the arithmetic of ``avx512_bf16`` on any processor, its instruction spelled out."""
 
 
 def compiled_for(feature: str) -> bool:
     """Whether the code that numba makes in this process may use ``feature`` (an LLVM name such as ``avx512f``)."""
-    if numba.config.CPU_FEATURES is not None:
-        return f"+{feature}" in numba.config.CPU_FEATURES.split(",")
-    if numba.config.CPU_NAME not in (None, "", "host"):
+    if _numba_config.CPU_FEATURES is not None:
+        return f"+{feature}" in _numba_config.CPU_FEATURES.split(",")
+    if _numba_config.CPU_NAME not in (None, "", "host"):
         return False
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
@@ -86,8 +89,8 @@ def _choose() -> str:
             limit = f"must be one of {', '.join(_NEEDS)}, {EMULATED_BF16}; {limit}"
         raise InvalidArgumentError(f"{VARIABLE} is {forced!r}: {limit}", param=VARIABLE)
     if _IS_X86:
-        numba.config.CPU_NAME = _MODELS[forced]
-        numba.config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
+        _numba_config.CPU_NAME = _MODELS[forced]
+        _numba_config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
     return forced
 
 

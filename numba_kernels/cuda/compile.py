@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+from typing import Any, cast
 
 from numba import types
 from numba.cuda import compiler
@@ -38,7 +39,7 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
     was_collecting = gc.isenabled()
     gc.disable()  # it would go over millions of objects that all live until the kernel is done
     try:
-        library, _ = compiler._compile_pyfunc_with_fixup(
+        library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
             specialisation.kernel.py_func,
             tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
             device=False,

@@ -80,7 +80,8 @@ def _reduce(operation: str, compute: str) -> Specialisation:
     is_mean = operation == "mean"
     load, store = LOADERS[compute], STORERS[compute]
     key = ("sum" if is_mean else operation, compute)
-    combine, wide = _COMBINE[key], float32 if compute == "f32" else int64
+    combine: Any = _COMBINE[key]
+    wide: Any = float32 if compute == "f32" else int64
     start = wide(_START[key])
 
     @cuda.jit

@@ -48,7 +48,11 @@ def quad_loader(is_aligned: bool) -> Any:
     """A device function ``(row address, quad, vocab) -> 4 float32``, -inf beyond the vocabulary."""
     if is_aligned:
         load = memory.load_4xf32
-        return device_function(lambda row, quad, vocab: load(row + uint64(quad) * uint64(16)))
+
+        def aligned(row, quad, vocab):
+            return load(row + uint64(quad) * uint64(16))
+
+        return device_function(aligned)
     load_one = memory.load_f32
 
     @device_function

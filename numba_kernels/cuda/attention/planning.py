@@ -14,6 +14,7 @@ from numba_kernels.cuda.attention import (
     naive,
     parts,
 )
+from numba_kernels.cuda.attention.hopper_tiles import NUM_ROWS
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
 from numba_kernels.cuda.intrinsics.element import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
@@ -146,7 +147,7 @@ def plan(
         if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
             raise ValueError(
                 f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
-                f"of 8 and at most {flash_hopper.NUM_ROWS} query heads a KV head; got {arch}, {num_blocks}, {dtype}, "
+                f"of 8 and at most {NUM_ROWS} query heads a KV head; got {arch}, {num_blocks}, {dtype}, "
                 f"{head_dim} and {share}"
             )
         attend = flash_hopper.plan(

@@ -203,7 +203,7 @@ def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> 
     if not exact:
         most = min(hopper_split.MAX_PARTS, -(-k // BLOCK_K) // hopper_split.LEAST_STEPS)
         options += [(tile, parts) for tile in SPLIT_TILES for parts in (2, 4, 8) if parts <= most]
-    return min(options, key=lambda option: cycles(*option, m, n, k, num_multiprocessors))
+    return min(options, key=lambda option: cycles(option[0], option[1], m, n, k, num_multiprocessors))
 
 
 def plan(
@@ -230,7 +230,8 @@ def plan(
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
     weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
-    maps, way_out = ((0, x_map), (1, weight_map)), "rows"
+    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
+    way_out = "rows"
     if parts > 1:
         kernel, blocks, cluster_blocks = hopper_split.kernel(dtype, out_dtype, tile), tiles * parts, parts
     else:
