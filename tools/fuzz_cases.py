@@ -14,12 +14,15 @@ Fields = dict[str, Any]
 Case = dict[str, Any]
 
 
-def draw_case(rng: random.Random, family: str, emulated: list[str]) -> Case:
-    """A case of a family; `emulated` names the emulated devices of which it may run on one."""
+def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bool = False) -> Case:
+    """A case of a family; `emulated` names the emulated devices of which it may run on one. A small one has few logits,
+    which can be kept."""
     device = rng.choice(emulated) if emulated else None
-    num_new = rng.randint(4, 14)
-    lengths = [rng.randint(1, 60) for _ in range(rng.randint(2, 4))]
+    num_new = rng.randint(4, 6 if is_small else 14)
+    lengths = [rng.randint(1, 24 if is_small else 60) for _ in range(2 if is_small else rng.randint(2, 4))]
     fields = _FAMILIES[family][2](Draw(rng, device is not None))
+    if is_small:
+        fields["vocab_size"] = rng.randint(23, 71)
     original = fields.get("original_max_position_embeddings")
     if original is not None and original < 32:  # longrope: the whole of each prompt in the long range
         lengths = [max(length, original + 1) for length in lengths]

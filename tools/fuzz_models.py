@@ -2,6 +2,7 @@
 
     python tools/fuzz_models.py --peer-python PYTHON [--seed N] [--num M] [--family qwen3 ...]
     python tools/fuzz_models.py --peer-python PYTHON --case FILE
+    python tools/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
 
 `PYTHON` has torch and transformers (`fuzz_oracle.py` runs there, once for all models). Case `i` of seed `N` is always
 the same model (`fuzz_cases.py`), run on the cpu in whole steps and in tight ones (chunked prompts, few blocks, so that
@@ -22,19 +23,24 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import logging
 import multiprocessing
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -95,7 +101,8 @@ class Checker:
             self.total.covered[f"refused by transformers: {answer['refused']}"] += 1
             return []
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=quiet)
         try:
             findings = self._pool.submit(check, case, folder, answer["noise"]).result(HANG_S)
         except BrokenProcessPool:
@@ -113,6 +120,12 @@ class Checker:
                 process.kill()
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+
+def quiet() -> None:
+    """Logs and traces of threads say again what the findings say."""
+    logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda arguments: None
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -163,6 +176,26 @@ def shrunk(checker: Checker, case: Case) -> Case:
             return case
 
 
+def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: list[str], devices: list[str]) -> None:
+    """Small cases that `tests/models/test_fuzzed.py` runs without the oracle: `cases.json` and `oracle.npz`."""
+    kept: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for index in itertools.count():
+        if len(kept) == num:
+            break
+        case = draw_case(random.Random(f"{seed}:{index}"), families[len(kept) % len(families)], devices, is_small=True)
+        made, answer = oracle.make(case)
+        if "refused" in answer:
+            continue
+        config = json.loads((made / "config.json").read_text())
+        with np.load(made / "oracle.npz") as stored:
+            arrays |= {f"{len(kept)}_{name}": array for name, array in stored.items()}
+        kept.append({"case": {name: case[name] for name in case if name != "fields"}, "config": config, **answer})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    np.savez_compressed(folder / "oracle.npz", **arrays)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer-python", required=True, help="a Python with torch and transformers")
@@ -173,9 +206,14 @@ def main() -> int:
     parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
     parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")
     parser.add_argument("--case", type=Path, help="run this case instead")
+    parser.add_argument("--write-goldens", type=Path, help="keep small cases and their answers in this folder")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
     options = parser.parse_args()
     oracle = Oracle(options.peer_python)
+    if options.write_goldens:
+        write_goldens(oracle, options.write_goldens, options.seed, options.num, options.family, options.device)
+        oracle.close()
+        return 0
     checker = Checker(oracle)
     num_failed, start = 0, time.monotonic()
     try:

@@ -1,0 +1,60 @@
+"""Twenty models of `tools/fuzz_models.py`, with transformers' answers kept: every family, odd sizes, tight engines.
+
+    python tools/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.models.folders import write_safetensors
+from tests.models.golden_weights import golden_tensor
+from tools.fuzz_check import check
+
+FOLDER = Path(__file__).parent / "fuzzed"
+KEPT = json.loads((FOLDER / "cases.json").read_text())
+NAMES = [f"{index}_{kept['case']['family']}" for index, kept in enumerate(KEPT)]
+_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def write_kept(folder: Path, index: int) -> dict[str, Any]:
+    """The oracle's folder of a kept case, its weights made again; the case."""
+    kept = KEPT[index]
+    (folder / "config.json").write_text(json.dumps(kept["config"]))
+    case: dict[str, Any] = kept["case"]
+    tensors = {
+        name: golden_tensor(name, tuple(shape), case["weights"]).astype(_NUMPY[case["dtype"]])
+        for name, shape in kept["shapes"].items()
+    }
+    write_safetensors(folder / "model.safetensors", tensors)
+    with np.load(FOLDER / "oracle.npz") as stored:
+        own = {name.removeprefix(f"{index}_"): stored[name] for name in stored if name.startswith(f"{index}_")}
+    np.savez(folder / "oracle.npz", **own)
+    return case
+
+
+def failures_of(folder: Path, index: int, device: str) -> list[str]:
+    case = write_kept(folder, index)
+    runs = [run for run in case["runs"] if run["device"].startswith(device)]
+    assert runs
+    findings = check({**case, "runs": runs}, folder, KEPT[index]["noise"])
+    assert findings.covered[case["family"]] == 1  # nothing was left out
+    return findings.failures
+
+
+@pytest.mark.parametrize("index", range(len(KEPT)), ids=NAMES)
+def test_cpu(tmp_path: Path, index: int) -> None:
+    assert failures_of(tmp_path, index, "cpu") == []
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", range(len(KEPT)), ids=NAMES)
+def test_emulated(tmp_path: Path, index: int) -> None:
+    assert failures_of(tmp_path, index, "emulated") == []
