@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from models.errors import ModelLoadError
 from models.rope_config import RopeConfig
 from runtime.device.device import CPU, Device
 from runtime.ops import RopeTable
@@ -20,9 +21,20 @@ from runtime.tensor.tensor import Tensor
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
+_MOST_TABLE_BYTES = 4 << 30
+
 
 def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) -> RopeTable:
-    """cos and sin `[num_positions, rotary_dim / 2]` on a device."""
+    """cos and sin `[num_positions, rotary_dim / 2]` on a device.
+
+    Raises `ModelLoadError` for a table of more than 4 GiB.
+    """
+    size_bytes = 2 * num_positions * (rope.rotary_dim // 2) * 4
+    if size_bytes > _MOST_TABLE_BYTES:
+        raise ModelLoadError(
+            f"the rotary table of {num_positions:,} positions takes {size_bytes:,} bytes, more than the limit of"
+            f" {_MOST_TABLE_BYTES:,}: serve fewer tokens a sequence with max_model_len"
+        )
     frequencies = inverse_frequencies(rope, num_positions)  # [rotary_dim / 2]
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.

@@ -91,7 +91,7 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         dtype=loaded.dtype.name,
         quantization=loaded.quantization,
         vocab_size=loaded.config.vocab_size,
-        eos_token_ids=load_generation_config(folder).eos_token_ids,
+        eos_token_ids=_eos_token_ids(folder, loaded.config.vocab_size),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -105,6 +105,18 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     )
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
+
+
+def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The model's ids that end a choice, without those that its vocabulary lacks: no step ever draws them."""
+    given = load_generation_config(folder).eos_token_ids
+    kept = tuple(token_id for token_id in given if token_id < vocab_size)
+    if kept != given:
+        outside = [token_id for token_id in given if token_id not in kept]
+        logger.warning(
+            "eos_token_id %s of %s: not in the vocabulary of %d tokens, left out", outside, folder, vocab_size
+        )
+    return kept
 
 
 def free_device_bytes(device: Device) -> int:

@@ -116,8 +116,9 @@ def write_model(folder: Path, golden: Golden, stored_as: str = "F32", config: st
     return folder
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    """Replace fields of a folder's config.json; `...` removes one."""
+def change_config(folder: Path, **changes: Any) -> Path:
+    """Replace fields of a folder's config.json; `...` removes one. Returns the folder."""
     path = folder / "config.json"
     fields = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+    return folder

@@ -165,6 +165,15 @@ def test_position_tables_end_at_the_wanted_length(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(short, IDS), logits_of(whole, IDS))
 
 
+def test_a_position_table_beyond_memory_is_refused_with_its_size(tmp_path: Path) -> None:
+    folder = change_config(write_model(tmp_path, LLAMA), max_position_embeddings=10**9)
+    with pytest.raises(ModelLoadError, match=r"1,000,000,000 positions takes 64,000,000,000 bytes.* max_model_len"):
+        load_model(folder)
+    model = load_model(folder, max_model_len=40)
+    assert isinstance(model, LlamaModel)
+    assert model.rope.cos.shape == (40, 8)
+
+
 # ---------------------------------------------------------------- dummy weights
 
 
