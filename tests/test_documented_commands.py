@@ -1,0 +1,221 @@
+"""Every command that README and docs show is one that this program takes, and runs as it is written there.
+
+A command that no table of this file knows fails the test: whoever documents one says here what it prints, or why it
+cannot be run here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from runtime.cli import app
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.errors import XservError
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
+STARTS = re.compile(r"(?:\.venv/bin/)?xserv [a-z]|python3? -m |python tools/|make (?:-s )?[a-z]|printf ")
+
+QUICK = {
+    r"printf 'What is 17 plus 25?\n' | make -s chat": "42",
+    'xserv generate --prompt "Once upon a time" --json': '"finish_reason"',
+    'xserv tokenize "some text"': "Ġte",
+    "xserv info": "KV",
+    "xserv kernels list": "",
+    "xserv chat": "",  # on a pipe: one message
+}
+"""What runs in seconds, and something that it prints."""
+
+SLOW = {
+    '.venv/bin/xserv generate --device emulated:sm_80 --gemm naive --prompt "What is 17 plus 25?"': "42",
+    "make chat DEVICE=emulated": "",
+    "xserv bench overhead": "schedule",
+    "xserv bench latency": "",
+    "xserv bench throughput": "",
+    "xserv bench streaming": "",
+    "xserv bench memory": "",
+    "xserv bench chunked": "",
+    "xserv bench chunked --num-rounds 4 --output-json chunked.json": "",
+    "python tools/bench_events.py --streams 200 --tokens 400": "",
+    "python -m tools.eval_demo_model --num 200 --check": "",
+}
+"""What takes a minute or more."""
+
+ELSEWHERE = {
+    "a GPU": (
+        "make chat DEVICE=cuda", "xserv bench allocator", "xserv bench kernels", "xserv bench profile",
+        "python -m tools.gpu_check", "python -m tools.tune_kernels",
+    ),
+    "a server that runs until it is stopped": (
+        "make serve", "xserv serve", "xserv serve --model …", "python tools/soak.py --minutes 10",
+        ".venv/bin/xserv serve --model /path/to/folder --max-model-len 4096 --port 8000",
+        "xserv serve --model /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
+        "python tools/soak.py --minutes 10 --clients 8",
+        "python tools/fuzz_api.py --cases 20000 --clients 4 --seed 20261121",
+        "xserv bench serve",
+        "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
+        "xserv bench serve --base-url http://host:8000 --endpoint chat "
+        "--num-prompts 500 --request-rate 20 --burstiness 0.5",
+        "xserv bench serve --prefix-len 512 --num-prefixes 4 --max-concurrency 64 --api-key KEY --base-url …",
+        "python -m runtime.cli bench serve --num-prompts 200 --input-len 32 "
+        "--output-len 100 --device cpu --goodput ttft:2000",
+    ),
+    "other engines beside this one": (
+        "xserv bench peers", "xserv bench tokenizer", "python -m runtime.cli bench peers --num-rounds 5 --json",
+        "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
+        "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
+        "xserv bench tokenizer FOLDER... --text prose=pride_and_prejudice.txt "
+        "--text code=code.txt --num-rounds 3 --loads 1",
+        "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
+        "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
+        "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
+    ),
+    "a hub, or a file that the reader has": (
+        "make chat MODEL=Qwen/Qwen3-0.6B",
+        "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
+        "python -m tools.simulate", "python -m tools.perplexity FOLDER TEXT [--quantization int8]",
+        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config Qwen3-8B --gpu h200",
+        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config Qwen3-8B --output-json azure.json",
+    ),
+    "many minutes of a quiet machine": (
+        "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
+        "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
+        "xserv bench simulation --output-json simulation.json",
+        "xserv bench stalls --num-rounds 3 --output-json stalls.json",
+        "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",
+        "python -m tools.eval_demo_model --num 200 [--quantization int8]",
+        "python tools/kernel_report.py --json docs/kernels_report.json --markdown docs/kernels_report.md",
+        "xserv kernels build",
+    ),
+    "it runs these tests, or undoes what they need": ("make test", "xserv kernels clear"),
+    "the same as others, without arguments": ("make chat", "python -m runtime.cli"),
+}  # fmt: skip
+"""What is not run here: why, and which commands."""
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Page and command of all that is shown in a block, or between backticks."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = "".join(re.findall(r"```(?:sh|console)\n(.*?)```", text, re.S)).splitlines()
+        prose = re.sub(r"```.*?```", "", text, flags=re.S)
+        found += re.findall(r"^    (.+)$", prose, re.M) + re.findall(r"`([^`\n]+)`", prose)
+        for line in found:
+            command = re.sub(r"\s+# .*", "", line.strip().removeprefix("$ ")).removesuffix("\\").strip()
+            if STARTS.match(command):
+                yield from ((page.name, each) for each in alternatives(command))
+
+
+def alternatives(command: str) -> list[str]:
+    r"""``xserv kernels build\|list`` as two commands."""
+    for word in command.split():
+        if r"\|" in word:
+            return [command.replace(word, each) for each in word.split(r"\|")]
+    return [command]
+
+
+def test_each_is_run_here_or_says_why_not() -> None:
+    known = {*QUICK, *SLOW, *(command for commands in ELSEWHERE.values() for command in commands)}
+    shown = {command for _, command in documented()}
+    assert sorted(shown - known) == [], "documented, but in no table of this file"
+    assert sorted(known - shown) == [], "in a table of this file, but documented nowhere"
+
+
+def test_every_option_exists() -> None:
+    """The subcommands and options that a page names are the program's, or in the tool's help."""
+    wrong = []
+    for page, command in documented():
+        words = [word.strip("[]") for word in shlex.split(command.split(" > ")[0].split(" && ")[0])]
+        options = [word.split("=")[0] for word in words if word.startswith("--")]
+        if words[0] in ("make", "printf", "python3"):
+            continue
+        if words[0] == "python" and not command.startswith("python -m runtime.cli"):
+            tool = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+            taken = help_of(ROOT / tool) if options else ""
+            wrong += [f"{page}: {command}: {option}" for option in options if option not in taken]
+            continue
+        inner = typer.main.get_command(app)
+        rest = words[3:] if words[0] == "python" else words[1:]
+        while rest and hasattr(inner, "get_command"):
+            found = inner.get_command(typer.Context(inner), rest.pop(0))
+            assert found is not None, f"{page}: {command}: there is no such command"
+            inner = found
+        names = {name for parameter in inner.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        wrong += [f"{page}: {command}: {option}" for option in options if option not in names]
+    assert wrong == []
+
+
+@functools.cache
+def help_of(tool: Path) -> str:
+    """What a tool's ``--help`` prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, tool, "--help"], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout
+
+
+def run_as_written(command: str, folder: Path, timeout_s: float) -> str:
+    """What it prints. `xserv` and `python` are this environment's; files are written in `folder`."""
+    binaries = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = command.replace(".venv/bin/", f"{binaries}/").replace("tools/", f"{ROOT}/tools/")
+    command = re.sub(r"\bmake ", f"make -C {ROOT} ", command)
+    command = re.sub(r"^xserv ", f"{binaries}/python -m runtime.cli ", command)
+    message = None if "|" in command else "What is 17 plus 25?\n"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder, env=environment, input=message, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_quick(command: str, tmp_path: Path) -> None:
+    assert QUICK[command] in run_as_written(command, tmp_path, 300)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", SLOW)
+def test_slow(command: str, tmp_path: Path) -> None:
+    assert SLOW[command] in run_as_written(command, tmp_path, 590)
+
+
+def test_the_python_of_the_readme(tmp_path: Path) -> None:
+    """Its block that needs no server."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    (block,) = [block for block in blocks if "from runtime import LLM" in block]
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "tenalp"
+
+
+def test_without_a_gpu_the_commands_that_need_one_say_so(tmp_path: Path) -> None:
+    try:
+        Gpu.of(Device.parse("cuda"))
+        pytest.skip("there is a GPU here")
+    except XservError as error:
+        reason = str(error).split(":")[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.cli", "chat", "--device", "cuda"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, input="", capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
