@@ -105,6 +105,7 @@ class Weights:
 
     def _keep(self, array: np.ndarray[Any, Any], name: str) -> Tensor:
         tensor = Tensor.from_numpy(array).to(self._device)
+        tensor.storage.freeze()
         self._source.release(name)
         self.size_bytes += array.nbytes
         return tensor

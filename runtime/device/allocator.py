@@ -14,8 +14,8 @@ lands in a queue, which the next call empties. While a stream is captured into a
 own pool, and what other pools get back is kept for as long as the graph.
 
 On an emulated device each block is followed by a gap, and the emulator is told where blocks begin and end
-(`emulator.pool_blocks`), so that an access beside one, or after it was returned, is found although it lies within a
-segment.
+(`emulator.driver.pool_blocks`), so that an access beside one, or after it was returned, is found although it lies
+within a segment.
 
 After PyTorch's CUDACachingAllocator; the differences are the arena (`runtime.device.arena`) and what is written here.
 """
@@ -63,6 +63,12 @@ class DeviceBlock:
         """Says that work on `stream` uses the block, which is not the stream it was allocated for."""
         if (pool := self._pool) is not None and stream is not pool.stream:
             pool.users.setdefault(self._block, set()).add(stream)
+
+    def declare_immutable(self, stream: Stream) -> None:
+        """Says that nothing writes the block again, after what `stream` holds now. An emulated device checks it, and
+        lets a dependent launch read the block before it waits for the kernel in front of it."""
+        if (pool := self._pool) is not None and self.size_bytes:
+            pool.allocator.declare_immutable(self, stream)
 
     def release(self) -> None:
         """Returns the memory; once is enough. Work in its own stream may still be using it."""
@@ -214,6 +220,11 @@ class Allocator:
                 self._collect_returned()
             finally:
                 self._lock.release()
+
+    def declare_immutable(self, block: DeviceBlock, stream: Stream) -> None:
+        """Called by DeviceBlock."""
+        if self._is_marking:
+            self._context.call("emuDeclareImmutableAsync", block.address, block.size_bytes, stream.handle)
 
     def trim(self) -> int:
         """Gives the segments of which nothing is in use back to the driver; how many bytes that was.

@@ -151,6 +151,13 @@ class Gpu:
         """Memory for work on `stream`, as `Allocator.allocate`."""
         return self.allocator.allocate(size_bytes, stream or self._streams.current)
 
+    def declare_immutable(self, block: object) -> None:
+        """Says that nothing writes a block of the allocator again, after what the stream holds now. Memory that is
+        not the allocator's is left as it is. Raises CaptureError where the stream is recorded into a graph."""
+        stream = self._not_captured("declare_immutable", None)
+        if isinstance(block, DeviceBlock):
+            block.declare_immutable(stream)
+
     def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
         """Copies an array's elements, in C order, to the device. The array may be changed as soon as this returns.
 

@@ -149,6 +149,7 @@ def prepare_linear(
     for part in weights:
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
+    rows.storage.freeze()
     has_bias = any(part is not None for part in biases)
     return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, gemm, exact=exact)
 

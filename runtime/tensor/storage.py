@@ -36,7 +36,7 @@ class Storage:
         address: on a GPU, where the bytes lie; 0 on the cpu, where a tensor's array knows.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_share", "address", "device", "owner", "size_bytes")
+    __slots__ = ("__weakref__", "_buffer", "_is_frozen", "_share", "address", "device", "owner", "size_bytes")
 
     def __init__(
         self, device: Device, size_bytes: int, buffer: NDArray | None, owner: object, address: int = 0
@@ -48,6 +48,7 @@ class Storage:
         self.owner = owner
         self.address = address
         self._buffer = buffer
+        self._is_frozen = False
         # Each tensor holds a reference to `_share` and nobody else does, so that the interpreter's own
         # counter, which threads cannot tear, is the number of tensors.
         self._share = object()
@@ -99,8 +100,20 @@ class Storage:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether writing is refused: a read-only array or mapped file stands behind."""
-        return self._buffer is not None and not self._buffer.flags.writeable
+        """Whether writing is refused: the storage is frozen, or a read-only array or mapped file stands behind."""
+        return self._is_frozen or (self._buffer is not None and not self._buffer.flags.writeable)
+
+    def freeze(self) -> None:
+        """Declares that nobody writes these bytes again: a weight, once it is loaded.
+
+        Tensors refuse to write them. An emulated GPU checks every kernel and copy, and lets a kernel that is launched
+        dependently read them before it waits for the one in front of it.
+        """
+        self._is_frozen = True
+        if self.device.kind != "cpu":
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(self.device).declare_immutable(self.owner)
 
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
         """A numpy view; strides and offset in elements. Read-only where the storage is or where elements

@@ -75,11 +75,13 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
     copy_tiles = copy_all(2 * row_tiles, tile_bytes)
     flip_of = mma.accumulator_flip(COLUMNS)
 
-    def parts_of(step: int) -> tuple[Any, Any, Any]:
+    def parts_of(step: int) -> tuple[Any, Any, Any, Any]:
         """Of a step of the group: ``load(weights, rows, column, end, is_whole)``, this lane's 16 bytes of each of its 4
-        rows of the weight, zeros from `end` on; ``copy_x(...)``, of x; ``multiply(...)`` them, once they are there."""
+        rows of the weight, zeros from `end` on, and ``load_early(weights, rows, column, end)``, the same in front of
+        `wait_for_previous_grid`; ``copy_x(...)``, of x; ``multiply(...)`` them, once they are there."""
         first, stage = 16 * step, step % num_stages * stage_bytes
-        load_whole = load_all("stream", tuple((first + 4 * r, r, step * STEP * 2) for r in range(4)))
+        places = tuple((first + 4 * r, r, step * STEP * 2) for r in range(4))
+        load_whole, load_whole_early = load_all("stream", places), load_all("stream_early", places)
         load_x = load_all("shared", tuple((4 * j, 0, stage + j * tile_bytes) for j in range(2 * row_tiles)))
         multiply_tiles = multiply_all(
             dtype,
@@ -92,6 +94,13 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
                 for j in range(row_tiles) for h in range(2) for r in range(4)
             ),
         )  # fmt: skip
+
+        @device_function
+        def load_early(weights, rows, column, end):
+            for e in range(16):
+                weights[first + e] = uint32(0)
+            if uint32(column + uint32(step * STEP)) < end:
+                load_whole_early(weights, rows)
 
         @device_function
         def load(weights, rows, column, end, is_whole):
@@ -115,11 +124,14 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
             load_x(x_words, x_stages)
             multiply_tiles(sums, x_words, weights)
 
-        return load, copy_x, multiply
+        return load_early, load, copy_x, multiply
 
     parts = [parts_of(step) for step in range(STEPS + num_stages - 1)]
-    (load_0, _, multiply_0), (load_1, _, multiply_1), (load_2, _, multiply_2), (load_3, _, multiply_3) = parts[:STEPS]
-    copies = [copy_x for _, copy_x, _ in parts]
+    (load_early_0, load_early_1, load_early_2, load_early_3), (load_0, load_1, load_2, load_3), _, multiplies = zip(
+        *parts[:STEPS]
+    )
+    multiply_0, multiply_1, multiply_2, multiply_3 = multiplies
+    copies = [copy_x for _, _, copy_x, _ in parts]
     copy_now_0, copy_now_1, copy_now_2 = copies[0], copies[1], copies[2]
     copy_0, copy_1, copy_2, copy_3 = copies[num_stages - 1 :]
 
@@ -150,12 +162,12 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
             rows[r] = weight + uint64(row) * row_bytes + uint64(position * uint32(2) + t * uint32(16))
         weights = cuda.local.array(num_words, uint32)
         column = uint32(position + t * uint32(8))
-        load_0(weights, rows, column, end, False)
-        load_1(weights, rows, column, end, False)
-        load_2(weights, rows, column, end, False)
-        load_3(weights, rows, column, end, False)
+        load_early_0(weights, rows, column, end)
+        load_early_1(weights, rows, column, end)
+        load_early_2(weights, rows, column, end)
+        load_early_3(weights, rows, column, end)
 
-        wait_for_previous_grid()  # the weight is nobody's output; x may be
+        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
         # This lane's row of each tile of x, if there is one, and which tiles its warp copies.
         place, tile_step = x + uint64(g) * row_bytes + uint64(column) * uint64(2), row_bytes * uint64(8)
         num_tiles = uint32(m - g + uint32(7)) >> uint32(3) if g < m else uint32(0)

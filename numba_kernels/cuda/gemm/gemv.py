@@ -42,10 +42,11 @@ MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing 
 
 
 @functools.cache
-def _weight_loader(dtype: str) -> tuple[Any, Any]:
-    """Device functions ``address -> 4 words``, for what is read once, and ``words -> VECTOR_WIDTH float32``."""
+def _weight_loader(dtype: str) -> tuple[Any, Any, Any]:
+    """Device functions ``address -> 4 words``, for what is read once, before `wait_for_previous_grid` and after it, and
+    ``words -> VECTOR_WIDTH float32``."""
     if dtype == "f32":
-        return memory.stream_4xf32, device_function(lambda a, b, c, d: (a, b, c, d))
+        return memory.stream_early_4xf32, memory.stream_4xf32, device_function(lambda a, b, c, d: (a, b, c, d))
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
 
     @device_function
@@ -56,7 +57,7 @@ def _weight_loader(dtype: str) -> tuple[Any, Any]:
         d0, d1 = unpack(d)
         return a0, a1, b0, b1, c0, c1, d0, d1
 
-    return memory.stream_4xb32, widen
+    return memory.stream_early_4xb32, memory.stream_4xb32, widen
 
 
 @functools.cache
@@ -89,7 +90,7 @@ def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Speciali
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element = vector_loader(dtype), element_loader(dtype)
-    load_weights, widen = _weight_loader(dtype)
+    load_early, load_later, widen = _weight_loader(dtype)
     columns = COLUMNS[rows]
     turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
     word = uint32 if is_aligned and dtype != "f32" else float32
@@ -97,16 +98,21 @@ def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Speciali
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (_exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
     partial_floats = BLOCK_WARPS * num_sums
 
-    @device_function
-    def load_turn(weight_rows, i, loaded):
-        for c in range(columns):
-            address = weight_rows[c] + uint64(i * turn * item_bytes)
-            if is_aligned:
-                vector = load_weights(address)
-                for e in range(4):
-                    loaded[i, c, e] = vector[e]
-            else:
-                loaded[i, c, 0] = load_element(address)
+    def turn_loader(load_weights):
+        @device_function
+        def load_turn(weight_rows, i, loaded):
+            for c in range(columns):
+                address = weight_rows[c] + uint64(i * turn * item_bytes)
+                if is_aligned:
+                    vector = load_weights(address)
+                    for e in range(4):
+                        loaded[i, c, e] = vector[e]
+                else:
+                    loaded[i, c, 0] = load_element(address)
+
+        return load_turn
+
+    load_first_turn, load_turn = turn_loader(load_early), turn_loader(load_later)
 
     def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32):
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
@@ -127,9 +133,9 @@ def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Speciali
                 for e in range(words):
                     loaded[i, c, e] = word(0)
             if position + uint32(i * turn) < k:
-                load_turn(weight_rows, i, loaded)
+                load_first_turn(weight_rows, i, loaded)
 
-        wait_for_previous_grid()  # the weight is nobody's output; x may be
+        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
         launch_dependents()
         x_rows = cuda.local.array(rows, uint64)
         for r in range(rows):

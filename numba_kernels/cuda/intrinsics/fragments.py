@@ -28,6 +28,7 @@ _LOADS = {
     # For immutable weights, each byte of which is read once: past the first-level cache. A row's neighbouring sectors
     # will be wanted soon.
     "stream": "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS,
+    "stream_early": "ld.global.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS,
     "shared": "ld.shared.v4.b32 " + _FOUR_WORDS,
     "matrix": "ldmatrix.sync.aligned.m8n8.x4.shared.b16 " + _FOUR_WORDS,
     "matrix_transposed": "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 " + _FOUR_WORDS,
@@ -45,13 +46,14 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...]) -> Any:
     """A function ``(words, addresses) -> None``: each entry of `plan` is one load of 16 bytes a lane.
 
     Args:
-        how: "stream": global memory that nobody writes, past the first-level cache; "shared"; "matrix" and
+        how: "stream": global memory that nobody writes, past the first-level cache; "stream_early": the same in front
+            of `wait_for_previous_grid`, behind which ptxas moves .nc loads; "shared"; "matrix" and
             "matrix_transposed": `ldmatrix`.
         plan: (first of 4 elements of `words`, element of `addresses`, bytes to add).
 
     `words` are uint32; `addresses` uint64 for global memory, else uint32.
     """
-    address_type, letter = (_LONG, "l") if how == "stream" else (_WORD, "r")
+    address_type, letter = (_LONG, "l") if how.startswith("stream") else (_WORD, "r")
     function_type = ir.FunctionType(ir.LiteralStructType([_WORD] * 4), [address_type])
     assembly = ir.InlineAsm(function_type, _LOADS[how], f"=r,=r,=r,=r,{letter},~{{memory}}", side_effect=True)
 

@@ -19,7 +19,6 @@ load_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l")
 load_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l")
 load_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l")
 load_2xb32 = instruction("ld.global.v2.b32 {$0,$1}, [$2];", "rr", "l")
-load_2xf32 = instruction("ld.global.v2.f32 {$0,$1}, [$2];", "ff", "l")
 load_4xb32 = instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 load_2xf32 = instruction("ld.global.v2.f32 {$0,$1}, [$2];", "ff", "l")
 load_4xf32 = instruction("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
@@ -27,6 +26,9 @@ load_4xf32 = instruction("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 # For immutable weights, each byte of which is read once: past the first-level cache.
 stream_4xb32 = instruction("ld.global.nc.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 stream_4xf32 = instruction("ld.global.nc.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
+# The same in front of `wait_for_previous_grid`, behind which ptxas moves .nc loads.
+stream_early_4xb32 = instruction("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
+stream_early_4xf32 = instruction("ld.global.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 
 store_b16 = instruction("st.global.b16 [$0], $1;", "", "l h")
 store_b32 = instruction("st.global.b32 [$0], $1;", "", "l r")

@@ -10,7 +10,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 sync_block = instruction("bar.sync 0;")
 sync_named = instruction("bar.sync $0, $1;", "", "r r")  # barrier 1 to 15, threads in whole warps
 arrive_named = instruction("bar.arrive $0, $1;", "", "r r")  # counts as there, and goes on
-wait_for_previous_grid = instruction("griddepcontrol.wait;")  # sm_90 on: before all memory but what .nc loads
+wait_for_previous_grid = instruction("griddepcontrol.wait;")  # sm_90 on: before all memory but weights (immutable)
 launch_dependents = instruction("griddepcontrol.launch_dependents;")
 
 

@@ -47,6 +47,7 @@ class Case:
         if launch is None:
             return get(gpu, out, (m, n), out_dtype)
         held = [put(gpu, x), put(gpu, self.weight)]
+        gpu.declare_immutable(held[1])
         addresses = [block.address for block in held]
         for term in (self.bias, None if self.residual is None else self.residual[rows]):
             if term is not None:

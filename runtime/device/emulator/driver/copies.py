@@ -66,7 +66,7 @@ class Copy:
         source, target, size = self.source, self.target, self.size_bytes
         for place, is_write in ((source, False), (target, True)):
             if place.machine is not None:
-                place.machine.check(place.address, size, self.label)
+                place.machine.check(place.address, size, self.label, is_write=is_write)
                 place.machine.check_block(place.address, size, self.label)
                 self.driver.order.touch(work, place.machine, place.address, size, is_write=is_write)
         if target.machine is None:
@@ -115,7 +115,7 @@ class Fill:
         machine, address = self.target.machine, self.target.address
         assert machine is not None
         size = self.width * self.count
-        machine.check(address, size, self.label)
+        machine.check(address, size, self.label, is_write=True)
         machine.check_block(address, size, self.label)
         self.driver.order.touch(work, machine, address, size, is_write=True)
         pattern = (self.value % (1 << (8 * self.width))).to_bytes(self.width, "little")

@@ -43,5 +43,6 @@ class DryDriver(EmulatedDriver):
         return OK
 
     cuMemFree = cuFuncSetAttribute = cuLaunchKernelEx = emuDivide = emuMarkAsync = _accept  # type: ignore[assignment]
+    emuDeclareImmutableAsync = _accept  # type: ignore[assignment]
     cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemcpyBatchAsync = cuMemsetD8Async = _accept  # type: ignore[assignment]
     cuModuleLoadData = cuModuleGetFunction = _new  # type: ignore[assignment]

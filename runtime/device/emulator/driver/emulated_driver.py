@@ -18,6 +18,7 @@ from runtime.device.emulator.driver.architectures import GpuModel, model_of
 from runtime.device.emulator.driver.copies import CopyFunctions
 from runtime.device.emulator.driver.devices import DeviceFunctions
 from runtime.device.emulator.driver.graphs import GraphFunctions
+from runtime.device.emulator.driver.immutable import ImmutableFunctions
 from runtime.device.emulator.driver.pool_blocks import PoolFunctions
 from runtime.device.emulator.driver.stream_faults import leak
 from runtime.device.emulator.driver.streams import StreamFunctions
@@ -31,7 +32,8 @@ DEFAULT_NUM_DEVICES = 2
 
 
 class EmulatedDriver(
-    DeviceFunctions, MemoryFunctions, CopyFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions
+    DeviceFunctions, MemoryFunctions, CopyFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions,
+    ImmutableFunctions,
 ):
     """One driver with its devices, as a process would find it.
 

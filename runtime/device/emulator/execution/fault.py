@@ -49,6 +49,7 @@ class FaultKind(IntEnum):
     RACE_WRITE_AFTER_WRITE = 109
     RACE_WRITE_AFTER_READ = 110
     RACE_WITHIN_WARP = 111
+    IMMUTABLE_WRITTEN = 112
     # warp-level [ALU]: 200 …
     # asynchronous work, tensor cores [ASYNC]: 300 …
     IN_FLIGHT = 300
@@ -89,7 +90,8 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.BRANCH_INDEX: "brx.idx with index {a} of {b} targets",
     FaultKind.IN_FLIGHT: "{address:#x} is the target of an asynchronous copy in flight (issued by instruction {a})",
     FaultKind.SOURCE_IN_FLIGHT: "{address:#x} is overwritten while an asynchronous operation still reads it",
-    FaultKind.BEFORE_DEPENDENCY: "a dependent launch touches global memory at {address:#x} before griddepcontrol.wait",
+    FaultKind.BEFORE_DEPENDENCY: "a dependent launch touches global memory at {address:#x}, which was not declared "
+    "immutable, before griddepcontrol.wait",
     FaultKind.MISSING_PROXY_FENCE: "the async proxy reads shared memory at {address:#x} that warp {a} wrote through "
     "the generic proxy, without fence.proxy.async between",
     FaultKind.ACCUMULATOR_IN_FLIGHT: "a register of wgmma that is in flight is touched before its wgmma.wait_group",
@@ -125,6 +127,7 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.RACE_WITHIN_WARP: (
         "a race: a lane reads what another lane of its warp wrote to {address:#x}, with no bar.warp.sync between"
     ),
+    FaultKind.IMMUTABLE_WRITTEN: "{b} bytes at {address:#x} are written, which were declared immutable",
     FaultKind.LANE_NOT_IN_MASK: "a lane executes a .sync instruction whose member mask {a:#010x} lacks it",
     FaultKind.MISSING_EVENT: "no event orders this access to {address:#x} and that of another stream's work",
     FaultKind.USE_AFTER_FREE: "memory at {address:#x} is freed while another stream's work may still use it",

@@ -23,7 +23,6 @@ from runtime.device.emulator.execution.warp_state import (
     LAUNCH_ARENA_BYTES,
     LAUNCH_ARENA_SHADOW,
     LAUNCH_CHECKS,
-    WARP_BEFORE_DEPENDENCY,
     WARP_CLOCK,
     WARP_LAUNCH,
 )
@@ -187,9 +186,6 @@ def memory_careful(
     checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
     total = size * count
     action = STORE if flags & IS_STORE else LOAD
-    is_waiting = warp[WARP_BEFORE_DEPENDENCY]
-    if flags & IS_NC:  # of what nobody writes, a weight: need not come after the previous kernel
-        warp[WARP_BEFORE_DEPENDENCY] = 0
     for lane in range(32):
         if mask >> lane & 1:
             address = types.int64(addresses[lane]) + offset
@@ -198,7 +194,6 @@ def memory_careful(
             places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
             if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):
                 return 1
-    warp[WARP_BEFORE_DEPENDENCY] = is_waiting
     if checks & COUNT_MEMORY:
         count_access(warp, site, mask, places, blocks, total)
     is_racing = warp[WARP_CLOCK] != 0 and checks & CHECK_RACES != 0

@@ -26,13 +26,17 @@ from runtime.errors import DeviceError, InvalidArgumentError, OutOfMemoryError
 if TYPE_CHECKING:
     from runtime.device.emulator.driver.pool_blocks import PoolBlocks
 
-IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ = 1, 2, 4, 8, 16, 32
+IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ, IS_IMMUTABLE = 1, 2, 4, 8, 16, 32, 64
 """The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none. IS_IN_FLIGHT: an
-asynchronous write will land here; IS_BEING_READ: an asynchronous read has not happened yet."""
+asynchronous write will land here; IS_BEING_READ: an asynchronous read has not happened yet; IS_IMMUTABLE: the program
+has declared that nothing writes here again while the allocation, or the pool's block, lives."""
 
 REDZONE_BYTES = 256
 PAGE_BYTES = 4096
 ALIGNMENT_BYTES = 256
+
+_MADE_IMMUTABLE = bytes(state | IS_IMMUTABLE for state in range(256))
+_IMMUTABLE_BIT = bytes(state & IS_IMMUTABLE for state in range(256))
 
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
@@ -261,18 +265,37 @@ class Machine:
 
     # -- what the host does with it ------------------------------------------------------------------------------
 
-    def check(self, address: int, size_bytes: int, action: str) -> None:
-        """Raises DeviceMemoryError unless all of a range lies in one live allocation."""
+    def check(self, address: int, size_bytes: int, action: str, *, is_write: bool = False) -> None:
+        """Raises DeviceMemoryError unless all of a range lies in one live allocation and, for a write, none of it is
+        immutable."""
         found = self._live.at_or_below(address)
         if size_bytes < 0:
             raise InvalidArgumentError(f"{action}: a size of {size_bytes} bytes", param="size_bytes")
         if found is not None and address + size_bytes <= found.end:
+            if is_write:
+                self._check_writable(address, size_bytes, action)
             return
         first = found.end if found is not None and address < found.end else address
         raise DeviceMemoryError(
             f"{action} of {size_bytes:,} bytes at {address:#x} on emulated device {self.index}: {self.describe(first)}",
             first,
         )
+
+    def _check_writable(self, address: int, size_bytes: int, action: str) -> None:
+        states = ctypes.string_at(address + self.shadow_delta, size_bytes)
+        first = states.translate(_IMMUTABLE_BIT).find(IS_IMMUTABLE)
+        if first >= 0:
+            raise DeviceMemoryError(
+                f"{action} of {size_bytes:,} bytes at {address:#x} on emulated device {self.index}, some of which were "
+                f"declared immutable: {self.describe(address + first)}",
+                address + first,
+            )
+
+    def declare_immutable(self, address: int, size_bytes: int) -> None:
+        """Says that nothing writes a range inside one allocation again. Raises DeviceMemoryError."""
+        self.check(address, size_bytes, "declaration of immutable memory")
+        states = ctypes.string_at(address + self.shadow_delta, size_bytes)
+        ctypes.memmove(address + self.shadow_delta, states.translate(_MADE_IMMUTABLE), size_bytes)
 
     def check_block(self, address: int, size_bytes: int, action: str) -> None:
         """The same of a range in an allocation that a pool has divided: it must lie in one block that lives now."""
@@ -282,7 +305,7 @@ class Machine:
     def write(self, address: int, data: bytes | bytearray | memoryview) -> None:
         """Copies a C-contiguous buffer to device memory. Raises DeviceMemoryError."""
         view = memoryview(data).cast("B")
-        self.check(address, len(view), "write")
+        self.check(address, len(view), "write", is_write=True)
         if not len(view):
             return
         if view.readonly:
@@ -298,14 +321,14 @@ class Machine:
 
     def fill(self, address: int, byte: int, size_bytes: int) -> None:
         """Sets bytes to a value from 0 to 255. Raises DeviceMemoryError."""
-        self.check(address, size_bytes, "fill")
+        self.check(address, size_bytes, "fill", is_write=True)
         ctypes.memset(address, byte, size_bytes)
         self.mark_written(address, size_bytes)
 
     def copy(self, destination: int, source: int, size_bytes: int, source_machine: Machine | None = None) -> None:
         """Copies between allocations, of this machine or from another's; carries over what was never written."""
         other = source_machine or self
-        self.check(destination, size_bytes, "copy to")
+        self.check(destination, size_bytes, "copy to", is_write=True)
         other.check(source, size_bytes, "copy from")
         ctypes.memmove(destination, source, size_bytes)
         allocation = self.allocation_of(destination)

@@ -47,6 +47,7 @@ _REASONS = {
     FaultKind.UNINITIALIZED: "which nothing has written",
     FaultKind.NO_PEER_ACCESS: "which belongs to another device",
     FaultKind.WRONG_SPACE: "which is not in the instruction's state space",
+    FaultKind.IMMUTABLE_WRITTEN: "which was declared immutable",
 }
 
 
@@ -87,7 +88,7 @@ class LaunchShape:
 
 
 def is_memory_fault(kind: FaultKind) -> bool:
-    return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.RACE_WITHIN_WARP
+    return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.IMMUTABLE_WRITTEN
 
 
 def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKind:

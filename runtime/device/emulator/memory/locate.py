@@ -44,6 +44,7 @@ from runtime.device.emulator.memory.device_memory import (
     IS_BEING_READ,
     IS_FREED,
     IS_HOST,
+    IS_IMMUTABLE,
     IS_IN_FLIGHT,
     IS_INITIALISED,
 )
@@ -73,6 +74,7 @@ _NO_PEER_ACCESS = int(FaultKind.NO_PEER_ACCESS)
 _IN_FLIGHT = int(FaultKind.IN_FLIGHT)
 _SOURCE_IN_FLIGHT = int(FaultKind.SOURCE_IN_FLIGHT)
 _BEFORE_DEPENDENCY = int(FaultKind.BEFORE_DEPENDENCY)
+_IMMUTABLE_WRITTEN = int(FaultKind.IMMUTABLE_WRITTEN)
 
 
 @njit
@@ -127,9 +129,21 @@ def _shared_place(warp, site, lane, address, size, action, space, place):
 
 
 @njit
+def _may_touch_early(launch, address, size, action):
+    """Whether a dependent launch may touch a range before griddepcontrol.wait: it reads what nothing writes."""
+    relative = address - launch[LAUNCH_ARENA]
+    if action != LOAD or not 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
+        return False
+    shadow, every = u8_at(launch[LAUNCH_ARENA_SHADOW] + relative), 255
+    for index in range(size):
+        every &= shadow[index]
+    return every & IS_IMMUTABLE != 0
+
+
+@njit
 def global_place(warp, site, lane, address, size, action, space, place):
     launch = i64_at(warp[WARP_LAUNCH])
-    if warp[WARP_BEFORE_DEPENDENCY]:
+    if warp[WARP_BEFORE_DEPENDENCY] and not _may_touch_early(launch, address, size, action):
         return report(warp, _BEFORE_DEPENDENCY, site, lane, address, action, size, space, address)
     place[HOST] = address
     place[BLOCK] = 0
@@ -205,7 +219,7 @@ def check_bytes(warp, site, lane, address, size, action, space, shadow_address):
     for index in range(size):
         every &= shadow[index]
         some |= shadow[index]
-    forbidden = IS_IN_FLIGHT if action == LOAD else IS_IN_FLIGHT | IS_BEING_READ
+    forbidden = IS_IN_FLIGHT if action == LOAD else IS_IN_FLIGHT | IS_BEING_READ | IS_IMMUTABLE
     wanted = IS_ALLOCATED
     if action != STORE and checks & CHECK_UNINITIALIZED:
         wanted |= IS_INITIALISED
@@ -217,6 +231,8 @@ def check_bytes(warp, site, lane, address, size, action, space, shadow_address):
         if not state & IS_ALLOCATED:
             kind = _ACCESS_AFTER_FREE if state & IS_FREED else _OUT_OF_BOUNDS
             return report(warp, kind, site, lane, at, action, size, space, address)
+        if state & IS_IMMUTABLE & forbidden:
+            return report(warp, _IMMUTABLE_WRITTEN, site, lane, at, action, size, space, address)
         if state & forbidden:
             kind = _IN_FLIGHT if state & IS_IN_FLIGHT else _SOURCE_IN_FLIGHT
             return report(warp, kind, site, lane, at, site, size, space, address)

@@ -75,7 +75,7 @@ def window_of(warp, addresses, offset, mask, space, flags, total):
     ):
         size = types.int64(0)
     if flags & IS_STORE:
-        need, want = types.int64(0x31 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
+        need, want = types.int64(0x71 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
     elif checks & CHECK_UNINITIALIZED:
         need, want = types.int64(0x13 * _EVERY_BYTE), types.int64(0x03 * _EVERY_BYTE)
     else:

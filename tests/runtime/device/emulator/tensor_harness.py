@@ -41,7 +41,8 @@ def launch_text(
     seed: int = 0,
     is_dependent: bool = False,
 ) -> list[np.ndarray]:
-    """Runs the text's one kernel: arrays go to device memory and come back; ints are 64-bit parameters as they are.
+    """Runs the text's one kernel: arrays go to device memory and come back; ints are 64-bit parameters as they are. The
+    memory of a read-only array is declared immutable.
 
     `bytes` are a parameter of their own, 64-byte aligned; a function makes them of the addresses of the arrays before.
     """
@@ -53,6 +54,8 @@ def launch_text(
             if isinstance(argument, np.ndarray):
                 address = machine.allocate(argument.nbytes)
                 machine.write(address, argument.tobytes())
+                if not argument.flags.writeable:
+                    machine.declare_immutable(address, argument.nbytes)
                 addresses.append((address, argument))
                 argument = address
             elif isinstance(argument, InMemory):

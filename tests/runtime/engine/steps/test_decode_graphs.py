@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import Counter
@@ -63,6 +64,27 @@ def test_replay_gives_the_golden_tokens(tmp_path: Path) -> None:
     for i in range(3):
         assert results[f"r{i}"].token_ids() == expected
     engine.close()
+
+
+def test_odd_widths(tmp_path: Path) -> None:
+    """Rows of the weights are not aligned; kernels of a graph read them before the kernels in front have ended."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 250,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 401,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt, tokens = [7, 300, 41, 400, 13], {}
+    for device in ("cpu", "emulated:sm_90a"):
+        engine = new_engine(tmp_path, device, dtype="float32", load_format="dummy")
+        engine.add(request("r", prompt, max_tokens=6, ignore_eos=True))
+        engine.add(request("s", prompt[::-1], max_tokens=6, ignore_eos=True))
+        results = run_to_end(engine)
+        assert engine.stats().num_graph_steps >= 3
+        tokens[device] = [results[name].token_ids() for name in "rs"]
+        engine.close()
+    assert tokens["emulated:sm_90a"] == tokens["cpu"]
 
 
 def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:

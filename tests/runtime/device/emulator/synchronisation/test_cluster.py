@@ -33,11 +33,11 @@ DATA = np.arange(256, dtype=np.uint32) * 5 + 1
 
 def run(
     body: str, threads: int = 32, blocks: int = 2, cluster: int = 2, directives: str = "", tensor: object = bytes(128),
-    **options: object,
+    data: np.ndarray = DATA, **options: object,
 ) -> np.ndarray:  # fmt: skip
     out = np.zeros((blocks, threads), np.uint32)
     kernel = TEXT.format(body=body, directives=directives)
-    return launch_text(kernel, [out, DATA, tensor], threads=threads, blocks=blocks, cluster=cluster, **options)[0]
+    return launch_text(kernel, [out, data, tensor], threads=threads, blocks=blocks, cluster=cluster, **options)[0]
 
 
 def fault(body: str, **options: object) -> EmulatorFault:
@@ -229,11 +229,27 @@ def test_a_dependent_launch_waits_before_it_touches_memory() -> None:
     wait = "griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n"
     assert run(wait + touch, is_dependent=True)[0, 0] == DATA[0]
     assert run(touch)[0, 0] == DATA[0]
-    constant = touch.replace("global", "global.nc")  # promised to be no kernel's output
-    assert run(constant + wait, is_dependent=True)[0, 0] == DATA[0]
-    caught = fault(touch + wait, is_dependent=True)
+    for load in (touch, touch.replace("global", "global.nc")):
+        caught = fault(load + wait, is_dependent=True)
+        assert caught.kind == FaultKind.BEFORE_DEPENDENCY
+        assert "ld.global" in caught.text
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        "ld.global.u32 %r9, [%d0];\n",
+        "ld.global.nc.u32 %r9, [%d0];\n",
+        "cp.async.ca.shared.global [%r5], [%d0], 4;\ncp.async.wait_all;\nld.shared.u32 %r9, [%r5];\n",
+    ],
+)
+def test_a_dependent_launch_may_read_immutable_memory_early(touch: str) -> None:
+    weights = DATA.copy()
+    weights.flags.writeable = False
+    wait = "griddepcontrol.wait;\n"
+    assert run(touch + wait, is_dependent=True, data=weights)[0, 0] == DATA[0]
+    caught = fault("st.global.u32 [%d0], %r9;\n" + wait, is_dependent=True, data=weights)
     assert caught.kind == FaultKind.BEFORE_DEPENDENCY
-    assert "ld.global" in caught.text
 
 
 def test_cluster_launch_control_is_refused() -> None:
