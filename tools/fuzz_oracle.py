@@ -33,7 +33,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
         config = getattr(transformers, request["config_class"])(**request["fields"])
         model_class = getattr(transformers, request["architecture"])
         model = model_class._from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError) as error:
         return {"refused": " ".join(f"{request['config_class']}: {error}".split())[:200]}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
