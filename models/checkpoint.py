@@ -18,6 +18,7 @@ import numpy as np
 
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.json_fields import read_json_object
+from models.other_formats import remedy
 from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, bfloat16, float16, float32
 
@@ -157,10 +158,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(folder, SINGLE_FILE, dict.fromkeys(file.tensors, file))
     if index.is_file():
         return _open_shards(folder, index)
-    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
-    also = f"; {', '.join(others[:5])} cannot be used" if others else ""
-    raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{also}")
+    raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy(folder)}")
 
 
 def _open_shards(folder: Path, index: Path) -> Checkpoint:

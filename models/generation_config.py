@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.json_fields import Fields, read_json_object
+from models.json_fields import Fields, config_path, read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def load_generation_config(folder: str | Path) -> GenerationConfig:
     folder = Path(folder)
     path = folder / "generation_config.json"
     fields = Fields(read_json_object(path) if path.is_file() else {}, str(path))
-    config_path = folder / "config.json"
-    older = Fields(read_json_object(config_path), str(config_path))
+    older_path = config_path(folder)
+    older = Fields(read_json_object(older_path), str(older_path))
 
     def ids(name: str) -> tuple[int, ...]:
         return (fields if name in fields else older).token_ids(name)

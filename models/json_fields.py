@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import ConfigError
+from models.other_formats import remedy
+from tokenizer.lfs import pointer_problem
 
 _LARGEST_JSON_BYTES = 64 << 20  # an index of half a million tensors fits
 
@@ -22,10 +24,12 @@ REQUIRED = _Required()
 
 
 def config_path(folder: str | Path) -> Path:
-    """`folder`/config.json. Raises `ConfigError` if there is no such folder."""
+    """`folder`/config.json. Raises `ConfigError` if there is none, with what to do about it."""
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent}: there is no such folder")
+    if not path.exists():
+        raise ConfigError(f"{path}: the file is missing; {remedy(path.parent)}")
     return path
 
 
@@ -38,7 +42,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         size_bytes = path.stat().st_size
         if size_bytes > _LARGEST_JSON_BYTES:
             raise ConfigError(f"{path}: {size_bytes} bytes is more than the limit of {_LARGEST_JSON_BYTES}")
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        if problem := pointer_problem(content):
+            raise ConfigError(f"{path}: {problem}")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: the file is missing") from None
     except UnicodeDecodeError as error:

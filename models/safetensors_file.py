@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import WeightsError
+from tokenizer.lfs import pointer_problem
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MOST_AXES = 32  # numpy allows 64
@@ -65,6 +66,8 @@ class SafetensorsFile:
             raise self._error("the file is missing") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror or error})") from None
+        if problem := pointer_problem(self._mapping[:64]):
+            raise self._error(problem)
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         if header_bytes > _LARGEST_HEADER_BYTES:
             raise self._error(

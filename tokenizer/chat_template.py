@@ -37,7 +37,9 @@ def render_chat(
 ) -> str:
     """Render `messages` with `template`.
 
-    Message fields that are None count as missing. `continue_final_message` leaves the last message open for
+    Message fields that are None count as missing, but for "content": some templates tell an answer of tool calls
+    alone by `content is none`. Where a template fails on it, or would print the word None, it gets "".
+    `continue_final_message` leaves the last message open for
     the model to go on with: True means its "content", a string names another field. `variables` are further
     names that the template may read. `now` stands for the current
     time in `strftime_now`, so that a prompt can be made again.
@@ -62,6 +64,34 @@ def render_chat(
     }
     if now is not None:
         names["strftime_now"] = now.strftime
+    rendered = _render(compiled, names)
+    return rendered if final_text is None else _cut_at_mark(rendered, final_text)
+
+
+def _render(compiled: Any, names: dict[str, Any]) -> str:
+    chat = names["messages"]
+    without_content = [message for message in chat if message.get("content", "") is None]
+    if not without_content:
+        return _render_once(compiled, names)
+    with_none: str | None
+    try:
+        with_none = _render_once(compiled, names)
+    except ChatTemplateError:
+        with_none = None
+    for message in without_content:
+        message["content"] = ""
+    try:
+        with_empty = _render_once(compiled, names)
+    except ChatTemplateError:
+        if with_none is None:
+            raise
+        return with_none
+    if with_none is None or with_none.count("None") > with_empty.count("None"):
+        return with_empty
+    return with_none
+
+
+def _render_once(compiled: Any, names: dict[str, Any]) -> str:
     import jinja2
 
     try:
@@ -72,7 +102,7 @@ def render_chat(
         raise ChatTemplateError("the chat template recurses without end") from error
     except Exception as error:  # the template is foreign code: whatever it does wrong is its error, not ours
         raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
-    return rendered if final_text is None else _cut_at_mark(rendered, final_text)
+    return rendered
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,7 +123,7 @@ def compile_template(template: str) -> Any:
 def _prepare_message(message: Message, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"message {index} must be a mapping, found {type(message).__name__}")
-    plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    plain = {key: _plain(value) for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}

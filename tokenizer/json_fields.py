@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tokenizer.errors import TokenizerFileError
+from tokenizer.lfs import pointer_problem
 
 _MAX_SHOWN = 80
 
@@ -43,9 +44,13 @@ class Fields:
     def read(cls, file: Path) -> Fields:
         """Read a JSON file whose top level is an object."""
         try:
-            value = json.loads(file.read_bytes())
+            content = file.read_bytes()
         except OSError as error:
             raise TokenizerFileError(file.name, "", f"cannot be read: {error.strerror}") from error
+        if problem := pointer_problem(content):
+            raise TokenizerFileError(file.name, "", problem)
+        try:
+            value = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise TokenizerFileError(file.name, "", f"is not valid JSON: {error}") from error
         return cls.of(value, file.name, "")

@@ -36,6 +36,9 @@ def build(
     ] = None,
 ) -> None:
     """Compile kernels ahead of time, so that no start does: all that there are, or those of a model."""
+    from runtime.device.driver import cuda_bindings
+
+    cuda_bindings("the kernels' compiler")  # before anything is imported that needs it
     from numba_kernels.cuda.registry import specialisations
     from runtime.commands.model_kernels import kernels_of_model
     from runtime.device.kernel_bundle import write_bundle

@@ -25,15 +25,14 @@ def kernels_of_model(model: str, arch: str, dtype: str) -> list[Specialisation]:
 
     The process's device of that architecture does nothing from then on. Raises what `LLM` raises for a model.
     """
-    from cuda.bindings import driver as bindings
-
     from models.hub import resolve_model
     from runtime.device.device import Device
-    from runtime.device.driver import Driver
+    from runtime.device.driver import Driver, cuda_bindings
     from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
     from runtime.llm import LLM
 
+    bindings = cuda_bindings("the kernels' compiler")
     driver = Driver(DryDriver(arch), bindings, arch=arch)
     driver.call("cuInit", 0)
     found = KernelList()

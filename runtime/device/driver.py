@@ -10,6 +10,7 @@ those of its functions that are called here. Structures and enumerations are tho
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from typing import Any
 
@@ -97,6 +98,24 @@ class Driver:
         return words[0], words[1]
 
 
+def cuda_bindings(user: str) -> Any:
+    """`cuda.bindings.driver`.
+
+    Raises `NoDriverError` where it or numba-cuda is not installed; `user` says who needs them.
+    """
+    try:
+        from cuda.bindings import driver
+
+        if importlib.util.find_spec("numba_cuda") is None:
+            raise ImportError("No module named 'numba_cuda'")
+    except ImportError as error:
+        raise NoDriverError(
+            f"{user} needs cuda-python and numba-cuda, which are not installed ({error}): "
+            f"pip install 'xserv[cuda]'; --device cpu needs neither"
+        ) from None
+    return driver
+
+
 @functools.cache
 def open_driver(arch: str | None = None) -> Driver:
     """The machine's CUDA driver; for an `arch` ("sm_90a") an emulated one of such devices. One object for each.
@@ -106,14 +125,7 @@ def open_driver(arch: str | None = None) -> Driver:
         DriverTooOldError: with the driver's version and the one needed.
         DeviceError: where the driver is there but does not start.
     """
-    try:
-        from cuda.bindings import driver as bindings
-    except ImportError as error:
-        what = "the real driver" if arch is None else "the emulator's compiler"
-        raise NoDriverError(
-            f"{what} needs cuda-python and numba-cuda, which are not installed ({error}): "
-            f"pip install 'xserv[cuda]'; --device cpu needs neither"
-        ) from None
+    bindings = cuda_bindings("the real driver" if arch is None else "the emulator's compiler")
     if arch is not None:
         from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
 

@@ -60,7 +60,7 @@ def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
 def echoed_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
     """With `echo`, the last message's text, where it is the assistant's; else nothing."""
     last = messages[-1]
-    return str(last["content"]) if request.echo and last["role"] == "assistant" else ""
+    return str(last["content"] or "") if request.echo and last["role"] == "assistant" else ""
 
 
 def _message(message: Message, path: str) -> dict[str, Any]:
@@ -79,7 +79,8 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
-    result: dict[str, Any] = {"role": message.role, "content": _text(content, path)}
+    # No content at all stays null, by which some templates know an answer of tool calls alone.
+    result: dict[str, Any] = {"role": message.role, "content": None if content is None else _text(content, path)}
     if message.name is not None:
         result["name"] = message.name
     if reasoning is not None:
@@ -98,9 +99,7 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     return result
 
 
-def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
-    if content is None:
-        return ""
+def _text(content: str | list[dict[str, Any]], path: str) -> str:
     if isinstance(content, str):
         return content
     texts = []

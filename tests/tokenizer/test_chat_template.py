@@ -120,6 +120,25 @@ def test_continue_final_message() -> None:
         _render("content", chat, continue_final_message=True)
 
 
+@pytest.mark.parametrize(
+    ("written", "rendered"),
+    [
+        ("{% if m.content is not none %}<all>{{ m.content }}{% endif %}", ""),  # as functionary-medium-v2.2 has it
+        ("{% if m.content is none %}<only calls>{% endif %}", "<only calls>"),  # as DeepSeek-V3 has it
+        ("{{ '<all>' + m.content }}", "<all>"),  # fails on none
+        ("{{ m.content | trim }}", ""),  # would print it
+        ("{% if 'content' in m %}<all>{{ m.content or 'nothing' }}{% endif %}", "<all>nothing"),
+    ],
+)
+def test_an_answer_without_content(written: str, rendered: str) -> None:
+    template = "{% for m in messages %}" + written + "{% if m.tool_calls %}<call>{% endif %}{% endfor %}"
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert _render(template, [message]) == rendered + "<call>"
+    assert message["content"] is None  # the caller's messages stay as they were
+    said_none = [{"role": "user", "content": "None"}, message]
+    assert _render("{{ messages[0].content }}{{ messages[1].content }}", said_none) == "None"
+
+
 def test_reasoning_comes_under_each_name_that_templates_read() -> None:
     template = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
     for name in ("reasoning_content", "thinking", "reasoning"):

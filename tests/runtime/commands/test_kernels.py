@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -118,3 +120,27 @@ def test_info_of_an_emulated_device() -> None:
     assert (entry["device"], entry["is_usable"]) == ("emulated:sm_80", True)
     assert entry["properties"]["capability"] == (8, 0)
     assert "A100" in entry["description"]
+
+
+WITHOUT_THE_EXTRA = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] in ("cuda", "numba_cuda")]:
+    del sys.modules[name]
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from typer.testing import CliRunner
+from runtime.cli import app
+result = CliRunner().invoke(app, ["kernels", "build", *sys.argv[2:]])
+print(result.exit_code, result.stderr)
+"""
+
+
+@pytest.mark.parametrize("missing", ["cuda,numba_cuda", "numba_cuda"])
+def test_build_without_the_extra_says_how_to_get_it(missing: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_EXTRA, missing, "--match", "rope"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("2 xserv: error: the kernels' compiler needs cuda-python and numba-cuda"), done.stdout
+    assert "pip install 'xserv[cuda]'" in done.stdout

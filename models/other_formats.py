@@ -1,0 +1,43 @@
+"""What a folder holds that the engine does not read, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def remedy(folder: Path) -> str:
+    """How to come by a folder that can be loaded, by the files that lie in this one."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+
+    def found(*suffixes: str) -> str:
+        return ", ".join([name for name in names if name.endswith(suffixes)][:5])
+
+    if "adapter_config.json" in names:
+        return (
+            f"the folder is a LoRA adapter of {_base_of(folder / 'adapter_config.json')}: merge it into that model"
+            " (peft: `merge_and_unload`, then `save_pretrained`) and give the merged folder"
+        )
+    if found(".gguf"):
+        return f"{found('.gguf')} cannot be used: give the safetensors that the GGUF was made from"
+    if found(*_PICKLES):
+        return (
+            f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
+            " (transformers: `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`)"
+        )
+    if found(".safetensors"):
+        return f"{found('.safetensors')} cannot be used without an index"
+    return (
+        "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json;"
+        " GGUF files and pickles (.bin) are not read"
+    )
+
+
+def _base_of(adapter_config: Path) -> str:
+    try:
+        base = json.loads(adapter_config.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        base = None
+    return f"{base:.200}" if base and isinstance(base, str) else "another model"
