@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from models.checkpoint import TensorLayout
 from models.config import ModelConfig
-from models.weights import Weights
-from runtime import ops
+from models.maker import Maker
 from runtime.batch import Batch
-from runtime.device.device import Device
 from runtime.dtype import DType
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.ops import LinearWeight
+from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
 
 
 class Model(ABC):
-    """A causal language model with its weights loaded.
+    """A causal language model. Its constructor runs over a maker, which gives it its weights.
 
     Attributes:
+        prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
+        harmless: stored tensors whose names match are buffers that the model computes, and are passed over.
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
         quantization: "none", or what the matrices of linear maps were made into: "int8". Tables that are
             nothing else, and the KV cache, are of `dtype` then too.
         device: where weights and activations lie.
-        weight_bytes: bytes of all weights as they are kept.
+        weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
     """
 
-    lm_head: LinearWeight  # [vocab_size, hidden_size]
+    prefix: ClassVar[str]
+    harmless: ClassVar[re.Pattern[str]]
+    lm_head: Linear  # [vocab_size, hidden_size]
+    weight_bytes: int
 
-    def __init__(self, config: ModelConfig, weights: Weights, device: Device, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, maker: Maker) -> None:
         self.config = config
-        self.dtype: DType = weights.dtype
-        self.quantization = weights.quantization
-        self.device = device
-        self.max_positions = max_positions
-        self._build(weights)
-        self.weight_bytes = weights.size_bytes
-
-    @classmethod
-    @abstractmethod
-    def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
-        """The tensors that a checkpoint of this config must store."""
-
-    @abstractmethod
-    def _build(self, weights: Weights) -> None:
-        """Take every tensor of the layout."""
+        self.dtype: DType = maker.dtype
+        self.quantization = maker.options.quantization
+        self.device = maker.options.device
+        self.max_positions = maker.max_positions
 
     @abstractmethod
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -62,7 +55,7 @@ class Model(ABC):
 
         `[n, hidden_size]` -> `[n, vocab_size]` float32.
         """
-        return ops.logits_linear(hidden, self.lm_head)
+        return self.lm_head.logits(hidden)
 
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the type of the weights."""

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from models.architecture import Architecture
 from models.base import Model
-from models.checkpoint import Checkpoint, open_checkpoint
-from models.config import FLOAT_DTYPES, ModelConfig
+from models.checkpoint import Checkpoint, TensorLayout, open_checkpoint
+from models.config import ModelConfig
 from models.dummy import DummyCheckpoint
 from models.families import known_architectures
 from models.harmless_fields import is_harmless
 from models.json_fields import Fields, config_path, read_json_object
-from models.weights import Weights
-from runtime.device.device import Device
-from runtime.dtype import DType, float32
+from models.maker import DeclaringMaker, LoadingMaker, Maker
+from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import check_gemm, check_quantization
+from runtime.linear.options import LoadOptions, LoadSettings
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -67,43 +66,64 @@ def find_architecture(fields: Fields) -> Architecture:
 def load_model(
     folder: str | Path,
     *,
-    device: Device | str = "cpu",
-    dtype: DType | str = "auto",
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
-    gemm: str = "auto",
-    exact: bool = False,
-    quantization: str = "none",
+    **settings: Unpack[LoadSettings],
 ) -> Model:
     """Load the model in `folder`.
 
     Args:
         folder: holds `config.json` and safetensors.
-        device: where the weights go.
-        dtype: "auto" keeps the stored types; float32, float16 or bfloat16 converts every weight while loading.
         load_format: "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config.
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
-        gemm: which matrix product a GPU uses, one of `runtime.linear.weight.GEMM_TIERS`.
-        exact: whether a product gives a row the same bits in any batch (attention is told by the batch).
-        quantization: what the matrices of linear maps are made into, tensor by tensor, one of
-            `runtime.linear.weight.QUANTIZATIONS`.
+        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
         InvalidArgumentError: for an argument that is not one of the above.
     """
-    folder = Path(folder)
-    device = Device.parse(device)
-    wanted = None if dtype == "auto" else _float_dtype(dtype)
+    options = LoadOptions.parse(**settings)
+    config, positions = _config_and_positions(folder, load_format, max_model_len)
+    return _built(config, LoadingMaker(options, positions, _source(folder, config, options, load_format, seed)))
+
+
+def declare_model(
+    folder: str | Path,
+    *,
+    load_format: LoadFormat = "auto",
+    max_model_len: int | None = None,
+    **settings: Unpack[LoadSettings],
+) -> Model:
+    """The model without its numbers: what it consists of, in which types, and `weight_bytes`, by the headers of its
+    files alone. It cannot run. Arguments and errors are `load_model`'s."""
+    options = LoadOptions.parse(**settings)
+    config, positions = _config_and_positions(folder, load_format, max_model_len)
+    return _built(config, DeclaringMaker(options, positions, _source(folder, config, options, load_format, 0)))
+
+
+def tensor_layout(config: ModelConfig) -> TensorLayout:
+    """The tensors that a checkpoint of this config must store."""
+    model_class, maker = known_architectures()[config.architecture].model_class, DeclaringMaker(LoadOptions(), 1)
+    model_class(config, maker)
+    return maker.layout(model_class.prefix, model_class.harmless)
+
+
+def _built(config: ModelConfig, maker: Maker) -> Model:
+    model = known_architectures()[config.architecture].model_class(config, maker)
+    model.weight_bytes = maker.size_bytes
+    return model
+
+
+def _config_and_positions(
+    folder: str | Path, load_format: str, max_model_len: int | None
+) -> tuple[ModelConfig, int]:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise InvalidArgumentError(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
         )
-    check_gemm(gemm, device)
-    check_quantization(quantization, device)
     config = load_config(folder)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
@@ -111,22 +131,16 @@ def load_model(
             f"max_model_len must be from 1 to {limit} (max_position_embeddings), not {max_model_len}",
             param="max_model_len",
         )
-    model_class = known_architectures()[config.architecture].model_class
-    layout = model_class.tensor_layout(config)
-    source: Checkpoint | DummyCheckpoint
+    return config, max_model_len or limit
+
+
+def _source(
+    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
+) -> Checkpoint | DummyCheckpoint:
+    """The tensors of the model, which fit its layout."""
+    layout = tensor_layout(config)
     if load_format == "dummy":
-        source = DummyCheckpoint(layout, seed, wanted or config.dtype or float32)
-    else:
-        source = open_checkpoint(folder)
-        source.fit(layout)
-    weights = Weights(source, wanted, device, gemm, exact=exact, quantization=quantization)
-    return model_class(config, weights, device, max_model_len or limit)
-
-
-def _float_dtype(dtype: DType | str) -> DType:
-    parsed = DType.parse(dtype)
-    if parsed not in FLOAT_DTYPES:
-        raise InvalidArgumentError(
-            f"dtype must be auto, float32, float16 or bfloat16, not {dtype!r}", param="dtype"
-        )
-    return parsed
+        return DummyCheckpoint(layout, seed, options.dtype or config.dtype or float32)
+    checkpoint = open_checkpoint(Path(folder))
+    checkpoint.fit(layout)
+    return checkpoint

@@ -16,59 +16,35 @@ from typing import Literal, cast
 
 from models.architecture import Architecture
 from models.base import Model
-from models.checkpoint import TensorLayout
 from models.config import GELU_NAMES, ModelConfig, read_choice, read_dtype, read_token_ids, read_vocab_size
 from models.json_fields import REQUIRED, Fields
-from models.weights import Weights
+from models.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.ops import LinearWeight
+from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
-
-_HARMLESS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask
 
 
 class GPT2Model(Model):
     """GPT-2 with any of its three GELUs."""
 
-    @classmethod
-    def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "transformer.wte.weight": (config.vocab_size, hidden),
-            "transformer.wpe.weight": (config.max_position_embeddings, hidden),
-        }
-        for index in range(config.num_layers):
-            block = f"transformer.h.{index}"
-            for name, inputs, outputs in (
-                ("attn.c_attn", hidden, 3 * hidden),
-                ("attn.c_proj", hidden, hidden),
-                ("mlp.c_fc", hidden, inner),
-                ("mlp.c_proj", inner, hidden),
-            ):
-                shapes[f"{block}.{name}.weight"] = (inputs, outputs)
-                shapes[f"{block}.{name}.bias"] = (outputs,)
-            for name in ("ln_1", "ln_2"):
-                shapes[f"{block}.{name}.weight"] = shapes[f"{block}.{name}.bias"] = (hidden,)
-        shapes["transformer.ln_f.weight"] = shapes["transformer.ln_f.bias"] = (hidden,)
-        if config.tie_word_embeddings:
-            copies = {"lm_head.weight": "transformer.wte.weight"}
-        else:
-            copies = {}
-            shapes["lm_head.weight"] = (config.vocab_size, hidden)
-        return TensorLayout(shapes, "transformer.", _HARMLESS, copies)
+    prefix = "transformer."
+    harmless = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask
 
-    def _build(self, weights: Weights) -> None:
-        self.wte: Tensor | LinearWeight
-        if self.config.tie_word_embeddings:
-            self.wte = self.lm_head = weights.linear("transformer.wte")
-        else:
-            self.wte = weights.table("transformer.wte.weight")
-            self.lm_head = weights.linear("lm_head")
-        self.wpe = weights.table("transformer.wpe.weight")
-        self.layers = [Block(self.config, index, weights) for index in range(self.config.num_layers)]
-        self.ln_f = LayerNorm("transformer.ln_f", self.config, weights)
+    def __init__(self, config: ModelConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.wte, self.lm_head = maker.embedding(
+            "transformer.wte",
+            head="lm_head",
+            rows=config.vocab_size,
+            columns=config.hidden_size,
+            is_tied=config.tie_word_embeddings,
+        )
+        inner = maker.under("transformer")
+        self.wpe = inner.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.layers = [Block(config, index, inner.under(f"h.{index}")) for index in range(config.num_layers)]
+        self.ln_f = LayerNorm(config, inner.under("ln_f"))
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         # The residual stream, [num_tokens, hidden_size] throughout.
@@ -82,8 +58,9 @@ class GPT2Model(Model):
 class LayerNorm:
     """Layer normalisation with weight and bias over the hidden size."""
 
-    def __init__(self, name: str, config: ModelConfig, weights: Weights) -> None:
-        self.weight, self.bias = weights.vector(f"{name}.weight"), weights.vector(f"{name}.bias")
+    def __init__(self, config: ModelConfig, maker: Maker) -> None:
+        self.weight = maker.vector("weight", config.hidden_size)
+        self.bias = maker.vector("bias", config.hidden_size)
         self.eps = config.norm_eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,22 +70,26 @@ class LayerNorm:
 class Block:
     """Attention, then the MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
-        block = f"transformer.h.{index}"
+    def __init__(self, config: ModelConfig, index: int, maker: Maker) -> None:
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.scale = config.attention_scales[index]
         self.gelu_kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
-        self.ln_1 = LayerNorm(f"{block}.ln_1", config, weights)
-        self.c_attn = weights.linear(f"{block}.attn.c_attn", is_transposed=True, has_bias=True)
-        self.attn_proj = weights.linear(f"{block}.attn.c_proj", is_transposed=True, has_bias=True)
-        self.ln_2 = LayerNorm(f"{block}.ln_2", config, weights)
-        self.c_fc = weights.linear(f"{block}.mlp.c_fc", is_transposed=True, has_bias=True)
-        self.mlp_proj = weights.linear(f"{block}.mlp.c_proj", is_transposed=True, has_bias=True)
+
+        def conv1d(name: str, outputs: int, inputs: int) -> Linear:
+            return maker.linear(name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True)
+
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.ln_1 = LayerNorm(config, maker.under("ln_1"))
+        self.c_attn = conv1d("attn.c_attn", 3 * hidden, hidden)
+        self.attn_proj = conv1d("attn.c_proj", hidden, hidden)
+        self.ln_2 = LayerNorm(config, maker.under("ln_2"))
+        self.c_fc = conv1d("mlp.c_fc", inner, hidden)
+        self.mlp_proj = conv1d("mlp.c_proj", hidden, inner)
 
     def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
-            ops.linear(self.ln_1(x), self.c_attn),
+            self.c_attn(self.ln_1(x)),
             batch.positions,
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_heads,
@@ -122,9 +103,9 @@ class Block:
             slot_mapping=batch.slot_mappings[0],
         )
         attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale)
-        x = ops.linear(attended, self.attn_proj, residual=x)
-        inner = ops.linear(self.ln_2(x), self.c_fc)
-        return ops.linear(ops.gelu(inner, self.gelu_kind, out=inner), self.mlp_proj, residual=x)
+        x = self.attn_proj(attended, residual=x)
+        inner = self.c_fc(self.ln_2(x))
+        return self.mlp_proj(ops.gelu(inner, self.gelu_kind, out=inner), residual=x)
 
 
 def read_gpt2(fields: Fields) -> ModelConfig:

@@ -22,19 +22,15 @@ from typing import Any
 
 from models.architecture import Architecture
 from models.base import Model
-from models.checkpoint import TensorLayout
 from models.config import ModelConfig, agree_with_layer_types, read_common, read_layer_types
 from models.json_fields import Fields
-from models.rope import make_rope_table
+from models.maker import Maker
 from models.rope_config import RopeConfig, parse_rope
-from models.weights import Weights
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.ops import LinearWeight, RopeTable
+from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
-
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,52 +46,24 @@ class LlamaModel(Model):
     """A decoder of the Llama family."""
 
     config: LlamaConfig
+    prefix = "model."
+    harmless = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-    @classmethod
-    def tensor_layout(cls, config: ModelConfig) -> TensorLayout:
-        assert isinstance(config, LlamaConfig)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-
-        def add_linear(name: str, outputs: int, inputs: int, has_bias: bool) -> None:
-            shapes[f"{name}.weight"] = (outputs, inputs)
-            if has_bias:
-                shapes[f"{name}.bias"] = (outputs,)
-
-        for index in range(config.num_layers):
-            layer = f"model.layers.{index}"
-            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-            add_linear(f"{layer}.self_attn.q_proj", q_size, hidden, config.attention_bias)
-            add_linear(f"{layer}.self_attn.k_proj", kv_size, hidden, config.attention_bias)
-            add_linear(f"{layer}.self_attn.v_proj", kv_size, hidden, config.attention_bias)
-            add_linear(f"{layer}.self_attn.o_proj", hidden, q_size, config.attention_output_bias)
-            if config.qk_norm:
-                shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
-                shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
-            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-            add_linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
-            add_linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
-            add_linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
-        shapes["model.norm.weight"] = (hidden,)
-        if config.tie_word_embeddings:
-            copies = {"lm_head.weight": "model.embed_tokens.weight"}
-        else:
-            copies = {}
-            shapes["lm_head.weight"] = (config.vocab_size, hidden)
-        return TensorLayout(shapes, "model.", _HARMLESS, copies)
-
-    def _build(self, weights: Weights) -> None:
-        config = self.config
-        self.rope = make_rope_table(config.rope, self.max_positions, self.device)
-        self.embed_tokens: Tensor | LinearWeight
-        if config.tie_word_embeddings:
-            self.embed_tokens = self.lm_head = weights.linear("model.embed_tokens")
-        else:
-            self.embed_tokens = weights.table("model.embed_tokens.weight")
-            self.lm_head = weights.linear("lm_head")
-        self.layers = [DecoderLayer(config, index, weights, self.rope) for index in range(config.num_layers)]
-        self.norm = weights.vector("model.norm.weight")
+    def __init__(self, config: LlamaConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.rope = maker.rope(config.rope)
+        self.embed_tokens, self.lm_head = maker.embedding(
+            "model.embed_tokens",
+            head="lm_head",
+            rows=config.vocab_size,
+            columns=config.hidden_size,
+            is_tied=config.tie_word_embeddings,
+        )
+        self.layers = [
+            DecoderLayer(config, index, maker.under(f"model.layers.{index}"), self.rope)
+            for index in range(config.num_layers)
+        ]
+        self.norm = maker.vector("model.norm.weight", config.hidden_size)
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         # The residual stream, [num_tokens, hidden_size] throughout.
@@ -108,32 +76,37 @@ class LlamaModel(Model):
 class DecoderLayer:
     """Attention, then the gated MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, index: int, weights: Weights, rope: RopeTable) -> None:
-        layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    def __init__(self, config: LlamaConfig, index: int, maker: Maker, rope: RopeTable) -> None:
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.head_dim = head_dim
         self.norm_eps = config.norm_eps
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
         self.rope = rope
-        self.input_norm = weights.vector(f"{layer}.input_layernorm.weight")
-        self.qkv_proj = weights.linear(
-            f"{attention}.q_proj",
-            f"{attention}.k_proj",
-            f"{attention}.v_proj",
+        attention, mlp = maker.under("self_attn"), maker.under("mlp")
+        self.input_norm = maker.vector("input_layernorm.weight", hidden)
+        self.qkv_proj = attention.linear(
+            ("q_proj", "k_proj", "v_proj"),
+            outputs=(q_size, kv_size, kv_size),
+            inputs=hidden,
             has_bias=config.attention_bias,
         )
-        self.q_norm = weights.vector(f"{attention}.q_norm.weight") if config.qk_norm else None
-        self.k_norm = weights.vector(f"{attention}.k_norm.weight") if config.qk_norm else None
-        self.o_proj = weights.linear(f"{attention}.o_proj", has_bias=config.attention_output_bias)
-        self.mlp_norm = weights.vector(f"{layer}.post_attention_layernorm.weight")
-        self.gate_up_proj = weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", has_bias=config.mlp_bias)
-        self.down_proj = weights.linear(f"{mlp}.down_proj", has_bias=config.mlp_bias)
+        self.q_norm = attention.vector("q_norm.weight", head_dim) if config.qk_norm else None
+        self.k_norm = attention.vector("k_norm.weight", head_dim) if config.qk_norm else None
+        self.o_proj = attention.linear(
+            "o_proj", outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias
+        )
+        self.mlp_norm = maker.vector("post_attention_layernorm.weight", hidden)
+        self.gate_up_proj = mlp.linear(
+            ("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=config.mlp_bias
+        )
+        self.down_proj = mlp.linear("down_proj", outputs=hidden, inputs=inner, has_bias=config.mlp_bias)
 
     def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""
-        qkv = ops.linear(ops.rms_norm(x, self.input_norm, self.norm_eps), self.qkv_proj)
+        qkv = self.qkv_proj(ops.rms_norm(x, self.input_norm, self.norm_eps))
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
             qkv,
             batch.positions,
@@ -149,9 +122,9 @@ class DecoderLayer:
             slot_mapping=batch.slot_mappings[0],
         )
         attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, window=self.window)
-        x = ops.linear(attended, self.o_proj, residual=x)
-        hidden = ops.linear_glu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), self.gate_up_proj, "silu")
-        return ops.linear(hidden, self.down_proj, residual=x)
+        x = self.o_proj(attended, residual=x)
+        hidden = self.gate_up_proj.glu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), "silu")
+        return self.down_proj(hidden, residual=x)
 
 
 def read_llama(fields: Fields) -> LlamaConfig:

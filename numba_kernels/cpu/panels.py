@@ -12,6 +12,7 @@ the cache for the second look.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 from typing import Any
 
@@ -44,12 +45,23 @@ _ROW_BYTES = PANEL_COLUMNS * 4
 FIELDS = Fields("source row_stride column_stride panels scales depth width first_column")
 
 
+def panels_shape(num_columns: int, depth: int, dtype: np.dtype) -> tuple[int, int, int, int]:
+    """The layout above for a weight ``[num_columns, depth]``."""
+    elements = ELEMENTS_A_WORD[dtype.name]
+    return -(-num_columns // PANEL_COLUMNS), -(-depth // elements), PANEL_COLUMNS, elements
+
+
+def panel_bytes(num_columns: int, depth: int, dtype: np.dtype, *, has_scales: bool) -> int:
+    """Bytes of the panels, and of one float32 bias, and perhaps scale, for each of their columns."""
+    shape = panels_shape(num_columns, depth, dtype)
+    return math.prod(shape) * dtype.itemsize + shape[0] * PANEL_COLUMNS * 4 * (1 + has_scales)
+
+
 def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
     """Zeroed panels for a weight ``[num_columns, depth]``, on cache lines of their own, and on huge pages where the
     system grants them (a tenth more bandwidth when they are streamed)."""
-    elements = ELEMENTS_A_WORD[dtype.name]
-    shape = (-(-num_columns // PANEL_COLUMNS), -(-depth // elements), PANEL_COLUMNS, elements)
-    size = int(np.prod(shape)) * dtype.itemsize
+    shape = panels_shape(num_columns, depth, dtype)
+    size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         data = np.zeros(size + _LINE_BYTES, np.uint8)
         start = -data.ctypes.data % _LINE_BYTES

@@ -23,7 +23,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import EngineInfo
 from runtime.kv.cache import KVCache
-from runtime.linear.weight import check_quantization
+from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
@@ -49,19 +49,18 @@ def build_engine(
     """
     config = EngineConfig(**settings)
     target = Device.parse(device)
-    check_quantization(config.quantization, target)  # before a model is downloaded
+    loading = LoadSettings(
+        device=target, dtype=dtype, quantization=config.quantization, gemm=gemm, exact=config.exact
+    )
+    LoadOptions.parse(**loading)  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model))
     logger.info("loading %s on %s", folder, target)
     loaded = load_model(
         folder,
-        device=target,
-        dtype=dtype,
         load_format=load_format,
         seed=config.seed or 0,
         max_model_len=config.max_model_len,
-        gemm=gemm,
-        exact=config.exact,
-        quantization=config.quantization,
+        **loading,
     )
     return engine_over(loaded, folder, config, model_name(model, folder))
 

@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.panels import empty_panels, pack
+from numba_kernels.cpu.panels import empty_panels, pack, panel_bytes
 from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
-from runtime.dtype import STORED, DType
+from runtime.dtype import STORED
 from runtime.errors import InvalidArgumentError
+from runtime.linear.format import FORMATS, WeightFormat
+from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 
-QUANTIZATIONS = ("none", "int8")
-
-GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")
-
+DEFAULT_OPTIONS = LoadOptions()
 
 class LinearWeight:
     """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
 
+    This class alone describes a matrix that is not there yet; `PanelWeight` and `RowWeight` hold one.
+
     Attributes:
         shape: (N, K).
-        dtype: the type that the weight had, float32, float16 or bfloat16; it is stored so unless it is quantised.
-        quantization: "none", or "int8" for bytes and a scale for each of the N rows.
+        format: how its elements are kept.
         device: where it lies.
         size_bytes: of matrix, scales and bias, padding included.
     """
 
-    __slots__ = ("device", "dtype", "quantization", "shape", "size_bytes")
+    __slots__ = ("device", "format", "shape", "size_bytes")
 
-    def __init__(
-        self, shape: tuple[int, int], dtype: DType, device: Device, size_bytes: int, quantization: str = "none"
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], format: WeightFormat, device: Device, size_bytes: int) -> None:
         self.shape = shape
-        self.dtype = dtype
+        self.format = format
         self.device = device
         self.size_bytes = size_bytes
-        self.quantization = quantization
 
     def __repr__(self) -> str:
-        quantized = "" if self.quantization == "none" else f", quantization={self.quantization}"
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, device={self.device}{quantized})"
+        return f"{type(self).__name__}(shape={self.shape}, format={self.format.name}, device={self.device})"
 
 
 class PanelWeight(LinearWeight):
@@ -59,17 +56,17 @@ class PanelWeight(LinearWeight):
 
     __slots__ = ("bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "stored")
 
-    def __init__(self, shape: tuple[int, int], dtype: DType, quantization: str = "none") -> None:
-        self.stored = np.uint8 if quantization == "int8" else STORED[dtype]
+    def __init__(self, shape: tuple[int, int], format: WeightFormat) -> None:
+        self.stored = stored_class(format)
         self.panels = empty_panels(*shape, np.dtype(self.stored))
         columns = self.panels.shape[0] * PANEL_COLUMNS
         self.bias = np.zeros(columns, np.float32)
-        self.scales = np.zeros(columns if quantization == "int8" else 0, np.float32)
+        self.scales = np.zeros(columns if format.is_quantized else 0, np.float32)
         self.panels_address = address_of(self.panels)
         self.bias_address = address_of(self.bias)
         self.scales_address = address_of(self.scales)
         size_bytes = self.panels.nbytes + self.bias.nbytes + self.scales.nbytes
-        super().__init__(shape, dtype, CPU, size_bytes, quantization)
+        super().__init__(shape, format, CPU, size_bytes)
 
 
 class RowWeight(LinearWeight):
@@ -91,44 +88,41 @@ class RowWeight(LinearWeight):
         self.tier = tier
         self.exact = exact
         size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
-        super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, weight.device, size_bytes)
+        super().__init__((weight.shape[0], weight.shape[1]), FORMATS[weight.dtype.name], weight.device, size_bytes)
+
+
+def stored_class(format: WeightFormat) -> Any:
+    """The numpy class that carries an element's bits on the cpu."""
+    return STORED.get(format.element, format.element.numpy.type)
+
+
+def packed_bytes(shape: tuple[int, int], format: WeightFormat, device: Device, *, has_bias: bool) -> int:
+    """`size_bytes` of the weight that `prepare_linear` will make, padding included."""
+    width, depth = shape
+    if device.kind != "cpu":
+        return round(width * depth / format.elements_per_byte) + 4 * width * has_bias
+    return panel_bytes(width, depth, np.dtype(stored_class(format)), has_scales=format.is_quantized)
 
 
 def prepare_linear(
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor | None] | None = None,
-    *,
-    device: Device = CPU,
-    gemm: str = "auto",
-    exact: bool = False,
-    quantization: str = "none",
+    options: LoadOptions = DEFAULT_OPTIONS,
 ) -> LinearWeight:
-    """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for `device`; several weights are joined
-    over N without a copy between.
+    """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
+    several weights are joined over N without a copy between.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
-    `gemm` names the kernel on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto". With `exact` a row of a product has
-    the same bits alone and among others; on the cpu it always has.
-
-    `quantization` is one of `QUANTIZATIONS`; "int8" is for the cpu. It rounds each of the N rows to integers times its
-    largest magnitude over 127; a product rounds each row of x so, too, by groups of 64 elements of K, and then
-    multiplies and adds the integers of a group exactly: ``out = (sum over groups of scale[group] * float32(sum of
-    int8 products)) * scale[row] + bias``, in float32 and in the order of K. NaN and infinity, in a weight or in x, give
-    rows or columns that are not finite.
-
     Raises:
-        InvalidArgumentError: for a name that is no quantization, or one that the device has not; for no weight, one
-            that is not a matrix of float32, float16 or bfloat16 on the cpu, different K or types, a bias of another
-            size, or biases of another number than weights.
+        InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
+            different K or types, a bias of another size, or biases of another number than weights.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
+    if options.dtype is not None:
+        weights = [part.to(options.dtype) for part in weights]
     _check(weights, biases)
-    check_gemm(gemm, device)
-    check_quantization(quantization, device)
-    if exact and gemm == "cublas":
-        raise InvalidArgumentError("gemm is 'cublas', whose bits depend on the batch: exact needs ours", param="gemm")
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
@@ -136,8 +130,9 @@ def prepare_linear(
         if part_bias is not None:
             joined_bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
         first += part.shape[0]
+    device = options.device
     if device.kind == "cpu":
-        panels = PanelWeight(shape, weights[0].dtype, quantization)
+        panels = PanelWeight(shape, options.format_of(weights[0].dtype))
         panels.bias[: shape[0]] = joined_bias
         first = 0
         for part in weights:
@@ -151,39 +146,9 @@ def prepare_linear(
         first += part.shape[0]
     rows.storage.freeze()
     has_bias = any(part is not None for part in biases)
-    return RowWeight(rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, gemm, exact=exact)
-
-
-def check_gemm(gemm: str, device: Device) -> None:
-    """Raises InvalidArgumentError for a name that is no tier, any but "auto" on the cpu, or a device without it."""
-    if gemm not in GEMM_TIERS:
-        raise InvalidArgumentError(f"gemm is {gemm!r}, must be one of {', '.join(GEMM_TIERS)}", param="gemm")
-    if gemm != "auto" and device.kind == "cpu":
-        raise InvalidArgumentError(f"gemm is {gemm!r}: the cpu has one matrix product, 'auto'", param="gemm")
-    if gemm == "cublas":
-        if device.kind == "emulated":
-            raise InvalidArgumentError(f"gemm is 'cublas', which needs a GPU: {device} is emulated", param="gemm")
-        from runtime.device import cublas
-
-        cublas.load()
-    if gemm == "hopper":
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
-        if (arch := Gpu.of(device).arch) != "sm_90a":
-            raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
-
-
-def check_quantization(quantization: str, device: Device) -> None:
-    """Raises InvalidArgumentError for a name that is not one of `QUANTIZATIONS`, or one that the device has not."""
-    if quantization not in QUANTIZATIONS:
-        raise InvalidArgumentError(
-            f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"
-        )
-    if quantization != "none" and device.kind != "cpu":
-        raise InvalidArgumentError(
-            f"quantization is {quantization!r}, which is for the cpu: {device} has kernels for 'none' alone",
-            param="quantization",
-        )
+    return RowWeight(
+        rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, options.gemm, exact=options.exact
+    )
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:

@@ -40,7 +40,7 @@ def compared_products() -> Iterator[list[float]]:
         if id(weight) not in twins:
             twins[id(weight)] = weight, _in_float32(weight)
         twin = twins[id(weight)][1]
-        rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.dtype.numpy))
+        rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.format.element.numpy))
         errors.append(relative_error(op(x, weight, *more, **rest).numpy(), op(rounded, twin, *more, **rest).numpy()))
         return op(x, twin, *more, **rest)
 

@@ -12,8 +12,7 @@ import pytest
 
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
-from models.families import known_architectures
-from models.registry import load_config
+from models.registry import load_config, tensor_layout
 from runtime.dtype import bfloat16, float32
 from tests.models.folders import (
     CASES,
@@ -37,7 +36,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 def fitted(folder: Path) -> Checkpoint:
     config = load_config(folder)
     checkpoint = open_checkpoint(folder)
-    checkpoint.fit(known_architectures()[config.architecture].model_class.tensor_layout(config))
+    checkpoint.fit(tensor_layout(config))
     return checkpoint
 
 
@@ -45,7 +44,7 @@ def fitted(folder: Path) -> Checkpoint:
 def test_every_layout_has_the_names_and_shapes_of_transformers(case: str) -> None:
     golden = load_golden(case)
     config = load_config(golden.folder)
-    assert dict(known_architectures()[config.architecture].model_class.tensor_layout(config).shapes) == golden.shapes
+    assert dict(tensor_layout(config).shapes) == golden.shapes
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Array]], Any], golden: Any = LLAMA) -> Path:

@@ -20,6 +20,7 @@ from runtime.bench.scheduling.exact import bench_exact, engine_maker
 from runtime.dtype import bfloat16, float32
 from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError
+from runtime.linear.format import INT8
 from runtime.ops import LinearWeight
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
@@ -91,7 +92,7 @@ def test_each_product_is_that_of_activations_on_the_grid(tmp_path: Path, case: s
         return op(x, weight, *more, **rest)
 
     def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, *more: Any, **rest: Any) -> Tensor:
-        assert weight.quantization == "int8"
+        assert weight.format.name == "int8"
         expected = op(rounded_rows(x), weights.pop(0), *more, **rest)
         result = op(x, weight, *more, **rest)
         errors.append(relative_error(result.numpy(), expected.numpy()))
@@ -111,8 +112,8 @@ def test_a_tied_table_is_stored_once_and_read_from_the_grid(tmp_path: Path, case
     golden = load_golden(case)
     model: Any = load_model(write_model(tmp_path, golden), quantization="int8")
     table = model.wte if case.startswith("gpt2") else model.embed_tokens
-    assert table is model.lm_head
-    assert table.quantization == "int8"
+    assert table is model.lm_head.weight
+    assert table.format is INT8
     (stored,) = (array for name, array in golden_tensors(golden).items() if "wte" in name or "embed_tokens" in name)
     ids = np.arange(stored.shape[0], dtype=np.int32)[::-1].copy()
     rows = ops.embedding(Tensor.from_numpy(ids), table).numpy()
@@ -124,7 +125,7 @@ def test_an_untied_table_stays_as_it_is(tmp_path: Path) -> None:
     model: Any = load_model(write_model(tmp_path, golden, "BF16"), quantization="int8")
     assert isinstance(model.embed_tokens, Tensor)
     assert model.embed_tokens.dtype is bfloat16
-    assert model.lm_head.quantization == "int8"
+    assert model.lm_head.format is INT8
     assert model.kv_cache_spec(16).dtype is bfloat16
 
 

@@ -20,7 +20,7 @@ from models.dummy import DummyCheckpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.gpt2 import GPT2Model
 from models.families.llama import LlamaModel
-from models.registry import load_model
+from models.registry import load_model, tensor_layout
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import DeviceError, InvalidArgumentError
@@ -62,7 +62,7 @@ def test_a_tied_table_is_kept_once(tmp_path: Path, stored_as: str) -> None:
     tied = load_model(write_model(tmp_path, TIED, stored_as))
     assert isinstance(tied, LlamaModel)
     assert isinstance(tied.embed_tokens, LinearWeight)
-    assert tied.embed_tokens is tied.lm_head
+    assert tied.embed_tokens is tied.lm_head.weight
 
     tensors = golden_tensors(TIED, stored_as)
     tensors["lm_head.weight"] = table = tensors["model.embed_tokens.weight"]
@@ -141,7 +141,7 @@ def test_loading_takes_little_more_memory_than_one_copy(tmp_path: Path) -> None:
     )
     config = models.load_config(tmp_path)
     header, position = {}, 0
-    for name, shape in LlamaModel.tensor_layout(config).shapes.items():
+    for name, shape in tensor_layout(config).shapes.items():
         size = 4 * int(np.prod(shape))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + size]}
         position += size
@@ -197,7 +197,7 @@ def test_the_type_of_dummy_weights(tmp_path: Path, in_config: str | None, wanted
     change_config(write_model(tmp_path, LLAMA), dtype=in_config)
     model = load_model(tmp_path, load_format="dummy", dtype=wanted)
     assert model.dtype is dtype
-    assert model.lm_head.dtype is dtype
+    assert model.lm_head.format.element is dtype
 
 
 def test_dummy_tensors_are_of_the_right_spread_and_each_its_own() -> None:

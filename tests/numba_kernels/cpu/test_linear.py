@@ -14,6 +14,7 @@ from numba_kernels.cpu.panels import empty_panels
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
+from runtime.linear.options import LoadOptions
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, normal, tensor
 from tests.oracles import dense, int8
 from tests.oracles.tiles import as_multiplied
@@ -65,7 +66,7 @@ def test_rows_of_any_size(kind):
         x[:, : depth // 2] *= 0
         x[rows // 2 :] *= np.float32(1e4)
         x[: rows // 4] *= np.float32(1e-12)
-        packed = ops.prepare_linear(tensor(weight), tensor(bias), quantization=quantization)
+        packed = ops.prepare_linear(tensor(weight), tensor(bias), LoadOptions.parse(quantization=quantization))
         out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
         if kind == "int8":
             expected = int8.linear(x, weight, bias, residual)
@@ -91,7 +92,8 @@ def test_what_is_not_finite_stays_in_its_row(kind, bad):
     x = normal(np.random.default_rng(1), (5, 200))
     x[3, 150] = bad
     weight = normal(np.random.default_rng(2), (60, 200), dtype)
-    out = ops.linear(tensor(x), ops.prepare_linear(tensor(weight), quantization=quantization)).numpy()
+    packed = ops.prepare_linear(tensor(weight), options=LoadOptions.parse(quantization=quantization))
+    out = ops.linear(tensor(x), packed).numpy()
     assert not np.isfinite(out[3]).any()
     assert np.isfinite(np.delete(out, 3, 0)).all()
 

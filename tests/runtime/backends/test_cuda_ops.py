@@ -15,6 +15,7 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.oracles.dense import relative_error
 
@@ -26,7 +27,7 @@ def zeros(*shape: int, dtype: str = "float32") -> Tensor:
 
 
 def weight() -> ops.LinearWeight:
-    return ops.prepare_linear(Tensor.zeros((6, 8)), device=Device(DEVICE))
+    return ops.prepare_linear(Tensor.zeros((6, 8)), LoadOptions(device=Device(DEVICE)))
 
 
 def cache(heads: int = 1, head_dim: int = 8) -> tuple[Tensor, Tensor]:
@@ -144,7 +145,7 @@ def test_what_the_cpu_gives(dtype: str) -> None:
     residual, residual_gpu = both(5, 17)
     matrix, matrix_gpu = both(17, 24)
     bias = Tensor.from_numpy(rng.standard_normal(17).astype(np.float32))
-    ours = ops.prepare_linear(matrix_gpu.to("cpu"), bias, device=Device(DEVICE))
+    ours = ops.prepare_linear(matrix_gpu.to("cpu"), bias, LoadOptions(device=Device(DEVICE)))
     theirs = ops.prepare_linear(matrix, bias)
     scale, shift = (Tensor.from_numpy(rng.standard_normal(24).astype(np.float32)) for _ in range(2))
     pairs = [
@@ -182,7 +183,7 @@ def test_linear_glu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, matrix = (Tensor.from_numpy(rng.standard_normal(size).astype(np.float32)) for size in ((130, 72), (48, 72)))
     x, matrix = x.to("bfloat16"), matrix.to("bfloat16")
     for bias in (None, Tensor.from_numpy(rng.standard_normal(48).astype(np.float32))):
-        ours = ops.prepare_linear(matrix, bias, device=Device("emulated:sm_90a"))
+        ours = ops.prepare_linear(matrix, bias, LoadOptions(device=Device("emulated:sm_90a")))
         launched.clear()
         parts = ["gemm", "glu"]
         actual = ops.linear_glu(x.to("emulated:sm_90a"), ours, "silu")
@@ -193,4 +194,4 @@ def test_linear_glu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tier_that_the_device_has_not() -> None:
     with pytest.raises(InvalidArgumentError, match="gemm is 'hopper', which needs sm_90a: emulated:sm_80 is sm_80"):
-        ops.prepare_linear(Tensor.zeros((8, 8), "bfloat16"), device=Device("emulated:sm_80"), gemm="hopper")
+        LoadOptions(device=Device("emulated:sm_80"), gemm="hopper")

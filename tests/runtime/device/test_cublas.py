@@ -14,7 +14,7 @@ from runtime.device import cublas
 from runtime.device.cublas import Cublas, CublasError, NoCublasError
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
-from runtime.linear import weight as linear_weight
+from runtime.linear.options import LoadOptions
 from runtime.linear.weight import RowWeight
 from runtime.tensor.tensor import Tensor
 
@@ -114,15 +114,13 @@ def test_a_linear_layer_by_cublas(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, has
     handle.close()
 
 
-def test_where_a_model_may_ask_for_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = Tensor.from_numpy(np.ones((8, 8), np.float16))
+def test_where_a_model_may_ask_for_it(gpu: Gpu) -> None:
     with pytest.raises(InvalidArgumentError, match="needs a GPU: emulated:sm_90a is emulated"):
-        ops.prepare_linear(weight, device=gpu.device, gemm="cublas")
+        LoadOptions(device=gpu.device, gemm="cublas")
     with pytest.raises(InvalidArgumentError, match="the cpu has one"):
-        ops.prepare_linear(weight, gemm="cublas")
-    monkeypatch.setattr(linear_weight, "check_gemm", lambda gemm, device: None)
+        LoadOptions(gemm="cublas")
     with pytest.raises(InvalidArgumentError, match="bits depend on the batch"):
-        ops.prepare_linear(weight, device=gpu.device, gemm="cublas", exact=True)
+        LoadOptions(device=gpu.device, gemm="cublas", exact=True)
 
 
 def test_what_it_refuses_and_what_fails(gpu: Gpu) -> None:

@@ -1,0 +1,281 @@
+"""Makers: a model's constructor asks one for its matrices, vectors and tables, and so says each of them once.
+
+First it runs over a `DeclaringMaker`, which takes notes of names and shapes: a checkpoint is checked, and bytes are
+known, before anything is read. Then it runs over a `LoadingMaker`, which reads a checkpoint or makes dummy weights and
+holds the source of one map at a time, so that loading needs little more than one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from models.checkpoint import TensorLayout
+from models.errors import WeightsError
+from models.rope import make_rope_table
+from models.rope_config import RopeConfig
+from runtime import ops
+from runtime.dtype import DType, float16, float32, promote
+from runtime.linear.linear import Linear
+from runtime.linear.options import LoadOptions
+from runtime.linear.weight import LinearWeight, packed_bytes
+from runtime.ops import RopeTable
+from runtime.tensor.cast import cast_array
+from runtime.tensor.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+
+_FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a `Checkpoint` or a `DummyCheckpoint`."""
+
+    def main_dtype(self) -> DType: ...
+
+    def dtype(self, name: str) -> DType: ...
+
+    def array(self, name: str) -> Array: ...
+
+    def release(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearDeclaration:
+    """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`."""
+
+    names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+    has_bias: bool
+    is_transposed: bool
+
+    def __post_init__(self) -> None:
+        assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole map, (N, K)."""
+        return sum(self.outputs), self.inputs
+
+    @property
+    def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Each tensor's name and shape in the checkpoint."""
+        outputs = self.outputs if len(self.names) > 1 else (sum(self.outputs),)
+        for name, count in zip(self.names, outputs, strict=True):
+            yield f"{name}.weight", (self.inputs, count) if self.is_transposed else (count, self.inputs)
+            if self.has_bias:
+                yield f"{name}.bias", (count,)
+
+
+class Maker(ABC):
+    """Makes the pieces of a model.
+
+    Attributes:
+        options: where weights go, and as what. On a GPU, where the activations have the weights' type, all matrices are
+            of one: `dtype` is never None there, but the checkpoint's main type.
+        dtype: the type of the weights, or of most of them where each keeps its own.
+        max_positions: tokens that a sequence may have, for position tables.
+    """
+
+    def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType) -> None:
+        if options.dtype is None and options.device.kind != "cpu":
+            options = replace(options, dtype=main_dtype)
+        self.options = options
+        self.dtype = options.dtype or main_dtype
+        self.max_positions = max_positions
+        self._prefix = ""
+        self._sizes: list[int] = []  # shared with the makers below, as is what follows
+        self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
+
+    def under(self, name: str) -> Self:
+        """This maker for names that begin with `name.`."""
+        inner = copy.copy(self)
+        inner._prefix = f"{self._prefix}{name}."
+        return inner
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that was made, as it is kept."""
+        return sum(self._sizes)
+
+    def linear(
+        self,
+        names: str | Sequence[str],
+        *,
+        outputs: int | Sequence[int],
+        inputs: int,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+    ) -> Linear:
+        """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
+        `has_bias`, `name.bias [outputs]`.
+
+        Several names become one map, their outputs one after another. One name with several outputs is stored so.
+        """
+        names = (names,) if isinstance(names, str) else names
+        declaration = LinearDeclaration(
+            names=tuple(self._prefix + name for name in names),
+            outputs=(outputs,) if isinstance(outputs, int) else tuple(outputs),
+            inputs=inputs,
+            has_bias=has_bias,
+            is_transposed=is_transposed,
+        )
+        return Linear(self._matrix(declaration))
+
+    def embedding(
+        self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
+    ) -> tuple[Tensor | LinearWeight, Linear]:
+        """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape.
+
+        With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
+        """
+        if not is_tied:
+            table = self.table(f"{name}.weight", rows, columns)
+            return table, self.linear(head, outputs=rows, inputs=columns)
+        self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
+        tied = self.linear(name, outputs=rows, inputs=columns)
+        return tied.weight, tied
+
+    def vector(self, name: str, size: int, *, add: float = 0.0) -> Tensor:
+        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32."""
+        made = self._vector(self._prefix + name, size, add)
+        self._sizes.append(4 * size)
+        return made
+
+    def table(self, name: str, rows: int, columns: int) -> Tensor:
+        """`name [rows, columns]` in the weights' type, for looking rows up."""
+        made = self._table(self._prefix + name, (rows, columns))
+        self._sizes.append(made.size * made.dtype.itemsize)
+        return made
+
+    @abstractmethod
+    def rope(self, rope: RopeConfig) -> RopeTable:
+        """The table of rotary positions, up to `max_positions`."""
+
+    def _matrix(self, declaration: LinearDeclaration) -> LinearWeight:
+        weight = self._linear(declaration)
+        self._sizes.append(weight.size_bytes)
+        return weight
+
+    def _dtype_of(self, stored: Sequence[DType]) -> DType:
+        """The one type of tensors that are stored in these."""
+        return self.options.dtype or reduce(promote, stored)
+
+    @abstractmethod
+    def _linear(self, declaration: LinearDeclaration) -> LinearWeight: ...
+
+    @abstractmethod
+    def _vector(self, name: str, size: int, add: float) -> Tensor: ...
+
+    @abstractmethod
+    def _table(self, name: str, shape: tuple[int, int]) -> Tensor: ...
+
+
+class DeclaringMaker(Maker):
+    """Notes what a model consists of; what it makes has shapes and types but no numbers.
+
+    Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
+    float32.
+    """
+
+    def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource | None = None) -> None:
+        super().__init__(options, max_positions, float32 if source is None else source.main_dtype())
+        self._source = source
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def layout(self, prefix: str, harmless: Any) -> TensorLayout:
+        """What a checkpoint must store; `prefix` and `harmless` as there."""
+        return TensorLayout(self._shapes, prefix, harmless, self._copies)
+
+    def rope(self, rope: RopeConfig) -> RopeTable:
+        """See `Maker.rope`."""
+        table = _nothing((self.max_positions, rope.rotary_dim // 2), float32)
+        return RopeTable(cos=table, sin=table, interleaved=rope.interleaved)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> DType:
+        self._shapes[name] = shape
+        return float32 if self._source is None else self._source.dtype(name)
+
+    def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
+        stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
+        dtype = self._dtype_of([stored[f"{name}.weight"] for name in declaration.names])
+        kept, device = self.options.format_of(dtype), self.options.device
+        size_bytes = packed_bytes(declaration.shape, kept, device, has_bias=declaration.has_bias)
+        return LinearWeight(declaration.shape, kept, device, size_bytes)
+
+    def _vector(self, name: str, size: int, add: float) -> Tensor:
+        self._stored(name, (size,))
+        return _nothing((size,), float32)
+
+    def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        return _nothing(shape, self._dtype_of([self._stored(name, shape)]))
+
+
+class LoadingMaker(Maker):
+    """Makes the pieces from a source that fits the model's layout."""
+
+    def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource) -> None:
+        super().__init__(options, max_positions, source.main_dtype())
+        self._source = source
+
+    def rope(self, rope: RopeConfig) -> RopeTable:
+        """See `Maker.rope`."""
+        return make_rope_table(rope, self.max_positions, self.options.device)
+
+    def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
+        weights = [f"{name}.weight" for name in declaration.names]
+        biases = [f"{name}.bias" for name in declaration.names] if declaration.has_bias else []
+        dtype = self._dtype_of([self._source.dtype(name) for name in weights])
+        arrays = [self._array(name, dtype) for name in weights]
+        packed = ops.prepare_linear(
+            [Tensor.from_numpy(array.T if declaration.is_transposed else array) for array in arrays],
+            [Tensor.from_numpy(self._rounded(name)) for name in biases] or None,
+            self.options,
+        )
+        del arrays
+        for name in (*weights, *biases):
+            self._source.release(name)
+        return packed
+
+    def _vector(self, name: str, size: int, add: float) -> Tensor:
+        return self._keep(self._rounded(name) + np.float32(add), name)
+
+    def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        array = self._array(name, self._dtype_of([self._source.dtype(name)]))
+        is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there
+        return self._keep(array if is_own else array.copy(), name)
+
+    def _keep(self, array: Array, name: str) -> Tensor:
+        tensor = Tensor.from_numpy(array).to(self.options.device)
+        tensor.storage.freeze()
+        self._source.release(name)
+        return tensor
+
+    def _rounded(self, name: str) -> Array:
+        return np.array(self._array(name, self._dtype_of([self._source.dtype(name)])), np.float32)
+
+    def _array(self, name: str, dtype: DType) -> Array:
+        array = self._source.array(name)
+        if self._source.dtype(name) is dtype:
+            return array
+        converted = cast_array(array, dtype)
+        if (
+            dtype is float16
+            and array.size
+            and (converted.view(np.uint16) & 0x7FFF).max() >= _FLOAT16_INFINITY
+        ):
+            largest = np.abs(cast_array(array, float32)).max()
+            raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
+        return converted
+
+
+def _nothing(shape: tuple[int, ...], dtype: DType) -> Tensor:
+    """A tensor of this shape over one element of memory."""
+    return Tensor.from_numpy(np.broadcast_to(np.zeros((), dtype.numpy), shape))

@@ -1,0 +1,75 @@
+"""How a weight matrix's elements are kept: one `WeightFormat` for each way that the kernels can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.dtype import DType, bfloat16, float16, float32, uint8
+from runtime.dtype import int8 as int8_type
+from runtime.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """The elements of a matrix ``[N, K]`` (or of experts ``[E, N, K]``) in memory.
+
+    Attributes:
+        name: as users name it.
+        element: the type of an element, or of what carries several.
+        elements_per_byte: 0.25 for float32, 1 for int8, 2 for four bits.
+        scale: the type of the scales; None: there are none.
+        block: rows of N by elements of K that share a scale; 0 means all.
+        activation: what a product rounds rows of x to; None: what the processor's tile multiplies.
+        activation_block: how many elements of K share a scale of x; 0 means none do. Results depend on where these
+            blocks begin.
+        split: K may be cut between ranks at multiples of so many elements.
+        has_gpu_kernels: whether products on a GPU can read it.
+    """
+
+    name: str
+    element: DType
+    elements_per_byte: float
+    scale: DType | None = None
+    block: tuple[int, int] = (0, 0)
+    activation: DType | None = None
+    activation_block: int = 0
+    split: int = 1
+    has_gpu_kernels: bool = True
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is made from floats by rounding to a grid."""
+        return self.scale is not None
+
+    def check(self, device_kind: str) -> None:
+        """Raises InvalidArgumentError where the device has no product for it."""
+        if device_kind != "cpu" and not self.has_gpu_kernels:
+            raise InvalidArgumentError(
+                f"quantization is {self.name!r}, which is for the cpu: a GPU has kernels for 'none' alone",
+                param="quantization",
+            )
+
+
+FLOAT32 = WeightFormat("float32", float32, 0.25)
+FLOAT16 = WeightFormat("float16", float16, 0.5)
+BFLOAT16 = WeightFormat("bfloat16", bfloat16, 0.5)
+INT8 = WeightFormat(
+    "int8", uint8, 1.0, scale=float32, block=(1, 0), activation=int8_type, activation_block=64, split=64,
+    has_gpu_kernels=False,
+)  # fmt: skip
+"""Integers times the largest magnitude of their row over 127, stored 128 above their value. A product rounds x so, too,
+64 elements at a time, and multiplies and adds the integers of such a group exactly:
+``out = (sum over groups of scale[group] * float32(sum of int8 products)) * scale[row] + bias``, in float32 and in the
+order of K. NaN and infinity, in a weight or in x, give columns or rows that are not finite."""
+
+FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
+QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized))
+
+
+def quantized_format(quantization: str) -> WeightFormat | None:
+    """The format that matrices are made into; None for "none". Raises InvalidArgumentError for an unknown name."""
+    if quantization not in QUANTIZATIONS:
+        raise InvalidArgumentError(
+            f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"
+        )
+    return None if quantization == "none" else FORMATS[quantization]

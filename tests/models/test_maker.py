@@ -1,0 +1,154 @@
+"""Makers: loading holds the source of one linear map at a time, and what is declared is what is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.families import known_architectures
+from models.maker import DeclaringMaker, LoadingMaker
+from models.registry import declare_model, load_config, load_model, tensor_layout
+from models.safetensors_file import SafetensorsFile
+from runtime.dtype import DType, bfloat16, float32
+from runtime.linear.format import quantized_format
+from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.tensor.tensor import Tensor
+from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
+
+
+class WatchedSource:
+    """A checkpoint that notes which tensors were looked at and not released yet."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._source = source
+        self.held: set[str] = set()
+        self.most_held: set[str] = set()
+        self.seen: set[str] = set()
+
+    def main_dtype(self) -> DType:
+        return self._source.main_dtype()
+
+    def dtype(self, name: str) -> DType:
+        return self._source.dtype(name)
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        self.held.add(name)
+        self.seen.add(name)
+        if len(self.held) > len(self.most_held):
+            self.most_held = set(self.held)
+        return self._source.array(name)
+
+    def release(self, name: str) -> None:
+        self.held.discard(name)
+        self._source.release(name)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("dtype", [None, bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["gpt2_gelu_erf", "qwen2_tied"])
+def test_the_source_is_released_map_by_map(
+    tmp_path: Path, case: str, dtype: DType | None, quantization: str
+) -> None:
+    folder = write_model(tmp_path, load_golden(case))
+    config = load_config(folder)
+    layout = tensor_layout(config)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.fit(layout)
+    source = WatchedSource(checkpoint)
+    options = LoadOptions(dtype=dtype, format=quantized_format(quantization))
+    known_architectures()[config.architecture].model_class(config, LoadingMaker(options, 64, source))
+    assert source.seen == set(layout.shapes)
+    assert source.held == set()
+    joined = {name.rsplit(".", 2)[0] for name in source.most_held}
+    assert len(joined) == 1, source.most_held  # query, key and value with their biases at most
+    assert len(source.most_held) <= 6
+
+
+def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = load_golden("gpt2_gelu_new")
+    folder = write_model(tmp_path, golden)
+    tensors = golden_tensors(golden)
+    write_safetensors(
+        folder / "model.safetensors", {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
+    )
+    released: list[str] = []
+    monkeypatch.setattr(SafetensorsFile, "release", lambda self, name: released.append(name))
+    config = load_config(folder)
+    open_checkpoint(folder).fit(tensor_layout(config))
+    assert sorted(released) == ["lm_head.weight", "transformer.wte.weight"]
+
+
+# ---------------------------------------------------------------- what is declared is what is loaded
+
+
+@pytest.mark.parametrize("case", ["gpt2_gelu_new", "llama_default", "qwen2_tied", "qwen3_tied_gqa4"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"device": "emulated:sm_80", "dtype": "float16"}],
+    ids=str,
+)
+def test_a_declared_model_knows_its_bytes_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, settings: LoadSettings
+) -> None:
+    folder = write_model(tmp_path, load_golden(case), "BF16")
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsFile, "array", lambda self, name: pytest.fail(f"{name} was read"))
+        declared = declare_model(folder, **settings)
+    loaded = load_model(folder, **settings)
+    assert declared.weight_bytes == loaded.weight_bytes
+    for name in ("dtype", "quantization", "device", "max_positions"):
+        assert getattr(declared, name) == getattr(loaded, name)
+    assert declared.kv_cache_spec(16) == loaded.kv_cache_spec(16)
+    assert (declared.lm_head.shape, declared.lm_head.format) == (loaded.lm_head.shape, loaded.lm_head.format)
+
+
+class ArraySource:
+    """Tensors out of a dict, in float32."""
+
+    def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        self._tensors = tensors
+
+    def main_dtype(self) -> DType:
+        return float32
+
+    def dtype(self, name: str) -> DType:
+        return float32
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        return self._tensors[name]
+
+    def release(self, name: str) -> None:
+        """Nothing is held."""
+
+
+def test_maps_stored_fused_are_those_stored_apart() -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (12, 4, 4))
+    biases = [rng.standard_normal(len(part)).astype(np.float32) for part in (q, k, v)]
+    tensors = {"a.qkv.weight": np.concatenate([q, k, v]), "a.qkv.bias": np.concatenate(biases)}
+    for name, part, bias in zip("qkv", (q, k, v), biases, strict=True):
+        tensors |= {f"a.{name}.weight": part, f"a.{name}.bias": bias}
+    maker = LoadingMaker(LoadOptions(), 1, ArraySource(tensors)).under("a")
+    shape: dict[str, Any] = {"outputs": (12, 4, 4), "inputs": 8, "has_bias": True}
+    x = Tensor.from_numpy(rng.standard_normal((3, 8)).astype(np.float32))
+    apart = maker.linear(("q", "k", "v"), **shape)(x).numpy()
+    np.testing.assert_array_equal(maker.linear("qkv", **shape)(x).numpy(), apart)
+    np.testing.assert_allclose(apart[:, 12:16], x.numpy() @ k.T + biases[1], rtol=1e-5, atol=1e-5)
+
+    declaring = DeclaringMaker(LoadOptions(), 1)
+    declaring.under("a").linear("qkv", **shape)
+    assert declaring.layout("", re.compile("")).shapes == {"a.qkv.weight": (20, 8), "a.qkv.bias": (20,)}
+    declaring.under("b").linear(("q", "k"), outputs=(12, 4), inputs=8)
+    assert list(declaring.layout("", re.compile("")).shapes)[2:] == ["b.q.weight", "b.k.weight"]
+
+
+def test_a_number_is_added_in_float32_after_rounding() -> None:
+    stored = np.array([2.0**-9, 1.0, -3.0], np.float32)
+    maker = LoadingMaker(LoadOptions(dtype=bfloat16), 1, ArraySource({"norm.weight": stored}))
+    np.testing.assert_array_equal(maker.vector("norm.weight", 3, add=1.0).numpy(), stored + np.float32(1.0))
+    assert maker.size_bytes == 12
