@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
+from runtime.kv.groups import blocks_of_sequence
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
@@ -202,7 +204,7 @@ class EngineConfig:
 class EngineLimits:
     """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
     every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
-    ``num_host_blocks`` is the swap space in blocks."""
+    ``num_host_blocks`` is the swap space in blocks, ``group_windows`` the window of each cache group."""
 
     max_model_len: int
     max_num_seqs: int
@@ -214,6 +216,7 @@ class EngineLimits:
     scheduling: SchedulingConfig = SchedulingConfig()
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
+    group_windows: tuple[int | None, ...] = (None,)
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
@@ -226,8 +229,10 @@ def resolve(
     bytes_per_block: int,
     available_bytes: int,
     has_own_memory: bool = False,
+    group_windows: tuple[int | None, ...] = (None,),
 ) -> EngineLimits:
-    """The limits for a model with this many positions and this many bytes in one KV block (all layers).
+    """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
+    and these windows of its cache groups.
 
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's, of which the KV cache may
     take nine tenths unless the user names a size.
@@ -242,6 +247,11 @@ def resolve(
             param="max_model_len",
         )
     wanted_len = config.max_model_len or max_position_embeddings
+    chunk = 1 if config.batching == "stall-free" else None  # the others compute prompts whole
+
+    def blocks_for(num_tokens: int) -> int:
+        return blocks_of_sequence(num_tokens, group_windows, block_size, chunk=chunk)
+
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     elif config.kv_cache_bytes is not None:
@@ -251,18 +261,22 @@ def resolve(
             budget = available_bytes * 9 // 10
         else:
             budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4)
-        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * -(-wanted_len // block_size))
+        chunks = -(-config.max_num_batched_tokens // block_size) * sum(window is not None for window in group_windows)
+        most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
+        num_blocks = min(budget // bytes_per_block, most)
     max_model_len = wanted_len
-    if num_blocks * block_size < wanted_len:
-        if config.max_model_len is not None or num_blocks == 0:
-            needed = -(-wanted_len // block_size) if config.max_model_len is not None else 1
+    if num_blocks < blocks_for(wanted_len):
+        max_model_len = bisect_right(range(wanted_len), num_blocks, key=blocks_for) - 1
+        max_model_len -= max_model_len % block_size
+        if config.max_model_len is not None or max_model_len < 1:
+            length = -(-wanted_len // block_size) * block_size if config.max_model_len is not None else block_size
+            needed = blocks_for(length)
             raise RequestError(
-                f"a request of {needed * block_size} tokens needs {needed} KV blocks of {block_size} tokens "
+                f"a request of {length} tokens needs {needed} KV blocks of {block_size} tokens "
                 f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower "
                 "max_model_len or raise kv_cache_bytes",
                 param="kv_cache_bytes",
             )
-        max_model_len = num_blocks * block_size
     return EngineLimits(
         max_model_len=max_model_len,
         max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -274,6 +288,7 @@ def resolve(
         scheduling=config.scheduling,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.swap_space_bytes // bytes_per_block,
+        group_windows=group_windows,
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,

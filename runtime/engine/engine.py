@@ -105,6 +105,7 @@ class Engine:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
+            windows=limits.group_windows,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=self.host_pool,
         )

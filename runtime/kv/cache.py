@@ -1,14 +1,17 @@
 """The storage of the KV pages: what a page looks like in memory, and how many bytes it costs.
 
-A page (block) holds ``block_size`` consecutive tokens of one sequence for every KV head of one layer. On cpu the keys
-of a page are stored transposed, so that a vector register runs over the tokens of the page and ``q . K`` needs no
-horizontal sums, and the values' rows are padded to whole vectors of 16:
+A page (block) holds ``block_size`` consecutive tokens of one sequence for every KV head of one layer, in planes of its
+own: keys, values. On cpu the keys of a page are stored transposed, so that a vector register runs over the tokens of
+the page and ``q . K`` needs no horizontal sums, and the values' rows are padded to whole vectors of 16:
 
 - K ``[num_blocks, num_kv_heads, head_dim, block_size]``
 - V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
 
 On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
 part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
+
+The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
+storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers.
 
 `HostPages` holds whole blocks in host memory in the same layout, for what leaves the device and comes back; what moves
 them is `runtime.kv.transfer`. Who owns which block is not known here: that is the engine's block pool.
@@ -18,8 +21,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +30,7 @@ from numpy.typing import NDArray
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
+from runtime.kv.groups import CacheGroup, cut_layers
 from runtime.tensor.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -39,12 +43,29 @@ _GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
 
 
+class Plane(NamedTuple):
+    """One array of a page: its name, and the shape and type of one block of one layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """The shape of one model's KV cache; the number of blocks is the engine's choice.
 
-    Raises InvalidArgumentError for a size that is not positive, a ``block_size`` that is no multiple of 8 (on a GPU:
-    not 8, 16 or 32), or a dtype other than float32, float16 and bfloat16.
+    Attributes:
+        layer_windows: tokens that a query of each layer sees, its own included, None for all; empty: all see all.
+        groups: of the layers, made of the windows.
+        planes: of one block of one layer.
+
+    Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, a ``block_size``
+    that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16 and bfloat16.
     """
 
     num_layers: int
@@ -53,6 +74,9 @@ class KVCacheSpec:
     block_size: int  # tokens a page
     dtype: DType
     device: Device = CPU
+    layer_windows: tuple[int | None, ...] = ()
+    groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
+    planes: tuple[Plane, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -74,31 +98,45 @@ class KVCacheSpec:
                 f"KVCacheSpec: dtype is {self.dtype.name}, must be float32, float16 or bfloat16", param="dtype"
             )
 
-    @property
-    def page_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(K, V): the shape of one block of one layer."""
+        windows = self.layer_windows or (None,) * self.num_layers
+        if len(windows) != self.num_layers or any(window is not None and window < 1 for window in windows):
+            raise InvalidArgumentError(
+                f"KVCacheSpec: layer_windows is {windows}, must hold None or at least 1 for each of {self.num_layers} "
+                "layers",
+                param="layer_windows",
+            )
+        object.__setattr__(self, "groups", cut_layers(windows))
+        object.__setattr__(self, "planes", self._make_planes())
+
+    def _make_planes(self) -> tuple[Plane, ...]:
         if self.device.kind == "cpu":
             value_row = _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE)
-            keys = (self.num_kv_heads, self.head_dim, self.block_size)
-            return keys, (self.num_kv_heads, self.block_size, value_row)
-        page = (self.num_kv_heads, self.block_size, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
-        return page, page
+            return (
+                Plane("k", (self.num_kv_heads, self.head_dim, self.block_size), self.dtype),
+                Plane("v", (self.num_kv_heads, self.block_size, value_row), self.dtype),
+            )
+        shape = (self.num_kv_heads, self.block_size, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
+        return Plane("k", shape, self.dtype), Plane("v", shape, self.dtype)
 
     @property
-    def page_bytes(self) -> tuple[int, int]:
-        """(K, V): bytes of one block of one layer."""
-        keys, values = self.page_shapes
-        return math.prod(keys) * self.dtype.itemsize, math.prod(values) * self.dtype.itemsize
+    def num_storages(self) -> int:
+        """Layers of each group, padding included."""
+        return len(self.groups[0].layers) + self.groups[0].num_padding
+
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The window of each group; None: it sees all tokens."""
+        return tuple(group.window for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return self.num_layers * sum(self.page_bytes)
+        """Bytes of one block: a page of every layer of one group, padding included."""
+        return self.num_storages * sum(plane.size_bytes for plane in self.planes)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers, keys and values."""
-        return self.bytes_per_block // self.block_size
+        """Bytes of one token that all groups hold, padding included."""
+        return len(self.groups) * self.bytes_per_block // self.block_size
 
 
 class KVCache:
@@ -107,7 +145,8 @@ class KVCache:
 
     Attributes:
         spec, num_blocks, device: what it was made of.
-        arrivals: on a GPU, by layer: what work on that layer's pages has still to wait for (`runtime.kv.transfer`).
+        storages: the pages of each storage, plane by plane: ``[num_blocks, ...]`` as the spec's `planes` say.
+        arrivals: on a GPU, by storage: what work on its pages has still to wait for (`runtime.kv.transfer`).
 
     Raises InvalidArgumentError when ``num_blocks`` is not positive, OutOfMemoryError when the device refuses the bytes.
     """
@@ -119,32 +158,46 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = spec.device
         self.arrivals: dict[int, Event] = {}
-        keys, values = spec.page_shapes
-        self._layers = [
-            (_pages((num_blocks, *keys), spec), _pages((num_blocks, *values), spec)) for _ in range(spec.num_layers)
+        self.storages = [
+            tuple(_pages((num_blocks, *plane.shape), plane.dtype, spec.device) for plane in spec.planes)
+            for _ in range(spec.num_storages)
         ]
+        self._places = {
+            layer: (number, storage)
+            for number, group in enumerate(spec.groups)
+            for storage, layer in enumerate(group.layers)
+        }
         if spec.device.kind != "cpu":  # any stream may use them from now on
             from runtime.device.gpu import Gpu
 
             Gpu.of(spec.device).stream.synchronize()
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Layer ``index``'s pages: K and V, each ``[num_blocks, ...]`` as the spec's `page_shapes` say.
+    def group_of(self, layer: int) -> int:
+        """The group whose block tables and slots the layer uses."""
+        return self._places[layer][0]
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Layer ``index``'s pages, plane by plane: K and V, each ``[num_blocks, ...]`` as the spec's `planes` say.
 
         What the device's current stream does from now on comes after the copies of these pages that are under way. A
         recorded graph does not come by here: see `wait_for_arrivals`.
         """
-        if self.arrivals and (arrival := self.arrivals.pop(index, None)) is not None:
-            from runtime.device.gpu import Gpu
-
-            Gpu.of(self.device).stream.wait(arrival)
-        return self._layers[index]
+        storage = self._places[index][1]
+        if self.arrivals:
+            self._wait(storage)
+        return self.storages[storage]
 
     def wait_for_arrivals(self) -> None:
         """As `layer` for all layers: what the device's current stream does from now on, a recorded graph's replay for
         one, comes after all copies of pages that are under way."""
-        for index in list(self.arrivals):
-            self.layer(index)
+        for storage in list(self.arrivals):
+            self._wait(storage)
+
+    def _wait(self, storage: int) -> None:
+        if (arrival := self.arrivals.pop(storage, None)) is not None:
+            from runtime.device.gpu import Gpu
+
+            Gpu.of(self.device).stream.wait(arrival)
 
     @property
     def size_bytes(self) -> int:
@@ -158,7 +211,7 @@ class HostPages:
     Attributes:
         spec: the cache's whose blocks fit here.
         num_slots: blocks that there is room for.
-        planes: K and V of layer 0, K and V of layer 1 …: each uint8 ``[num_slots, bytes of one page]``.
+        planes: those of storage 0, those of storage 1 …: each uint8 ``[num_slots, bytes of one page]``.
 
     Raises InvalidArgumentError when ``num_slots`` is not positive, OutOfMemoryError with the sizes when the machine has
     less memory, or refuses it.
@@ -175,7 +228,7 @@ class HostPages:
             raise OutOfMemoryError(f"{needed}, the machine has {memory}")
         self._pinned: list[PinnedBlock] = []  # lend their bytes to the planes
         try:
-            self.planes = [self._plane(size) for _ in range(spec.num_layers) for size in spec.page_bytes]
+            self.planes = [self._plane(plane.size_bytes) for _ in range(spec.num_storages) for plane in spec.planes]
         except MemoryError as error:
             raise OutOfMemoryError(f"{needed}, which were refused: {error}") from error
 
@@ -196,17 +249,17 @@ class HostPages:
         return self._pinned[-1].array.reshape(shape)
 
 
-def _pages(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
-    if spec.device.kind != "cpu":
+def _pages(shape: tuple[int, ...], dtype: DType, device: Device) -> Tensor:
+    if device.kind != "cpu":
         from runtime.device.gpu import Gpu
 
-        pages = Tensor.empty(shape, spec.dtype, spec.device)
-        Gpu.of(spec.device).fill(pages.address, 0, pages.size_bytes)
+        pages = Tensor.empty(shape, dtype, device)
+        Gpu.of(device).fill(pages.address, 0, pages.size_bytes)
         return pages
     try:
-        return Tensor.from_numpy(np.zeros(shape, spec.dtype.numpy))
+        return Tensor.from_numpy(np.zeros(shape, dtype.numpy))
     except MemoryError as error:
-        size = math.prod(shape) * spec.dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         raise OutOfMemoryError(f"KVCache: {size} bytes for one layer's pages {shape} were refused") from error
 
 

@@ -3,12 +3,12 @@
     transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots))
     transfer.run(step.swap_out, step.swap_in, step.copies)   # before the step's forward pass
 
-The three lists act in that order, on all layers: what leaves is read as the steps before left it, what comes in may
-take the place of what left, and a copy may read what came in. Blocks and slots that follow one another on both sides
-move as one run.
+The three lists act in that order, on all planes of all storages: what leaves is read as the steps before left it, what
+comes in may take the place of what left, and a copy may read what came in. Blocks and slots that follow one another on
+both sides move as one run.
 
-On the cpu `run` returns when all is done. On a GPU it only queues, on a stream of its own: layer by layer, each after
-all that the device's stream holds now, and each layer's pages are waited for where the forward pass asks for them
+On the cpu `run` returns when all is done. On a GPU it only queues, on a stream of its own: storage by storage, each
+after all that the device's stream holds now, and each layer's pages are waited for where the forward pass asks for them
 (`KVCache.layer`). So while one layer is computed the next ones' pages are still on their way, and no page is read
 before it has arrived, nor overwritten before it has left.
 
@@ -143,7 +143,7 @@ class _CpuMover:
     """Plain copies, done when `move` returns."""
 
     def __init__(self, kv_cache: KVCache, host_pages: HostPages | None) -> None:
-        tensors = [tensor for index in range(kv_cache.spec.num_layers) for tensor in kv_cache.layer(index)]
+        tensors = itertools.chain.from_iterable(kv_cache.storages)
         # uint8 [num_blocks, bytes of one page]: numpy copies bytes faster than it copies bfloat16
         self._pages = [tensor.array.reshape(kv_cache.num_blocks, -1).view(np.uint8) for tensor in tensors]
         self._host = [] if host_pages is None else host_pages.planes

@@ -1,9 +1,9 @@
-"""Moving KV blocks on a GPU: batches of copies on a stream of their own, a layer at a time.
+"""Moving KV blocks on a GPU: batches of copies on a stream of their own, a storage at a time.
 
 The stream waits for all that the device's own stream holds, so that pages are read as the steps before left them and
-are not overwritten while those read them. An event behind each layer's copies goes to `KVCache.arrivals`: the device's
-stream waits for it where the forward pass asks for that layer's pages, so that its kernels neither read pages too early
-nor write pages too early.
+are not overwritten while those read them. An event behind each storage's copies goes to `KVCache.arrivals`: the
+device's stream waits for it where the forward pass asks for the pages of its first layer, so that its kernels neither
+read pages too early nor write pages too early.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from runtime.errors import DeviceError
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.runs import Wave
 
-_PLANES_PER_LAYER = 2  # K and V
-
 
 class GpuMover:
     """Queues copies; `move` returns at once. Its memory must live as long as it does, so it holds both."""
 
     def __init__(self, kv_cache: KVCache, host_pages: HostPages | None) -> None:
         spec = kv_cache.spec
-        tensors = [tensor for index in range(spec.num_layers) for tensor in kv_cache.layer(index)]
         self._kv_cache = kv_cache
         self._host_pages = host_pages
         self.swap_bytes = self.num_driver_calls = 0
         self.swap_s = 0.0
-        self._page_bytes = spec.page_bytes
-        self._pages = [tensor.address for tensor in tensors]
+        self._page_bytes = [plane.size_bytes for plane in spec.planes]
+        self._pages = [tensor.address for planes in kv_cache.storages for tensor in planes]
         self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
         self._gpu = Gpu.of(kv_cache.device)
         self._stream: Stream | None = None  # made when it is needed: with a second one the emulator has more to watch
-        self._arrivals = [self._gpu.new_event() for _ in range(spec.num_layers)]
+        self._arrivals = [self._gpu.new_event() for _ in range(spec.num_storages)]
         self._timed: deque[tuple[Event, Event, int]] = deque()  # start, end, bytes swapped between them
 
     def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
@@ -46,17 +43,17 @@ class GpuMover:
         stream = self._stream
         stream.wait(self._gpu.stream.record())
         start = stream.record(is_timed=True) if swap_bytes else None
-        for layer, arrival in enumerate(self._arrivals):
-            self._copy(layer, self._pages, self._host, swap_out, stream)
-            self._copy(layer, self._host, self._pages, swap_in, stream)
-            self._copy(layer, self._pages, self._pages, copies, stream)
-            self._kv_cache.arrivals[layer] = arrival.record(stream)
+        for storage, arrival in enumerate(self._arrivals):
+            self._copy(storage, self._pages, self._host, swap_out, stream)
+            self._copy(storage, self._host, self._pages, swap_in, stream)
+            self._copy(storage, self._pages, self._pages, copies, stream)
+            self._kv_cache.arrivals[storage] = arrival.record(stream)
         if start is not None:
             self._timed.append((start, stream.record(is_timed=True), swap_bytes))
         self.collect()
 
-    def _copy(self, layer: int, sources: list[int], targets: list[int], waves: list[Wave], stream: Stream) -> None:
-        first = layer * _PLANES_PER_LAYER
+    def _copy(self, storage: int, sources: list[int], targets: list[int], waves: list[Wave], stream: Stream) -> None:
+        first = storage * len(self._page_bytes)
         for wave in waves:
             to: list[int] = []
             origin: list[int] = []

@@ -41,6 +41,7 @@ class Replica:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
+            windows=limits.group_windows,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=HostPool(limits.num_host_blocks) if limits.num_host_blocks else None,
         )

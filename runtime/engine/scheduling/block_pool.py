@@ -5,16 +5,19 @@ nobody holds it: then it is either empty or cached, that is, its content can be 
 needed for something else. Who the holders are is the scheduler's knowledge: its ``check_invariants`` compares the
 counts with the sequences.
 
-Whoever holds a block holds all blocks before it, too, or a copy of them. The pool keeps it so that a content that
-somebody holds is found in a block that somebody holds; what nobody holds is therefore never in the middle of a prefix
-that somebody does.
+All cache groups (``runtime.kv.groups``) draw on the same blocks; each has trees of its own in the prefix cache, and a
+prefix is found as far as all groups can give it: all of its pages, or, with a window, the last.
+
+Whoever holds a block of a group without a window holds all blocks before it, too, or a copy of them. The pool keeps it
+so that a content that somebody holds is found in a block that somebody holds; what nobody holds is therefore never in
+the middle of a prefix that somebody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,9 @@ from numpy.typing import NDArray
 from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, block_digest
+from runtime.kv.groups import NO_BLOCK, first_page
+
+T = TypeVar("T")
 
 
 class TokenSource(Protocol):
@@ -35,17 +41,39 @@ class TokenSource(Protocol):
 class Hit:
     """The longest findable prefix of some tokens.
 
-    block_ids   full blocks on the device
-    host_slots  the full blocks after those, in the host pool only
-    partial     a block on the device that continues ``block_ids``, and how many of its first tokens match; None when
-                nothing does or ``host_slots`` continue them
-    num_tokens  tokens of all three
+    blocks       by group: the block on the device of each full page; None where only the host has it, ``NO_BLOCK``
+                 before ``first_pages``
+    first_pages  by group: pages before this one are behind the window of what is to be computed
+    host_slots   by group: where the host has the pages that are None in ``blocks``
+    partial      by group: a block on the device that continues them; empty when there is none or the host has any
+    num_partial  how many of its first tokens match
+    num_tokens   tokens of all pages
     """
 
-    block_ids: list[int] = field(default_factory=list)
-    host_slots: list[int] = field(default_factory=list)
-    partial: tuple[int, int] | None = None
+    blocks: list[list[int | None]]
+    first_pages: list[int]
+    host_slots: list[list[int]]
+    partial: list[int] = field(default_factory=list)
+    num_partial: int = 0
     num_tokens: int = 0
+
+    @classmethod
+    def none(cls, num_groups: int) -> Hit:
+        """Nothing was found."""
+        return cls([[] for _ in range(num_groups)], [0] * num_groups, [[] for _ in range(num_groups)])
+
+    @property
+    def shared(self) -> list[int]:
+        """The blocks of all groups on the device, in the order of the pages, without ``partial``."""
+        return [block_id for block_id in by_page(self.blocks, self.first_pages) if block_id is not None]
+
+    @property
+    def num_shared_pages(self) -> int:
+        """Pages before the first that some group has to get from the host."""
+        return min(ids.index(None) if None in ids else len(ids) for ids in self.blocks)
+
+    def without_partial(self) -> Hit:
+        return Hit(self.blocks, self.first_pages, self.host_slots, num_tokens=self.num_tokens - self.num_partial)
 
 
 @dataclass(slots=True)
@@ -64,18 +92,18 @@ class CacheCounters:
 
 
 class Chain:
-    """How far a sequence's blocks are recorded; lives on the sequence and is ``reset`` when its blocks are
+    """How far a sequence's blocks are recorded; lives on the sequence, and the pool forgets it when its blocks are
     released."""
 
-    __slots__ = ("is_broken", "node", "num_blocks", "salt")
+    __slots__ = ("is_broken", "nodes", "num_blocks", "salt")
 
     def __init__(self, salt: str | None = None) -> None:
         self.salt = salt
         self.reset()
 
     def reset(self) -> None:
-        self.node: CachedBlock | None = None  # of the last recorded block
-        self.num_blocks = 0
+        self.nodes: list[CachedBlock] = []  # by group: of the last recorded page
+        self.num_blocks = 0  # pages
         self.is_broken = False  # a digest collided: nothing after it can be recorded
 
 
@@ -83,6 +111,7 @@ class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens, all empty at first. Not thread-safe: it belongs to the engine's
     loop.
 
+    windows    of each cache group; None: it sees all tokens
     host_pool  where evicted content goes; None: it is lost
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
@@ -95,6 +124,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
+        windows: tuple[int | None, ...] = (None,),
         enable_prefix_caching: bool = True,
         host_pool: HostPool | None = None,
         eviction: str = "reuse-gap",
@@ -102,6 +132,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = windows
+        self._has_windows = any(windows)
         self.enable_prefix_caching = enable_prefix_caching
         self.host_pool = host_pool
         self.counters = CacheCounters()
@@ -175,70 +207,107 @@ class BlockPool:
                     self._clear(block_id)
 
     def find(self, tokens: NDArray[np.int32], salt: str | None = None) -> Hit:
-        """The longest findable prefix of ``tokens [num_tokens]`` int32; holders do not change.
+        """The longest prefix of ``tokens [num_tokens]`` int32 that all groups can give; holders do not change.
 
-        To use it: ``share`` the block ids at once; ``hold`` the host slots until the step that reads them was run, and
-        copy them into fresh blocks; ``share`` the partial block until the step that copies it was run. Pass all
+        To use it: ``share`` the blocks at once; ``hold`` the host slots until the step that reads them was run, and
+        copy them into fresh blocks; ``share`` the partial blocks until the step that copies them was run. Pass all
         known tokens but the last, whose logits must be computed.
         """
         if not self.enable_prefix_caching:
-            return Hit()
-        nodes = self._cache.walk(tokens, salt)
-        block_ids: list[int] = []
-        for node in nodes:
-            if node.block_id is None:
-                break
-            block_ids.append(node.block_id)
-        host_slots: list[int] = []
-        for node in nodes[len(block_ids) :]:
-            if node.host_slot is None or node.block_id is not None:
-                break
-            host_slots.append(node.host_slot)
-        num_tokens = (len(block_ids) + len(host_slots)) * self.block_size
-        partial = None
-        if not host_slots:
-            last = nodes[len(block_ids) - 1] if block_ids else None
-            found = self._cache.longest_partial(last, tokens[num_tokens:], salt)
-            if found is not None:
-                node, count = found
-                assert node.block_id is not None
-                partial = (node.block_id, count)
-                num_tokens += count
-        return Hit(block_ids, host_slots, partial, num_tokens)
+            return Hit.none(len(self.windows))
+        paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.windows))]
+        num_pages = self._num_findable(paths)
+        num_tokens = num_pages * self.block_size
+        first_pages = [first_page(num_tokens, window, self.block_size) for window in self.windows]
+        blocks: list[list[int | None]] = []
+        host_slots: list[list[int]] = []
+        for path, first in zip(paths, first_pages):
+            needed = path[first:num_pages]
+            blocks.append([*[NO_BLOCK] * first, *(node.block_id for node in needed)])
+            only_there = (node.host_slot for node in needed if node.block_id is None)
+            host_slots.append([slot for slot in only_there if slot is not None])
+        partial: list[int] = []
+        num_partial = 0
+        if not any(host_slots):
+            partial, num_partial = self._find_partial(
+                [path[num_pages - 1] if num_pages else None for path in paths], tokens[num_tokens:], salt
+            )
+        return Hit(blocks, first_pages, host_slots, partial, num_partial, num_tokens + num_partial)
+
+    def on_device(
+        self, tokens: NDArray[np.int32], salt: str | None, first_pages: list[int], num_pages: int
+    ) -> list[list[int | None]]:
+        """By group: the blocks that have the first ``num_pages`` full pages of ``tokens``, None where none has;
+        ``NO_BLOCK`` before ``first_pages``."""
+        found: list[list[int | None]] = []
+        for group, first in enumerate(first_pages):
+            path = self._cache.walk(tokens, salt, group) if self.enable_prefix_caching else []
+            ids = [node.block_id for node in path[first:num_pages]]
+            found.append([*[NO_BLOCK] * first, *ids, *[None] * (num_pages - first - len(ids))])
+        return found
 
     def record(
-        self, chain: Chain, block_ids: list[int], num_computed: int, tokens: TokenSource, *, is_final: bool = False
+        self,
+        chain: Chain,
+        blocks: Sequence[list[int]],
+        first_pages: Sequence[int],
+        num_computed: int,
+        tokens: TokenSource,
+        *,
+        is_final: bool = False,
     ) -> None:
-        """Make the blocks that became full since the last call findable.
+        """Make the pages that became full since the last call findable.
 
-        ``block_ids`` are a sequence's, all held by it, ``num_computed`` of its ``tokens`` lie in them, ``chain`` is
-        the sequence's own. ``is_final`` says that it is about to release them: then the partial last block is
-        recorded, too. Constant time but for new full blocks.
+        ``blocks`` are a sequence's, by group, held by it from ``first_pages`` on, ``num_computed`` of its ``tokens``
+        lie in them, ``chain`` is the sequence's own. ``is_final`` says that it is about to release them: then the
+        partial last page is recorded, too. Constant time but for new full pages.
         """
         last = num_computed // self.block_size
         rest = num_computed % self.block_size if is_final else 0
         if (last == chain.num_blocks and not rest) or chain.is_broken or not self.enable_prefix_caching:
             return
         first = chain.num_blocks
-        assert chain.node is None or self._is_held(chain.node), "the chain of released blocks was not reset"
+        assert all(window is not None or self._is_held(node) for node, window in zip(chain.nodes, self.windows)), (
+            "the chain of released blocks was not forgotten"
+        )
         buffer = np.empty((last - first) * self.block_size + rest, np.int32)
         tokens.copy_tokens(first * self.block_size, buffer)
         data, width = buffer.tobytes(), self.block_size * buffer.itemsize
-        node = chain.node or self._cache.root(chain.salt)
+        nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.windows))]
+        useless: list[CachedBlock] = []
         for place in range(first, last):
-            start = (place - first) * width
-            child = self._record_block(node, data[start : start + width], block_ids[place])
-            if child is None:
+            page = data[(place - first) * width : (place - first + 1) * width]
+            children: list[CachedBlock] = []
+            for node, ids, given_up in zip(nodes, blocks, first_pages):
+                child = self._record_block(node, page, ids[place] if place >= given_up else None)
+                if child is not None:
+                    children.append(child)
+            if len(children) < len(nodes):
                 chain.is_broken = True
+                useless = children
                 break
-            chain.node = node = child
+            nodes = children
             chain.num_blocks = place + 1
         if rest and not chain.is_broken:
             partial = data[(last - first) * width :]
-            if self._cache.continued_by(node, partial) is None:
-                self._record_block(node, partial, block_ids[last])
-        if node.parent is None:
-            self._cache.prune(node)  # a root under which nothing could be recorded
+            for node, ids in zip(nodes, blocks):
+                if self._cache.continued_by(node, partial) is None:
+                    self._record_block(node, partial, ids[last])
+        if chain.num_blocks > first:
+            if self._has_windows:
+                self._pin(nodes, 1)
+                self._pin(chain.nodes, -1)
+            chain.nodes = nodes
+        elif not chain.nodes:
+            useless += nodes  # roots under which nothing could be recorded
+        for node in useless:
+            self._cache.prune(node)
+
+    def forget(self, chain: Chain) -> None:
+        """The chain's sequence releases its blocks."""
+        if self._has_windows:
+            self._pin(chain.nodes, -1)
+        chain.reset()
 
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert that every block is held exactly as often as ``holders`` (one list of blocks a sequence) say, that
@@ -277,13 +346,53 @@ class BlockPool:
             assert self._is_held(node), f"block {node.block_id} is held by nobody, yet a copy of it is"
         parent = node.parent
         assert parent is not None
-        if parent.parent is not None:
+        if parent.parent is not None and self.windows[self._cache.group_of(node)] is None:
             assert parent.block_id is not None, f"block {block_id} cannot be found: its parent is gone"
             assert self._is_held(parent) or not self._is_held(node), f"block {block_id}'s parent is not held"
 
-    def _record_block(self, parent: CachedBlock, tokens: bytes, block_id: int) -> CachedBlock | None:
+    def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
+        """The most pages of these paths, one a group, that all groups can give."""
+        most = min(map(len, paths))
+        runs: list[tuple[int, list[int]]] = []  # window; by page: how many in a row up to it lie somewhere
+        for path, window in zip(paths, self.windows):
+            if window is None:
+                most = next((page for page, node in enumerate(path[:most]) if not node.lies_somewhere), most)
+            else:
+                count, counts = 0, []
+                for node in path:
+                    count = count + 1 if node.lies_somewhere else 0
+                    counts.append(count)
+                runs.append((window, counts))
+        size = self.block_size
+        while most and any(run[most - 1] < most - first_page(most * size, window, size) for window, run in runs):
+            most -= 1
+        return most
+
+    def _find_partial(
+        self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: str | None
+    ) -> tuple[list[int], int]:
+        """By group: the block that shares most of ``tokens`` after ``nodes``, and how many all of them share."""
+        partial: list[int] = []
+        num_partial = self.block_size
+        for group, node in enumerate(nodes):
+            found = self._cache.longest_partial(node, tokens, salt, group)
+            if found is None:
+                return [], 0
+            assert found[0].block_id is not None
+            partial.append(found[0].block_id)
+            num_partial = min(num_partial, found[1])
+        return partial, num_partial
+
+    def _pin(self, nodes: list[CachedBlock], count: int) -> None:
+        """Keep nodes of groups with windows, which their sequence need not hold, or let them go."""
+        for node, window in zip(nodes, self.windows):
+            if window is not None:
+                node.num_pins += count
+                self._cache.prune(node)
+
+    def _record_block(self, parent: CachedBlock, tokens: bytes, block_id: int | None) -> CachedBlock | None:
         node = self._cache.add(parent, tokens)
-        if node is None or node.block_id == block_id or self._nodes[block_id] is node:
+        if node is None or block_id is None or node.block_id == block_id or self._nodes[block_id] is node:
             return node
         assert self._nodes[block_id] is None, f"block {block_id} was recorded with another content"
         self._nodes[block_id] = node
@@ -332,3 +441,11 @@ class BlockPool:
 
     def _is_held(self, node: CachedBlock) -> bool:
         return node.block_id is not None and self._ref_counts[node.block_id] > 0
+
+
+def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T]:
+    """What stands in these lists, one a group, from each ``first_pages`` on, in the order of the pages."""
+    if len(blocks) == 1:
+        return list(blocks[0][first_pages[0] :])
+    pages = range(min(first_pages, default=0), max(map(len, blocks), default=0))
+    return [ids[page] for page in pages for ids, first in zip(blocks, first_pages) if first <= page < len(ids)]

@@ -3,7 +3,8 @@
 The block pool tells a policy which blocks have lost their last holder and which are used again; the policy names the
 next victim. A sequence's blocks come in the order last to first, and whoever holds a block holds those before it, so
 a block's parent is never older than the block and was reused at least as often. Both policies rely on that: they never
-give up a block before those that continue it. Every operation takes constant time.
+give up a block before those that continue it. Blocks that fall behind a window come first to last, and go in that
+order: a prefix needs only its last ones. Every operation takes constant time.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class ReuseGap:
             last_used, times_reused = ghost
             node.times_reused = max(node.times_reused, times_reused)
             self._count(node, last_used)
-        parent = node.parent  # still held; its own ghost may be gone, or hidden by one with the same digest
-        if parent is not None and parent.times_reused < node.times_reused:
-            parent.times_reused = node.times_reused
+        parent = node.parent  # its own ghost may be gone, or hidden by one with the same digest
+        if parent is not None and parent.times_reused < node.times_reused and parent not in self:
+            parent.times_reused = node.times_reused  # it is still held; behind a window it need not be
         node.last_used = self._clock
         self._queues[node.times_reused][node] = None
 

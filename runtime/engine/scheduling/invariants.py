@@ -6,8 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from runtime.engine.errors import InvariantError
-from runtime.engine.scheduling.sequence import State
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
+from runtime.kv.groups import first_page
 
 if TYPE_CHECKING:
     from runtime.engine.scheduling.scheduler import Scheduler
@@ -21,20 +23,26 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
     block_size, num_holders = scheduler.limits.block_size, scheduler.pool.num_holders
+    windows = scheduler.pool.windows
+    has_windows = any(windows)
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
     for chunk in step.chunks:
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        if sequence.row is None or end != sequence.num_computed or end > len(sequence.block_ids) * block_size:
-            problem = (
-                f"a chunk that ends at {end}, but {sequence.num_computed} computed tokens in "
-                f"{len(sequence.block_ids)} blocks of {block_size}, row {sequence.row}"
-            )
+        if sequence.row is None or end != sequence.num_computed:
+            problem = f"a chunk that ends at {end}, but {sequence.num_computed} computed tokens and row {sequence.row}"
         else:
-            block_id = sequence.block_ids[(end - 1) // block_size]
-            if num_holders(block_id) != 1 and block_id not in copied:
-                problem = f"to write to block {block_id}, which {num_holders(block_id)} hold"
+            last_page = (end - 1) // block_size
+            for ids in sequence.blocks:
+                if last_page >= len(ids):
+                    problem = f"a chunk that ends at {end}, but {len(ids)} blocks of {block_size}"
+                elif num_holders(ids[last_page]) != 1 and ids[last_page] not in copied:
+                    problem = f"to write to block {ids[last_page]}, which {num_holders(ids[last_page])} hold"
+            if has_windows:
+                for given_up, window in zip(sequence.first_pages, windows):
+                    if given_up > first_page(chunk.start, window, block_size):
+                        problem = f"to see {window} tokens before {chunk.start}, but has given up {given_up} pages"
         if problem:
             problem = f"choice {sequence.index} of request {sequence.request.request_id!r} has {problem}"
             break
@@ -61,25 +69,38 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for sequence in scheduler.waiting:
         assert sequence.state is State.WAITING
         assert sequence.row is None, "a waiting sequence has a row"
-        assert not sequence.block_ids, "a waiting sequence holds blocks"
+        assert not sequence.blocks, "a waiting sequence holds blocks"
         num_swapped = -(-sequence.num_computed // limits.block_size)
-        assert len(sequence.host_slots) == num_swapped, "swapped blocks are miscounted"
+        counts = [len(slots) + first for slots, first in zip(sequence.host_slots, sequence.first_pages)]
+        assert counts == [num_swapped] * (len(pool.windows) if num_swapped else 0), "swapped blocks are miscounted"
     for sequence in scheduler.running:
         assert sequence.state is State.RUNNING
         assert not sequence.host_slots, "a running sequence holds host slots"
         assert sequence.num_committed <= sequence.num_computed, "uncomputed tokens were committed"
-        capacity = len(sequence.block_ids) * limits.block_size
-        assert sequence.num_computed <= capacity, "computed tokens lie outside the sequence's blocks"
+        _check_pages(sequence, pool)
         end = sequence.num_tokens + sequence.num_pending
         assert sequence.num_computed < end, "a running sequence has nothing to compute"
     assert len(scheduler.open_steps) <= 2, "too many steps are open"
     assert not pool.offloads, "evicted blocks are in no step"
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
-    pool.check_invariants([*(sequence.block_ids for sequence in scheduler.running), *holds])
+    pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])
     if pool.host_pool is not None:
         returned = [step.returned_slots for step in scheduler.open_steps]
-        pool.host_pool.check_invariants([*(sequence.host_slots for sequence in scheduler.waiting), *returned])
+        swapped = [slots for sequence in scheduler.waiting for slots in sequence.host_slots]
+        pool.host_pool.check_invariants([*swapped, *returned])
     _check_writers(scheduler)
+
+
+def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
+    """Assert that a running sequence has every page that it may still need."""
+    size = pool.block_size
+    longest = max(map(len, sequence.blocks))
+    assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.windows), "a group is missing"
+    for ids, first, window in zip(sequence.blocks, sequence.first_pages, pool.windows):
+        assert sequence.num_computed <= len(ids) * size, "computed tokens lie outside the sequence's blocks"
+        assert len(ids) == longest or window is not None, "a group without a window has not all pages"
+        assert first <= first_page(sequence.num_computed, window, size), "a page was given up early"
+        assert not any(ids[:first]), "a page that was given up has a block"
 
 
 def _check_writers(scheduler: Scheduler) -> None:
@@ -87,8 +108,9 @@ def _check_writers(scheduler: Scheduler) -> None:
     block_size = scheduler.limits.block_size
     writers: dict[int, object] = {}
     for sequence in scheduler.running:
-        for block_id in sequence.block_ids[sequence.num_computed // block_size :]:
-            assert writers.setdefault(block_id, sequence) is sequence, f"two sequences write to block {block_id}"
+        for ids in sequence.blocks:
+            for block_id in ids[sequence.num_computed // block_size :]:
+                assert writers.setdefault(block_id, sequence) is sequence, f"two sequences write to block {block_id}"
     for sequence in scheduler.running:
-        for block_id in sequence.block_ids:
+        for block_id in sequence.held_blocks:
             assert writers.get(block_id, sequence) is sequence, f"block {block_id} is read and written by two"

@@ -1,12 +1,13 @@
 """Which token sequences the KV blocks hold: a tree of blocks, found by digest and compared token by token.
 
 A ``CachedBlock`` is the content of one block: its own tokens, after those of its parent. Every salt (a tenant's secret)
-has a root of its own, so nothing is found across salts. One index leads from the digest of (parent's digest, tokens)
-to the block; a hit counts only when the parent is the very object that was walked and the token ids are equal, so two
-contents with one digest cannot be taken for each other: the second is not recorded.
+has a root of its own in each cache group, so nothing is found across salts or groups. One index leads from the digest
+of (parent's digest, tokens) to the block; a hit counts only when the parent is the very object that was walked and the
+token ids are equal, so two contents with one digest cannot be taken for each other: the second is not recorded.
 
 A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, as long as something
-that continues it is kept, in neither. The last block of a sequence is seldom full; it is kept with the tokens it has.
+that continues it is kept or may come (``num_pins``), in neither. The last block of a sequence is seldom full; it is
+kept with the tokens it has.
 
 This module knows neither reference counts nor the order of eviction: those are the block pool's.
 """
@@ -42,6 +43,7 @@ class CachedBlock:
     host_slot  where it lies in the host pool
     copies     other blocks on the device with this content, each held by a sequence that computed it on its own
     children   by their first token: those that continue it
+    num_pins   sequences that may record what continues it, though they do not hold it (it is behind their window)
     times_reused, last_used  for the eviction policy: how often it was held again after all holders had left, and when
                the last one left
     """
@@ -53,6 +55,7 @@ class CachedBlock:
         "digest",
         "host_slot",
         "last_used",
+        "num_pins",
         "parent",
         "times_reused",
         "tokens",
@@ -66,12 +69,18 @@ class CachedBlock:
         self.host_slot: int | None = None
         self.copies: list[int] = []
         self.children: dict[bytes, dict[CachedBlock, None]] = {}
+        self.num_pins = 0
         self.times_reused = 0
         self.last_used = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // _TOKEN_BYTES
+
+    @property
+    def lies_somewhere(self) -> bool:
+        """Whether the device or the host has it."""
+        return self.block_id is not None or self.host_slot is not None
 
 
 class PrefixCache:
@@ -86,19 +95,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._index)
 
-    def root(self, salt: str | None) -> CachedBlock:
-        """The node before all prompts of this salt."""
-        name = _root_name(salt)
+    def root(self, salt: str | None, group: int) -> CachedBlock:
+        """The node before all prompts of this salt in a cache group."""
+        name = _root_name(salt, group)
         root = self._roots.get(name)
         if root is None:
             root = self._roots[name] = CachedBlock(None, name, self._digest(0, name))
         return root
 
-    def walk(self, tokens: NDArray[np.int32], salt: str | None) -> list[CachedBlock]:
+    def walk(self, tokens: NDArray[np.int32], salt: str | None, group: int) -> list[CachedBlock]:
         """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, wherever they
         lie."""
         nodes: list[CachedBlock] = []
-        node = self._roots.get(_root_name(salt))
+        node = self._roots.get(_root_name(salt, group))
         if node is None:
             return nodes
         data, width = np.ascontiguousarray(tokens, np.int32).tobytes(), self._block_bytes
@@ -111,11 +120,11 @@ class PrefixCache:
         return nodes
 
     def longest_partial(
-        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: str | None
+        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: str | None, group: int
     ) -> tuple[CachedBlock, int] | None:
         """Of the blocks on the device that continue ``node`` (None: the salt's root): the one that shares most tokens
         with ``tokens``, which come after it, and how many."""
-        node = node or self._roots.get(_root_name(salt))
+        node = node or self._roots.get(_root_name(salt, group))
         if node is None or not len(tokens):
             return None
         data = np.ascontiguousarray(tokens[: self._block_bytes // _TOKEN_BYTES], np.int32).tobytes()
@@ -154,10 +163,10 @@ class PrefixCache:
 
     def prune(self, node: CachedBlock) -> None:
         """Forget a node that lies nowhere and that nothing continues, and what is left bare above it."""
-        while node.block_id is None and node.host_slot is None and not node.children:
+        while node.block_id is None and node.host_slot is None and not node.children and not node.num_pins:
             parent = node.parent
             if parent is None:
-                del self._roots[node.tokens]
+                self._roots.pop(node.tokens, None)
                 return
             del self._index[node.digest]
             first = node.tokens[:_TOKEN_BYTES]
@@ -166,6 +175,12 @@ class PrefixCache:
             if not siblings:
                 del parent.children[first]
             node = parent
+
+    def group_of(self, node: CachedBlock) -> int:
+        """The cache group whose tree the node is in. For tests: O(depth)."""
+        while node.parent is not None:
+            node = node.parent
+        return int(node.tokens.split(b" ")[0])
 
     def check_invariants(self) -> None:
         """Assert that index and tree are the same set of nodes, none of them useless. For tests: O(nodes)."""
@@ -182,7 +197,7 @@ class PrefixCache:
                     assert self._index.get(child.digest) is child, "a node is not indexed"
                     is_full = len(child.tokens) == self._block_bytes
                     assert is_full or not child.children, "a partial block is continued"
-                    is_kept = child.block_id is not None or child.host_slot is not None or child.children
+                    is_kept = child.lies_somewhere or child.children or child.num_pins
                     assert is_kept, "a node is kept for nothing"
                     seen += 1
                     stack.append(child)
@@ -193,8 +208,8 @@ class PrefixCache:
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
 
-def _root_name(salt: str | None) -> bytes:
-    return b"" if salt is None else b"salt " + salt.encode()
+def _root_name(salt: str | None, group: int) -> bytes:
+    return b"%d" % group if salt is None else b"%d salt %s" % (group, salt.encode())
 
 
 def _latest(node: CachedBlock, tokens: bytes) -> list[CachedBlock]:

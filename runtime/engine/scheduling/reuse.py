@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.scheduling.block_pool import BlockPool, Hit
 from runtime.engine.scheduling.sequence import Sequence, State
+from runtime.kv.groups import NO_BLOCK, first_page
 
 
 def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
-    """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have the
-    first), a choice of the same request that runs, or the prefix cache.
+    """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have
+    some), a choice of the same request that runs, or the prefix cache.
 
     At most all tokens but the last, whose logits are wanted; only its own where the prompt's log probabilities are
     wanted, for they come from computing it.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
-        return Hit()
+        return Hit.none(len(pool.windows))
     tokens = np.empty(sequence.num_tokens - 1, np.int32)
     sequence.copy_tokens(0, tokens)
-    hit = pool.find(tokens, sequence.request.cache_salt)
     if sequence.host_slots:
-        shared = hit.block_ids[: sequence.num_computed // pool.block_size]
-        return Hit(shared, sequence.host_slots[len(shared) :], None, sequence.num_computed)
+        return _own(sequence, tokens, pool)
+    hit = pool.find(tokens, sequence.request.cache_salt)
     most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
     for sibling in sequence.request.sequences:
         if sibling.state is State.RUNNING and sibling is not sequence:
             count = min(most, sibling.num_committed)
             if count > hit.num_tokens:
-                hit = _prefix_of(sibling, count, pool.block_size)
+                hit = _prefix_of(sibling, count, pool) or hit
     return hit
 
 
-def _prefix_of(sequence: Sequence, num_tokens: int, block_size: int) -> Hit:
-    """The first tokens of a running sequence: full blocks, and the block after them, whose beginning is copied."""
-    num_full, rest = divmod(num_tokens, block_size)
-    partial = (sequence.block_ids[num_full], rest) if rest else None
-    return Hit(sequence.block_ids[:num_full], [], partial, num_tokens)
+def _own(sequence: Sequence, tokens: NDArray[np.int32], pool: BlockPool) -> Hit:
+    """A swapped sequence's own pages, from the device where it has them."""
+    num_full, rest = divmod(sequence.num_computed, pool.block_size)
+    blocks = pool.on_device(tokens, sequence.request.cache_salt, sequence.first_pages, num_full)
+    slots = []
+    for ids, own, first in zip(blocks, sequence.host_slots, sequence.first_pages):
+        ids += [None] if rest else []
+        slots.append([slot for block_id, slot in zip(ids[first:], own) if block_id is None])
+    return Hit(blocks, sequence.first_pages, slots, num_tokens=sequence.num_computed)
+
+
+def _prefix_of(sequence: Sequence, num_tokens: int, pool: BlockPool) -> Hit | None:
+    """The first tokens of a running sequence: full pages, and the one after them, whose beginning is copied. None if
+    it has given up a page that is needed."""
+    num_full, rest = divmod(num_tokens, pool.block_size)
+    first_pages = [first_page(num_full * pool.block_size, window, pool.block_size) for window in pool.windows]
+    if any(given_up > first for given_up, first in zip(sequence.first_pages, first_pages)):
+        return None
+    blocks: list[list[int | None]] = [
+        [*[NO_BLOCK] * first, *ids[first:num_full]] for ids, first in zip(sequence.blocks, first_pages)
+    ]
+    partial = [ids[num_full] for ids in sequence.blocks] if rest else []
+    return Hit(blocks, first_pages, [[] for _ in blocks], partial, rest, num_tokens)

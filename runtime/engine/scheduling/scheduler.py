@@ -6,11 +6,12 @@
     scheduler.commit(step)        # or abandon(step); then the drawn tokens are appended
 
 Both queues are kept in the order that the policy gives. A sequence gets the blocks of all its known tokens when it
-starts to run, and one more whenever its output fills the last. When one is missing, a running sequence gives up its own
-and waits again: the first in order is never the victim, and one request always fits the pool, so there is always
-progress. The parts that can be chosen live in modules of their own: ``policy`` (the order), ``batching`` (how decodes
-and prompts share steps), ``chunking`` (how prompts are cut), ``preemption`` (the victim, and how its content comes
-back), ``reuse`` (what need not be computed at all).
+starts to run, and one more whenever its output fills the last; in a cache group with a window it gets those of each
+chunk, and gives up those behind the window of its committed tokens. When one is missing, a running sequence gives up
+all of its own and waits again: the first in order is never the victim, and one request always fits the pool, so there
+is always progress. The parts that can be chosen live in modules of their own: ``policy`` (the order), ``batching``
+(how decodes and prompts share steps), ``chunking`` (how prompts are cut), ``preemption`` (the victim, and how its
+content comes back), ``reuse`` (what need not be computed at all).
 
 It knows no tensors, no model and no clock.
 """
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
-from runtime.engine.scheduling.block_pool import BlockPool, Hit
+from runtime.engine.scheduling.block_pool import BlockPool, Hit, by_page
 from runtime.engine.scheduling.chunking import chunking_of
 from runtime.engine.scheduling.invariants import check_scheduler, check_step
 from runtime.engine.scheduling.policy import Order, policy_of
@@ -31,6 +33,7 @@ from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.reuse import reusable
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import PreemptionWay, Step
+from runtime.kv.groups import NO_BLOCK, first_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class Scheduler:
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
         self._refused: _Refusal | None = None
+        self._windowed = [group for group, window in enumerate(pool.windows) if window is not None]
+        self._shortest = self._windowed[0] if self._windowed else 0  # a group whose tables are never longer than others
 
     @property
     def has_work(self) -> bool:
@@ -84,13 +89,14 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks, its row and its host slots. What a planned step
         would still move for it is left out; its chunk is the engine's to drop (or ``extend``'s)."""
+        slots = [slot for slots in sequence.host_slots for slot in slots]
         for step in self.open_steps:
-            step.drop_transfers(sequence.block_ids, sequence.host_slots)
+            step.drop_transfers(sequence.held_blocks, slots)
         if sequence.state is State.WAITING:
             _remove(self.waiting, sequence)
-            if sequence.host_slots:
+            if slots:
                 assert self.pool.host_pool is not None
-                self.pool.host_pool.give(sequence.host_slots)
+                self.pool.host_pool.give(slots)
                 sequence.host_slots = []
         elif sequence.state is State.RUNNING:
             _remove(self.running, sequence)
@@ -122,13 +128,15 @@ class Scheduler:
         any of its sequences is finished."""
         pool = self.pool
         block_size = self.limits.block_size
-        records = pool.enable_prefix_caching
+        records, has_windows = pool.enable_prefix_caching, bool(self._windowed)
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
                 end = sequence.num_committed = chunk.start + chunk.num_tokens
                 if records and end >= (sequence.chain.num_blocks + 1) * block_size:
-                    pool.record(sequence.chain, sequence.block_ids, end, sequence)
+                    pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
+                if has_windows:
+                    self._give_up(sequence)
         self._settle(step)
 
     def abandon(self, step: Step) -> None:
@@ -149,7 +157,7 @@ class Scheduler:
 
     def decode(self, step: Step) -> None:
         """Add every running sequence that lacks nothing but its last token, as far as the budget goes."""
-        block_size = self.limits.block_size
+        block_size, shortest, has_windows = self.limits.block_size, self._shortest, bool(self._windowed)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
         for sequence in self.running:
@@ -158,19 +166,26 @@ class Scheduler:
                 sequence.num_tokens + pending - computed != 1
                 or sequence.num_output_tokens + pending >= sequence.max_tokens
             ):
-                continue
-            decodes.append(sequence)
-            if computed >= len(sequence.block_ids) * block_size:
+                if not (has_windows and sequence.num_tokens - computed > 1):
+                    continue  # else a prompt, whose next chunk may need a page
+            else:
+                decodes.append(sequence)
+            if computed >= len(sequence.blocks[shortest]) * block_size:
                 wanting.append(sequence)
         if wanting and not self._add_blocks(wanting, step):
-            decodes = [s for s in decodes if s.block_ids and s.num_computed < len(s.block_ids) * block_size]
+            decodes = [
+                s for s in decodes if s.row is not None and s.num_computed < len(s.blocks[shortest]) * block_size
+            ]
         step.add_decodes(decodes if len(decodes) <= step.budget else decodes[: max(0, step.budget)])
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
         for sequence in self.running:
-            if sequence.num_tokens - sequence.num_computed > 1:
-                count = self._chunk_size(sequence, step)
+            remaining = sequence.num_tokens - sequence.num_computed
+            if remaining > 1:
+                count = self._chunk_size(step, sequence.num_computed, remaining)
+                if self._windowed:
+                    count = self._grow(sequence, count)
                 if count > 0:
                     step.add(sequence, count, is_first=False)
 
@@ -178,107 +193,190 @@ class Scheduler:
         """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
         while self.waiting and most != 0 and not step.preempted and step.budget > 0:
             sequence = self.waiting[0]
-            if not self._start(sequence, step):
+            count = self._start(sequence, step)
+            if not count:
                 return
             del self.waiting[0]
             insort(self.running, sequence, key=_order)
-            step.add(sequence, self._chunk_size(sequence, step), is_first=True)
+            step.add(sequence, count, is_first=True)
             most = None if most is None else most - 1
 
-    def _chunk_size(self, sequence: Sequence, step: Step) -> int:
-        """Tokens that this step may compute of the sequence's; 0: none."""
-        remaining = sequence.num_tokens - sequence.num_computed
+    def _chunk_size(self, step: Step, num_computed: int, remaining: int) -> int:
+        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
+        the budget if it is alone."""
         if self._batching.cuts_prompts:
-            return min(remaining, step.budget, self._chunking.most(sequence.num_computed))
-        return remaining if self._has_room(step, remaining) else 0
+            return min(remaining, step.budget, self._chunking.most(num_computed))
+        return remaining if remaining <= step.budget or not step.chunks else 0
 
-    def _has_room(self, step: Step, num_tokens: int) -> bool:
-        """Whether the step can take the prompt whose last tokens these are: as much of it as fits, or, if it may not
-        be cut, all of it, beyond the budget only alone."""
-        return self._batching.cuts_prompts or num_tokens <= step.budget or not step.chunks
+    def _start(self, sequence: Sequence, step: Step) -> int:
+        """Give a waiting sequence its row and its blocks, if there are enough and if the step has room for it. Returns
+        how many of its tokens the step computes; 0: it cannot start.
 
-    def _start(self, sequence: Sequence, step: Step) -> bool:
-        """Give a waiting sequence its row and the blocks of all its tokens, if there are enough and if the step has
-        room for it.
-
-        While others run, one more free block is left for each of them, lest the newcomer be preempted at once.
+        While others run, one more free page is left for each of them, lest the newcomer be preempted at once; in groups
+        with a window also what its next chunk needs.
         """
-        pool, spare = self.pool, len(self.running)
+        pool = self.pool
         if not self.free_rows or (self._refused is not None and self._refused.holds(sequence, pool)):
-            return False
+            return 0
+        spare = len(self.running) * len(pool.windows)
         num_free = pool.num_free
         hit = reusable(sequence, pool)
-        needed = -(-sequence.num_tokens // self.limits.block_size) - len(hit.block_ids)
-        pool.share(hit.block_ids)
-        if hit.partial is not None:
-            pool.share([hit.partial[0]])
-            if needed + spare > pool.num_free:  # to keep its source might be what is too much
-                pool.release([hit.partial[0]])
-                hit = replace(hit, partial=None, num_tokens=hit.num_tokens - hit.partial[1])
-        has_blocks = needed + spare <= pool.num_free
-        if not has_blocks or not self._has_room(step, sequence.num_tokens - hit.num_tokens):
-            if not has_blocks:
-                self._refused = _Refusal(sequence, needed + spare + num_free - pool.num_free)
-            if hit.partial is not None:
-                pool.release([hit.partial[0]])
-            pool.release(hit.block_ids)
-            return False
-        self._place(sequence, hit, needed, step)
-        return True
+        pool.share(hit.shared)
+        count, needed = self._first_chunk(sequence, hit, step)
+        if hit.partial:
+            pool.share(hit.partial)
+            if needed + spare > pool.num_free:  # to keep their sources might be what is too much
+                pool.release(hit.partial)
+                hit = hit.without_partial()
+                count, needed = self._first_chunk(sequence, hit, step)
+        if self._windowed and count:
+            if self.running:
+                spare += self._num_reserved(sequence.num_tokens - hit.num_tokens - count)
+            else:
+                count, needed = self._shortened(count, needed, hit.num_tokens)
+        if count and needed + spare <= pool.num_free:
+            self._place(sequence, hit, needed, count, step)
+            return count
+        if count:
+            self._refused = _Refusal(sequence, needed + spare + num_free - pool.num_free)
+        pool.release(hit.partial)
+        pool.release(hit.shared)
+        return 0
 
-    def _place(self, sequence: Sequence, hit: Hit, needed: int, step: Step) -> None:
+    def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, int]:
+        """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks that it
+        needs for them."""
+        count = self._chunk_size(step, hit.num_tokens, sequence.num_tokens - hit.num_tokens)
+        needed = 0
+        for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
+            needed += num_pages - len(ids) + ids.count(None)
+        return count, needed
+
+    def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
+        """By group: the pages up to the last that a sequence is given which starts with ``hit`` and ``count`` more
+        tokens."""
+        known = -(-sequence.num_tokens // self.limits.block_size)
+        computed = -(-(hit.num_tokens + count) // self.limits.block_size)
+        return [known if window is None else computed for window in self.pool.windows]
+
+    def _num_reserved(self, remaining: int) -> int:
+        """The blocks that the next chunks of a prompt need beside the first, while nothing is given up."""
+        size = self.limits.block_size
+        return sum(-(-min(remaining, self.pool.windows[group] or 0) // size) for group in self._windowed)
+
+    def _shortened(self, count: int, needed: int, num_computed: int) -> tuple[int, int]:
+        """A first chunk for which there are blocks: shorter if it has to be and may be."""
+        lacking = needed - self.pool.num_free
+        if lacking <= 0 or not self._batching.cuts_prompts:
+            return count, needed
+        size, num_groups = self.limits.block_size, len(self._windowed)
+        num_pages = -(-lacking // num_groups)
+        end = (-(-(num_computed + count) // size) - num_pages) * size
+        return max(0, end - num_computed), needed - num_pages * num_groups
+
+    def _place(self, sequence: Sequence, hit: Hit, needed: int, count: int, step: Step) -> None:
         """Start a sequence with the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit
         is copied."""
         pool = self.pool
         if sequence.host_slots:
-            step.returned_slots += sequence.host_slots
+            step.returned_slots += [slot for slots in sequence.host_slots for slot in slots]
             sequence.host_slots = []
-        elif hit.host_slots:
+        elif any(hit.host_slots):
             assert pool.host_pool is not None
-            pool.host_pool.hold(hit.host_slots)
-            step.held_slots.append(hit.host_slots)
-        fresh = pool.allocate(needed)
-        step.swap_in += zip(hit.host_slots, fresh)
-        if hit.partial is not None:
-            step.held_blocks.append((hit.partial[0], fresh[0]))
-            step.copies.append((hit.partial[0], fresh[0]))
+            slots = [slot for slots in hit.host_slots for slot in slots]
+            pool.host_pool.hold(slots)
+            step.held_slots.append(slots)
+        fresh = iter(pool.allocate(needed))
+        sequence.blocks = []
+        for group, num_pages in enumerate(self._page_counts(sequence, hit, count)):
+            host_slots = iter(hit.host_slots[group])
+            ids: list[int] = []
+            for block_id in hit.blocks[group]:
+                if block_id is None:
+                    block_id = next(fresh)
+                    step.swap_in.append((next(host_slots), block_id))
+                ids.append(block_id)
+            if hit.partial:
+                source, target = hit.partial[group], next(fresh)
+                step.held_blocks.append((source, target))
+                step.copies.append((source, target))
+                ids.append(target)
+            ids += islice(fresh, num_pages - len(ids))
+            sequence.blocks.append(ids)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
             pool.count_query(sequence.num_tokens, hit.num_tokens)
-        sequence.block_ids = hit.block_ids + fresh
+        sequence.first_pages = list(hit.first_pages)
         sequence.num_computed = hit.num_tokens
-        sequence.num_committed = len(hit.block_ids) * self.limits.block_size
+        sequence.num_committed = hit.num_shared_pages * self.limits.block_size
         sequence.row = heapq.heappop(self.free_rows)
         sequence.state = State.RUNNING
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
-        """Give each of these running sequences one more block, in order; preempt others until there are enough. False
-        when not all run on: preempted, or, if it is the first in order, left without a block by what a step under way
-        holds."""
-        num_wanting = len(wanting)
-        while len(wanting) > self.pool.num_free and len(self.running) > 1:
+        """Give each of these running sequences its next page, in order; preempt others until there are enough blocks.
+        False when not all run on: preempted, or, if it is the first in order, left without a block by what a step under
+        way holds."""
+        size = self.limits.block_size
+        lacking = {
+            sequence: [ids for ids in sequence.blocks if len(ids) * size <= sequence.num_computed]
+            for sequence in wanting
+        }
+        needed = sum(map(len, lacking.values()))
+        while needed > self.pool.num_free and len(self.running) > 1:
             victim = self._victim_of(self.running)
+            needed -= len(lacking.pop(victim, ()))
             self._preempt(victim, step)
-            wanting = [sequence for sequence in wanting if sequence is not victim]
-        block_ids = self.pool.allocate(min(len(wanting), self.pool.num_free))
-        for sequence, block_id in zip(wanting, block_ids):
-            sequence.block_ids.append(block_id)
-        return len(block_ids) == num_wanting and not step.preempted
+        if needed > self.pool.num_free:
+            return False
+        fresh = iter(self.pool.allocate(needed))
+        for tables in lacking.values():
+            for ids in tables:
+                ids.append(next(fresh))
+        return not step.preempted
+
+    def _grow(self, sequence: Sequence, count: int) -> int:
+        """Give a running sequence the pages of its next ``count`` tokens in groups with a window, as far as there are
+        blocks. Returns for how many tokens it has them."""
+        size, shortest = self.limits.block_size, sequence.blocks[self._shortest]
+        wanted = -(-(sequence.num_computed + count) // size) - len(shortest)
+        num_pages = max(0, min(wanted, self.pool.num_free // len(self._windowed)))
+        fresh = iter(self.pool.allocate(num_pages * len(self._windowed)))
+        for group in self._windowed:
+            sequence.blocks[group] += islice(fresh, num_pages)
+        return min(count, len(shortest) * size - sequence.num_computed)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Release the pages behind the window of a running sequence's committed tokens; what was drawn since may be
+        taken back. They can still be found."""
+        pool, before = self.pool, sequence.first_pages
+        num_tokens, size = sequence.num_committed, pool.block_size
+        firsts = [first_page(num_tokens, window, size) for window in pool.windows]
+        if firsts == before:
+            return
+        after = list(map(max, firsts, before))
+        pool.release(reversed(by_page([ids[:end] for ids, end in zip(sequence.blocks, after)], before)))
+        for ids, first, end in zip(sequence.blocks, before, after):
+            ids[first:end] = [NO_BLOCK] * (end - first)
+        sequence.first_pages = after
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take a running sequence's blocks and row, and let it wait."""
         way: PreemptionWay = "recompute"
-        num_computed = sequence.num_computed
-        num_blocks = -(-num_computed // self.limits.block_size)
-        slots = self._slots_for(sequence, num_blocks)
+        num_computed, first_pages = sequence.num_computed, sequence.first_pages
+        num_pages = -(-num_computed // self.limits.block_size)
+        tables = [ids[first:num_pages] for ids, first in zip(sequence.blocks, first_pages)]
+        slots = self._slots_for(sequence, sum(map(len, tables)))
         if slots is not None:
             way = "swap"
-            step.swap_out += zip(sequence.block_ids, slots)
-            sequence.host_slots = slots
+            free = iter(slots)
+            sequence.host_slots = [list(islice(free, len(ids))) for ids in tables]
+            for ids, own in zip(tables, sequence.host_slots):
+                step.swap_out += zip(ids, own)
             self.num_swaps += 1
         _remove(self.running, sequence)
         self._release(sequence)
-        sequence.num_computed = num_computed if slots is not None else 0
+        if slots is not None:
+            sequence.num_computed, sequence.first_pages = num_computed, first_pages
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
@@ -297,12 +395,19 @@ class Scheduler:
         assert sequence.row is not None
         for step in self.open_steps:
             if step.held_blocks:
-                self.pool.release(step.let_go(sequence.block_ids))
-        self.pool.record(sequence.chain, sequence.block_ids, sequence.num_committed, sequence, is_final=True)
-        self.pool.release(sequence.block_ids)
-        sequence.chain.reset()
+                self.pool.release(step.let_go(sequence.held_blocks))
+        self.pool.record(
+            sequence.chain,
+            sequence.blocks,
+            sequence.first_pages,
+            sequence.num_committed,
+            sequence,
+            is_final=True,
+        )
+        self.pool.release(sequence.held_blocks)
+        self.pool.forget(sequence.chain)
         heapq.heappush(self.free_rows, sequence.row)
-        sequence.block_ids = []
+        sequence.blocks, sequence.first_pages = [], []
         sequence.num_computed = sequence.num_committed = 0
         sequence.row = None
         self._refused = None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.messages import RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduling.block_pool import Chain
+from runtime.engine.scheduling.block_pool import Chain, by_page
 
 _FIRST_OUTPUT_CAPACITY = 32
 
@@ -115,10 +115,12 @@ class Sequence:
     max_tokens     most output tokens, the request's
     num_tokens     known tokens, prompt and output
     num_pending    tokens that planned steps will draw: 0, 1, or 2 while a step runs and the next is planned
-    num_computed   tokens whose keys and values lie in ``block_ids`` (in ``host_slots`` while it is swapped out) when
-                   the planned steps have run
-    num_committed  of those, the ones in ``block_ids`` whose step has run
-    host_slots     where its blocks lie while it is swapped out
+    num_computed   tokens whose keys and values lie in ``blocks`` (in ``host_slots`` while it is swapped out) when the
+                   planned steps have run
+    num_committed  of those, the ones in ``blocks`` whose step has run
+    blocks         by cache group, by page; ``NO_BLOCK`` for pages given up behind a window
+    first_pages    by cache group: pages before this one were given up
+    host_slots     by cache group: where its pages from ``first_pages`` on lie while it is swapped out; else empty
     chain          how far its blocks are recorded in the prefix cache
     row            its row in the runner's arrays while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it; -1: none
@@ -128,8 +130,9 @@ class Sequence:
 
     __slots__ = (
         "_output_buffer",
-        "block_ids",
+        "blocks",
         "chain",
+        "first_pages",
         "first_scheduled_s",
         "first_token_s",
         "host_slots",
@@ -166,8 +169,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.last_step = -1
         self.last_token_id = int(request.prompt_ids[-1])
-        self.block_ids: list[int] = []
-        self.host_slots: list[int] = []
+        self.blocks: list[list[int]] = []
+        self.first_pages: list[int] = []
+        self.host_slots: list[list[int]] = []
         self.chain = Chain(request.cache_salt)
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
@@ -182,6 +186,11 @@ class Sequence:
     def output_ids(self) -> NDArray[np.int32]:
         """The output so far, ``[num_output_tokens]`` int32: a view that the next ``append`` may outdate."""
         return self._output_buffer[: self.num_output_tokens]
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Those of all groups, in the order of the pages."""
+        return by_page(self.blocks, self.first_pages)
 
     @property
     def is_finished(self) -> bool:

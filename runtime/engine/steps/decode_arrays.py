@@ -150,8 +150,8 @@ class DecodeArrays:
         additions = []
         for sequence, place in zip(sequences, self._place_list):
             first = known[place]
-            if len(sequence.block_ids) != first:
-                added = sequence.block_ids[first:]
+            if len(sequence.blocks[0]) != first:
+                added = sequence.blocks[0][first:]
                 additions.append((place, first, added))
                 self._host_tables[place, first : first + len(added)] = added
         columns = self._columns

@@ -60,7 +60,7 @@ class BlockTables:
         """The sequences' rows, which ascend; written where one has got blocks."""
         num_blocks = self.num_blocks
         for sequence, row in zip(sequences, rows):
-            block_ids = sequence.block_ids
+            block_ids = sequence.blocks[0]
             known = num_blocks[row]
             if known != len(block_ids):
                 self.table[row, known : len(block_ids)] = block_ids[known:]

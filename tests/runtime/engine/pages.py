@@ -49,7 +49,7 @@ class PageChecker:
                 seen[sequence] = self._seen[sequence]
         for sequence in engine.scheduler.running:
             positions = np.arange(sequence.num_computed)
-            blocks = np.array(sequence.block_ids)[positions // block_size]
+            blocks = np.array(sequence.blocks[0])[positions // block_size]
             now = sums[blocks * block_size + positions % block_size]
             before = self._seen.get(sequence, now[:0])
             changed = np.flatnonzero(now[: len(before)] != before)

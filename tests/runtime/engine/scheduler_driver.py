@@ -1,8 +1,9 @@
 """The pure scheduler under load, without a model: a driver that plays the engine, and pages that remember who wrote
 them.
 
-A slot of a page holds a digest of the token written there and of all before it, the salt first. So a chunk that reads a
-stranger's page, a page with another history, or one that was never written is found before the chunk is "computed".
+A slot of a page holds the group and a digest of the token written there and of all before it, the salt first. So a
+chunk that reads a stranger's page, a page with another history, or one that was never written is found before the chunk
+is "computed".
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import Chunk, Step
+from runtime.kv.groups import blocks_of_sequence
 
 VOCAB_SIZE = 4
-GARBAGE = -1
+GARBAGE = (-1, 0)
 LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
 
 
 class Pages:
     """What lies in each slot of each block, on the device and on the host."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
-        self.host = [[GARBAGE] * block_size for _ in range(num_host_blocks)]
-        self.block_size = block_size
+    def __init__(self, limits: EngineLimits) -> None:
+        self.block_size = limits.block_size
+        self.windows = limits.group_windows
+        self.blocks = [[GARBAGE] * self.block_size for _ in range(limits.num_blocks)]
+        self.host = [[GARBAGE] * self.block_size for _ in range(limits.num_host_blocks)]
 
     def move(self, step: Step) -> None:
         for block_id, slot in step.swap_out:
@@ -48,18 +51,19 @@ class Pages:
     def check(self, chunk: Chunk, history: list[int]) -> None:
         """Before the chunk's tokens are computed, those before them must lie there."""
         size = self.block_size
-        for place, block_id in enumerate(chunk.sequence.block_ids):
-            first = place * size
-            if first >= chunk.start:
-                break
-            expected = history[first : min(first + size, chunk.start)]
-            found = self.blocks[block_id][: len(expected)]
-            assert found == expected, f"tokens {first} … of {chunk} are not in block {block_id}"
+        for group, (ids, window) in enumerate(zip(chunk.sequence.blocks, self.windows)):
+            seen = 0 if window is None else max(0, chunk.start - window + 1)
+            for place in range(seen // size, -(-chunk.start // size)):
+                first = max(seen, place * size)
+                expected = [(group, digest) for digest in history[first : min((place + 1) * size, chunk.start)]]
+                found = self.blocks[ids[place]][first - place * size :][: len(expected)]
+                assert found == expected, f"tokens {first} … of {chunk} are not in block {ids[place]}"
 
     def write(self, chunk: Chunk, history: list[int]) -> None:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             place, offset = divmod(position, self.block_size)
-            self.blocks[chunk.sequence.block_ids[place]][offset] = history[position]
+            for group, ids in enumerate(chunk.sequence.blocks):
+                self.blocks[ids[place]][offset] = (group, history[position])
 
 
 @dataclass
@@ -90,11 +94,12 @@ class Driver:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
+            windows=limits.group_windows,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=host_pool,
         )
         self.scheduler = Scheduler(limits, self.pool)
-        self.pages = Pages(limits.num_blocks, limits.num_host_blocks, limits.block_size)
+        self.pages = Pages(limits)
         self.info = _info(limits)
         self.open: list[Sequence] = []
         self.histories: dict[Sequence, list[int]] = {}
@@ -194,7 +199,7 @@ class Driver:
         if self.limits.scheduling.batching == "stall-free":
             chosen = {id(chunk.sequence) for chunk in step.chunks}
             for sequence in decoding:
-                is_paused = scheduler.open_steps and self.pool.num_free == 0
+                is_paused = scheduler.open_steps and self.pool.num_free < len(self.limits.group_windows)
                 assert id(sequence) in chosen or sequence.state is State.WAITING or is_paused, "a decode stalled"
         return step
 
@@ -260,8 +265,9 @@ class Driver:
 
     def _spoil(self, sequence: Sequence, position: int) -> None:
         place, offset = divmod(position, self.limits.block_size)
-        if place < len(sequence.block_ids):
-            self.pages.blocks[sequence.block_ids[place]][offset] = GARBAGE
+        for ids, first in zip(sequence.blocks, sequence.first_pages):
+            if first <= place < len(ids):
+                self.pages.blocks[ids[place]][offset] = GARBAGE
 
     def _append(self, sequence: Sequence) -> None:
         if sequence.num_output_tokens == 0 and sequence.index == 0:
@@ -296,11 +302,20 @@ class Driver:
         del self.histories[sequence]
 
 
-def random_limits(rng: random.Random, **fixed: object) -> EngineLimits:
+GROUP_WINDOWS: tuple[tuple[int | None, ...], ...] = (
+    (None,), (4,), (1, 1), (None, 3), (None, 2, 2), (None, 9, 9, 9), (None, None, 5), (3, 6),
+)  # fmt: skip
+"""Windows of the cache groups of models that may be tried."""
+
+
+def random_limits(
+    rng: random.Random, *, group_windows: tuple[int | None, ...] = (None,), **fixed: object
+) -> EngineLimits:
     """Small in every way; ``fixed`` names fields of ``SchedulingConfig``."""
     batching = fixed.get("batching", rng.choice(BATCHING))
     block_size = rng.choice((1, 2, 4))
-    num_blocks = rng.randrange(2, 14)
+    num_full = group_windows.count(None)
+    num_blocks = rng.randrange(2, 14) * max(1, num_full) + 2 * (len(group_windows) - num_full)
     chunks: dict[str, object] = {}
     if batching == "stall-free":
         kind = rng.randrange(3)
@@ -318,8 +333,14 @@ def random_limits(rng: random.Random, **fixed: object) -> EngineLimits:
         **fixed,
     }
     max_num_batched_tokens = rng.randrange(1, 24)
+    chunk = 1 if batching == "stall-free" else None
+    longest = next(
+        length
+        for length in range(num_blocks * block_size, 0, -1)
+        if blocks_of_sequence(length, group_windows, block_size, chunk=chunk) <= num_blocks
+    )
     return EngineLimits(
-        max_model_len=max(2, num_blocks * block_size - rng.randrange(0, 3)),
+        max_model_len=max(2, longest - rng.randrange(0, 3)),
         max_num_seqs=min(rng.randrange(1, 6), max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
@@ -327,7 +348,8 @@ def random_limits(rng: random.Random, **fixed: object) -> EngineLimits:
         max_waiting=1000,
         scheduling=SchedulingConfig(**scheduling),  # type: ignore[arg-type]
         enable_prefix_caching=rng.random() < 0.8,
-        num_host_blocks=rng.choice((0, 1, 4, 12)),
+        num_host_blocks=rng.choice((0, 1, 4, 12)) * len(group_windows),
+        group_windows=group_windows,
     )
 
 

@@ -256,7 +256,7 @@ def test_choices_share_the_prompt_and_differ() -> None:
     collect(engine.step(), results)
     collect(engine.step(), results)
     engine.check_invariants()
-    tables = [sequence.block_ids for sequence in engine.requests["x"].sequences]
+    tables = [sequence.blocks[0] for sequence in engine.requests["x"].sequences]
     assert len({tuple(table[:6]) for table in tables}) == 1, "six full blocks of the prompt are shared"
     assert len({table[6] for table in tables}) == 4
     assert model.num_computed_tokens == 50 + 1 + 3, "the partial last block was copied"
@@ -368,7 +368,7 @@ def test_cancel_in_every_state(num_steps: int) -> None:
     for i in range(3):
         free = engine.pool.num_free
         held = engine.requests[f"x{i}"].sequences if f"x{i}" in engine.requests else []
-        blocks = {block for sequence in held for block in sequence.block_ids}
+        blocks = {block for sequence in held for block in sequence.held_blocks}
         outputs = engine.cancel(f"x{i}")
         assert engine.pool.num_free == free + len(blocks)
         collect(outputs, results)
@@ -535,11 +535,11 @@ def test_invariant_checks_see_planted_faults() -> None:
     engine.add(request("y", [1] * 20, max_tokens=5))
     engine.step()
     x, y = engine.scheduler.running
-    block = x.block_ids[1]
-    x.block_ids[1] = y.block_ids[0]
+    block = x.blocks[0][1]
+    x.blocks[0][1] = y.blocks[0][0]
     with pytest.raises(AssertionError):
         engine.check_invariants()
-    x.block_ids[1] = block
+    x.blocks[0][1] = block
     engine.check_invariants()
     engine.pool.allocate(1)
     with pytest.raises(AssertionError):

@@ -229,7 +229,7 @@ def test_a_page_written_by_a_stranger_is_found(overlap: Literal["on", "off"]) ->
     victim = engine.requests["two"].sequences[0]
     position = victim.num_computed - 3
     keys = engine.runner.kv_cache.layer(3)[0].array  # [num_blocks, num_kv_heads, head_dim, block_size]
-    lane = keys[victim.block_ids[position // 8], 1, 17, position % 8 : position % 8 + 1]
+    lane = keys[victim.blocks[0][position // 8], 1, 17, position % 8 : position % 8 + 1]
     before = lane.copy()
     lane.view(f"u{lane.itemsize}")[0] ^= 1  # the last bit of one number
     with pytest.raises(AssertionError, match=rf"request two, choice 0: the pages of positions \[{position}\]"):

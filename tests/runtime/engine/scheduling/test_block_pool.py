@@ -28,10 +28,36 @@ class Tokens:
 def run(pool: BlockPool, *ids: int, salt: str | None = None) -> list[int]:
     """Compute a sequence without looking anything up, and let it go again."""
     block_ids = pool.allocate(-(-len(ids) // BLOCK_SIZE))
-    pool.record(Chain(salt), block_ids, len(ids), Tokens(*ids), is_final=True)
+    record(pool, block_ids, Tokens(*ids), salt=salt, is_final=True)
     pool.release(block_ids)
     pool.check_invariants([])
     return block_ids
+
+
+def record(
+    pool: BlockPool,
+    block_ids: list[int],
+    tokens: Tokens,
+    count: int | None = None,
+    *,
+    salt: str | None = None,
+    is_final: bool = False,
+) -> None:
+    """Record the first ``count`` tokens, all if None."""
+    count = len(tokens.ids) if count is None else count
+    pool.record(Chain(salt), [block_ids], [0], count, tokens, is_final=is_final)
+
+
+def hit_of(
+    block_ids: list[int], host_slots: list[int], partial: tuple[int, int] | None = None, num_tokens: int = 0
+) -> Hit:
+    """Of one group."""
+    blocks = [*block_ids, *([None] * len(host_slots))]
+    found = [] if partial is None else [partial[0]]
+    return Hit([blocks], [0], [host_slots], found, 0 if partial is None else partial[1], num_tokens)
+
+
+NOTHING = hit_of([], [])
 
 
 def find(pool: BlockPool, *ids: int, salt: str | None = None) -> Hit:
@@ -75,11 +101,11 @@ def test_check_sees_leaks_and_doubles() -> None:
 def test_finds_full_blocks_and_the_beginning_of_the_next() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     blocks = run(pool, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-    assert find(pool, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11) == Hit(blocks[:2], [], (blocks[2], 2), 10)
-    assert find(pool, 1, 2, 3, 4, 5, 6, 0) == Hit(blocks[:1], [], (blocks[1], 2), 6)
-    assert find(pool, 1, 2, 3) == Hit([], [], (blocks[0], 3), 3)
-    assert find(pool, 2, 2, 3, 4) == Hit()
-    assert find(pool) == Hit()
+    assert find(pool, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11) == hit_of(blocks[:2], [], (blocks[2], 2), 10)
+    assert find(pool, 1, 2, 3, 4, 5, 6, 0) == hit_of(blocks[:1], [], (blocks[1], 2), 6)
+    assert find(pool, 1, 2, 3) == hit_of([], [], (blocks[0], 3), 3)
+    assert find(pool, 2, 2, 3, 4) == NOTHING
+    assert find(pool) == NOTHING
 
 
 def test_salts_do_not_see_each_other() -> None:
@@ -88,25 +114,25 @@ def test_salts_do_not_see_each_other() -> None:
     assert find(pool, 1, 2, 3, 4, salt="a").num_tokens == 0
     assert find(pool, 1, 2, 3, 4, salt="").num_tokens == 0
     (salted,) = run(pool, 1, 2, 3, 4, salt="a")
-    assert find(pool, 1, 2, 3, 4, salt="a").block_ids == [salted]
-    assert find(pool, 1, 2, 3, 4).block_ids == [plain]
+    assert find(pool, 1, 2, 3, 4, salt="a").blocks[0] == [salted]
+    assert find(pool, 1, 2, 3, 4).blocks[0] == [plain]
 
 
 def test_a_colliding_digest_serves_nobody_elses_block() -> None:
     pool = BlockPool(8, BLOCK_SIZE, digest=lambda parent, tokens: 7)
     (first,) = run(pool, 1, 2, 3, 4)
     run(pool, 5, 6, 7, 8)
-    assert find(pool, 5, 6, 7, 8) == Hit(), "another content has this digest"
-    assert find(pool, 1, 2, 3, 4, 1, 2, 3, 4).block_ids == [first], "equal tokens, but not after the same ones"
-    assert find(pool, 1, 2, 3, 4, salt="a") == Hit()
+    assert find(pool, 5, 6, 7, 8) == NOTHING, "another content has this digest"
+    assert find(pool, 1, 2, 3, 4, 1, 2, 3, 4).blocks[0] == [first], "equal tokens, but not after the same ones"
+    assert find(pool, 1, 2, 3, 4, salt="a") == NOTHING
     run(pool, 1, 2, 3, 4, salt="a")
-    assert find(pool, 1, 2, 3, 4, salt="a") == Hit()
+    assert find(pool, 1, 2, 3, 4, salt="a") == NOTHING
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(4, BLOCK_SIZE, enable_prefix_caching=False)
     run(pool, 1, 2, 3, 4, 5)
-    assert find(pool, 1, 2, 3, 4, 5) == Hit()
+    assert find(pool, 1, 2, 3, 4, 5) == NOTHING
     assert pool.num_cached == 0
 
 
@@ -114,12 +140,12 @@ def test_the_second_of_two_equal_blocks_takes_over_when_the_first_is_let_go() ->
     pool = BlockPool(4, BLOCK_SIZE)
     tokens = Tokens(*range(8))
     first, second = pool.allocate(2), pool.allocate(2)
-    pool.record(Chain(), first, 8, tokens)
-    pool.record(Chain(), second, 8, tokens)
-    assert find(pool, *range(8)).block_ids == first
+    record(pool, first, tokens, 8)
+    record(pool, second, tokens, 8)
+    assert find(pool, *range(8)).blocks[0] == first
     pool.release(first)
     pool.check_invariants([second])
-    assert find(pool, *range(8)).block_ids == second
+    assert find(pool, *range(8)).blocks[0] == second
     assert pool.num_cached == 0
     pool.release(second)
     assert pool.num_cached == 2
@@ -129,9 +155,9 @@ def test_a_held_block_takes_over_from_an_idle_one() -> None:
     pool = BlockPool(2, BLOCK_SIZE)
     run(pool, 1, 2, 3, 4)
     other = pool.allocate(1)
-    pool.record(Chain(), other, 4, Tokens(1, 2, 3, 4))
+    record(pool, other, Tokens(1, 2, 3, 4), 4)
     pool.check_invariants([other])
-    assert find(pool, 1, 2, 3, 4).block_ids == other
+    assert find(pool, 1, 2, 3, 4).blocks[0] == other
     assert pool.num_cached == 0
 
 
@@ -150,8 +176,8 @@ def test_evicts_the_end_of_the_least_recently_used_first() -> None:
     run(pool, *range(8))
     run(pool, *range(10, 18))
     hit = find(pool, *range(8))
-    pool.share(hit.block_ids)
-    pool.release(hit.block_ids)
+    pool.share(hit.shared)
+    pool.release(hit.shared)
     pool.release(pool.allocate(1))
     assert find(pool, *range(10, 18)).num_tokens == 4
     pool.release(pool.allocate(2))
@@ -174,21 +200,21 @@ def test_evicted_blocks_are_found_in_the_host_pool() -> None:
     slots = [slot for _, slot in reversed(pool.offloads)]
     pool.offloads.clear()
     hit = find(pool, *range(10))
-    assert hit == Hit([], slots, None, 8)
+    assert hit == hit_of([], slots, None, 8)
     pool.release(taken)
     fresh = pool.allocate(3)
-    host.hold(hit.host_slots)
+    host.hold(hit.host_slots[0])
     assert host.take(1) is None, "a step reads both slots"
-    host.release(hit.host_slots)
-    pool.record(Chain(), fresh, 8, Tokens(*range(10)))
-    assert find(pool, *range(8)) == Hit(fresh[:2], [], None, 8)
+    host.release(hit.host_slots[0])
+    record(pool, fresh, Tokens(*range(10)), 8)
+    assert find(pool, *range(8)) == hit_of(fresh[:2], [], None, 8)
     pool.release(fresh)
     pool.allocate(3)
     assert not pool.offloads, "their bytes are in the host pool already"
     assert host.take(1) == slots[1:], "what continues a prefix is dropped before it"
-    assert find(pool, *range(8)).host_slots == slots[:1]
+    assert find(pool, *range(8)).host_slots == [slots[:1]]
     assert host.take(1) == slots[:1]
-    assert find(pool, *range(8)) == Hit()
+    assert find(pool, *range(8)) == NOTHING
     host.check_invariants([slots])
 
 
@@ -207,11 +233,11 @@ def test_reused_blocks_outlive_what_came_once() -> None:
         hits = 0
         for turn in range(60):
             hit = find(pool, *range(8))
-            pool.share(hit.block_ids)
-            block_ids = hit.block_ids + pool.allocate(2 - len(hit.block_ids))
-            pool.record(Chain(), block_ids, 8, Tokens(*range(8)))
+            pool.share(hit.shared)
+            block_ids = hit.shared + pool.allocate(2 - len(hit.shared))
+            record(pool, block_ids, Tokens(*range(8)), 8)
             pool.release(block_ids)
-            hits += len(hit.block_ids)
+            hits += len(hit.shared)
             for other in range(11):
                 run(pool, *range(100 + 1000 * turn + 20 * other, 104 + 1000 * turn + 20 * other))
         found[eviction] = hits

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from runtime.engine.scheduling.block_pool import BlockPool, Chain
+from runtime.engine.scheduling.block_pool import BlockPool, Chain, by_page
 from runtime.engine.scheduling.eviction import POLICIES
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import block_digest
+from runtime.kv.groups import NO_BLOCK, first_page
 
 BLOCK_SIZE = 2
 
-Content = tuple[str | None, tuple[int, ...]]
-"""Salt, and all tokens up to a block's end."""
+Content = tuple[int, str | None, tuple[int, ...]]
+"""Group, salt, and all tokens up to a block's end."""
+
+GROUP_WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (3,), (1,), (None, 4), (None, 1, 3)]
 
 
 class Running:
     """A sequence as a scheduler would keep it."""
 
-    def __init__(self, salt: str | None, tokens: list[int], block_ids: list[int], num_computed: int) -> None:
+    def __init__(self, salt: str | None, tokens: list[int], blocks: list[list[int]], first_pages: list[int]) -> None:
         self.salt = salt
         self.tokens = tokens
-        self.block_ids = block_ids
-        self.num_computed = num_computed
+        self.blocks = blocks
+        self.first_pages = first_pages
         self.chain = Chain(salt)
 
     def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
@@ -34,7 +39,8 @@ class Running:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences start, grow, share, are swapped and end; few tokens and few blocks, so that everything collides.
+    """Sequences start, grow, share, give up what is behind a window, are swapped and end; few tokens and few blocks, so
+    that everything collides.
 
     ``device`` and ``host`` say what bytes would lie in each block and slot: the salt and tokens they were computed
     from. Whatever the pool finds must lie there.
@@ -42,15 +48,20 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(4, 12),
+        windows=st.sampled_from(GROUP_WINDOWS),
         num_slots=st.integers(0, 5),
         eviction=st.sampled_from(POLICIES),
         is_colliding=st.booleans(),
     )
-    def start(self, num_blocks: int, num_slots: int, eviction: str, is_colliding: bool) -> None:
+    def start(
+        self, num_blocks: int, windows: tuple[int | None, ...], num_slots: int, eviction: str, is_colliding: bool
+    ) -> None:
+        self.windows = windows
         self.host_pool = HostPool(num_slots) if num_slots else None
         self.pool = BlockPool(
-            num_blocks,
+            num_blocks * len(windows),
             BLOCK_SIZE,
+            windows=windows,
             host_pool=self.host_pool,
             eviction=eviction,
             digest=(lambda parent, tokens: block_digest(parent, tokens) % 5) if is_colliding else block_digest,
@@ -60,50 +71,78 @@ class PoolMachine(RuleBasedStateMachine):
         self.host: dict[int, Content] = {}
         self.running: list[Running] = []
         self.swapped: list[list[int]] = []
-        self.computed: set[Content] = set()
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9), salt=st.sampled_from([None, None, "a"]))
     def admit(self, tokens: list[int], salt: str | None) -> None:
         """Look a prompt up, take over what is found, compute the rest."""
         pool = self.pool
         hit = pool.find(np.array(tokens, np.int32), salt)
-        self.check_hit(hit.block_ids, self.device, salt, tokens, 0)
-        self.check_hit(hit.host_slots, self.host, salt, tokens, len(hit.block_ids))
-        num_full = len(hit.block_ids) + len(hit.host_slots)
-        assert hit.num_tokens == num_full * BLOCK_SIZE + (hit.partial[1] if hit.partial else 0) <= len(tokens)
-        if hit.partial is not None:
-            block_id, count = hit.partial
-            assert not hit.host_slots
-            assert 0 < count <= BLOCK_SIZE
-            content_salt, content = self.device[block_id]
-            assert content_salt == salt
+        num_full, rest = len(hit.blocks[0]), hit.num_partial
+        assert hit.num_tokens == num_full * BLOCK_SIZE + rest <= len(tokens)
+        for group, (ids, first, slots) in enumerate(zip(hit.blocks, hit.first_pages, hit.host_slots)):
+            assert len(ids) == num_full
+            assert first == first_page(num_full * BLOCK_SIZE, self.windows[group], BLOCK_SIZE)
+            from_host = iter(slots)
+            for page in range(first, num_full):
+                block_id = ids[page]
+                found = self.host[next(from_host)] if block_id is None else self.device[block_id]
+                assert found == self.content(group, salt, tokens, page), "a stranger's block"
+            assert next(from_host, None) is None
+        for group, block_id in enumerate(hit.partial):
+            assert not any(hit.host_slots)
+            assert 0 < rest <= BLOCK_SIZE
+            of_group, content_salt, content = self.device[block_id]
+            assert (of_group, content_salt) == (group, salt)
             assert content[: hit.num_tokens] == tuple(tokens[: hit.num_tokens])
-        pool.share(hit.block_ids)
-        needed = -(-len(tokens) // BLOCK_SIZE) - len(hit.block_ids)
+        pool.share(hit.shared)
+        num_pages = -(-len(tokens) // BLOCK_SIZE)
+        needed = sum(num_pages - len(ids) + ids.count(None) for ids in hit.blocks)
         if needed > pool.num_free:
-            pool.release(hit.block_ids)
+            pool.release(hit.shared)
             return
+        slots = [slot for slots in hit.host_slots for slot in slots]
         if self.host_pool is not None:
-            self.host_pool.hold(hit.host_slots)
-        fresh = self.allocate(needed)
-        for slot, block_id in zip(hit.host_slots, fresh):
-            self.device[block_id] = self.host[slot]
+            self.host_pool.hold(slots)
+        fresh = iter(self.allocate(needed))
+        blocks = []
+        for group, ids in enumerate(hit.blocks):
+            from_host = iter(hit.host_slots[group])
+            blocks.append([next(fresh) if block_id is None else block_id for block_id in ids])
+            for block_id, found in zip(blocks[-1], ids):
+                if found is None:
+                    self.device[block_id] = self.host[next(from_host)]
+            blocks[-1] += islice(fresh, num_pages - num_full)
         if self.host_pool is not None:
-            self.host_pool.release(hit.host_slots)
-        sequence = Running(salt, tokens, hit.block_ids + fresh, hit.num_tokens)
+            self.host_pool.release(slots)
+        sequence = Running(salt, tokens, blocks, list(hit.first_pages))
         self.running.append(sequence)
-        self.compute(sequence, len(tokens))
+        self.compute(sequence, num_full)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0), more=st.lists(st.integers(0, 2), min_size=1, max_size=4))
     def grow(self, which: int, more: list[int]) -> None:
         sequence = self.running[which % len(self.running)]
-        needed = -(-(len(sequence.tokens) + len(more)) // BLOCK_SIZE) - len(sequence.block_ids)
-        if needed > self.pool.num_free:
+        num_full = len(sequence.tokens) // BLOCK_SIZE
+        num_pages = -(-(len(sequence.tokens) + len(more)) // BLOCK_SIZE) - len(sequence.blocks[0])
+        if num_pages * len(self.windows) > self.pool.num_free:
             return
-        sequence.block_ids += self.allocate(needed)
+        fresh = iter(self.allocate(num_pages * len(self.windows)))
+        for ids in sequence.blocks:
+            ids += islice(fresh, num_pages)
         sequence.tokens = sequence.tokens + more
-        self.compute(sequence, len(sequence.tokens))
+        self.compute(sequence, num_full)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0))
+    def give_up(self, which: int) -> None:
+        """What lies behind the windows."""
+        sequence = self.running[which % len(self.running)]
+        for group, window in enumerate(self.windows):
+            before = sequence.first_pages[group]
+            first = max(before, first_page(len(sequence.tokens), window, BLOCK_SIZE))
+            self.pool.release(reversed(sequence.blocks[group][before:first]))
+            sequence.blocks[group][:first] = [NO_BLOCK] * first
+            sequence.first_pages[group] = first
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0), is_final=st.booleans())
@@ -111,7 +150,8 @@ class PoolMachine(RuleBasedStateMachine):
         sequence = self.running.pop(which % len(self.running))
         if is_final:
             self.record(sequence, is_final=True)
-        self.pool.release(sequence.block_ids)
+        self.pool.release(by_page(sequence.blocks, sequence.first_pages))
+        self.pool.forget(sequence.chain)
 
     @precondition(lambda self: self.host_pool is not None)
     @rule(count=st.integers(1, 3))
@@ -135,19 +175,23 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "pool"):
             return
-        holders = [sequence.block_ids for sequence in self.running]
+        holders = [by_page(sequence.blocks, sequence.first_pages) for sequence in self.running]
         self.pool.check_invariants(holders)
         held = {block_id for block_ids in holders for block_id in block_ids}
         assert self.pool.num_free == self.pool.num_blocks - len(held)
         assert 0 <= self.pool.num_cached <= self.pool.num_free
         if self.host_pool is not None:
             self.host_pool.check_invariants(self.swapped)
-        for sequence in self.running:  # nobody has written to its blocks, and all of them are found
-            full = len(sequence.tokens) // BLOCK_SIZE
-            self.check_hit(sequence.block_ids[:full], self.device, sequence.salt, sequence.tokens, 0)
-            if not self.is_colliding:
+        for sequence in self.running:  # nobody has written to its blocks, and what they can give is found
+            num_full = len(sequence.tokens) // BLOCK_SIZE
+            for group, (ids, first) in enumerate(zip(sequence.blocks, sequence.first_pages)):
+                for page in range(first, num_full):
+                    expected = self.content(group, sequence.salt, sequence.tokens, page)
+                    assert self.device[ids[page]] == expected, "a stranger's block"
+            needed = [first_page(num_full * BLOCK_SIZE, window, BLOCK_SIZE) for window in self.windows]
+            if not self.is_colliding and all(map(int.__le__, sequence.first_pages, needed)):
                 hit = self.pool.find(np.array(sequence.tokens, np.int32), sequence.salt)
-                assert len(hit.block_ids) == full, "blocks that somebody holds were not found"
+                assert len(hit.blocks[0]) == num_full, "blocks that somebody holds were not found"
 
     def allocate(self, count: int) -> list[int]:
         block_ids = self.pool.allocate(count)
@@ -158,23 +202,25 @@ class PoolMachine(RuleBasedStateMachine):
             self.device.pop(block_id, None)
         return block_ids
 
-    def compute(self, sequence: Running, num_tokens: int) -> None:
-        for place in range(sequence.num_computed // BLOCK_SIZE, -(-num_tokens // BLOCK_SIZE)):
-            content = tuple(sequence.tokens[: (place + 1) * BLOCK_SIZE])
-            self.device[sequence.block_ids[place]] = (sequence.salt, content)
-        sequence.num_computed = num_tokens
+    def compute(self, sequence: Running, first: int) -> None:
+        """All pages from ``first`` on."""
+        for group, ids in enumerate(sequence.blocks):
+            for page in range(first, len(ids)):
+                self.device[ids[page]] = self.content(group, sequence.salt, sequence.tokens, page)
         self.record(sequence, is_final=False)
 
     def record(self, sequence: Running, *, is_final: bool) -> None:
         self.pool.record(
-            sequence.chain, sequence.block_ids, sequence.num_computed, sequence, is_final=is_final
+            sequence.chain,
+            sequence.blocks,
+            sequence.first_pages,
+            len(sequence.tokens),
+            sequence,
+            is_final=is_final,
         )
 
-    def check_hit(
-        self, places: list[int], memory: dict[int, Content], salt: str | None, tokens: list[int], first: int
-    ) -> None:
-        for number, place in enumerate(places, first + 1):
-            assert memory[place] == (salt, tuple(tokens[: number * BLOCK_SIZE])), "a stranger's block"
+    def content(self, group: int, salt: str | None, tokens: list[int], page: int) -> Content:
+        return group, salt, tuple(tokens[: (page + 1) * BLOCK_SIZE])
 
 
 PoolMachine.TestCase.settings = settings(

@@ -13,12 +13,12 @@ from tests.runtime.engine.scheduler_cases import add, make_driver, run
 
 
 def lose_a_block(scheduler: Scheduler) -> None:
-    scheduler.running[1].block_ids.pop()
+    scheduler.running[1].blocks[0].pop()
 
 
 def write_into_anothers_block(scheduler: Scheduler) -> None:
     first, second = scheduler.running
-    second.block_ids[-1] = first.block_ids[-1]
+    second.blocks[0][-1] = first.blocks[0][-1]
 
 
 def lose_a_row(scheduler: Scheduler) -> None:
@@ -38,7 +38,7 @@ def swap_two(scheduler: Scheduler) -> None:
 
 
 def share_a_block(scheduler: Scheduler) -> None:
-    scheduler.pool.share(scheduler.running[1].block_ids)
+    scheduler.pool.share(scheduler.running[1].blocks[0])
 
 
 @pytest.mark.parametrize(

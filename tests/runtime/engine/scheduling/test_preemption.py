@@ -102,7 +102,7 @@ def test_ending_a_swapped_sequence_frees_its_slots_and_the_plan() -> None:
         scheduler.commit(step)
         for chunk in step.chunks:
             chunk.sequence.append(0)
-    slots = list(sequences[2].host_slots)
+    (slots,) = sequences[2].host_slots
     assert slots
     scheduler.finish(sequences[2])
     assert not {slot for _, slot in step.swap_out} & set(slots)

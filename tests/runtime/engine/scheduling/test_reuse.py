@@ -67,7 +67,7 @@ def test_choices_share_full_blocks_and_copy_the_last(enable_prefix_caching: bool
     first, second = run(driver, 2)
     assert chunks_of(first) == [(0, 0, 10)]
     assert chunks_of(second) == [(0, 10, 1), (0, 9, 1), (0, 9, 1)]
-    tables = [sequence.block_ids for sequence in request.sequences]
+    tables = [sequence.blocks[0] for sequence in request.sequences]
     assert [table[:2] for table in tables] == [tables[0][:2]] * 3
     assert second.copies == [(tables[0][2], tables[1][2]), (tables[0][2], tables[2][2])]
     driver.drain()

@@ -46,7 +46,8 @@ def new_sequence(arrays: DecodeArrays, row: int, rng: random.Random, **params: o
     sequence.num_pending = 1
     sequence.append(rng.randrange(50))
     sequence.num_pending = 0
-    sequence.block_ids = [rng.randrange(100) for _ in range(-(-sequence.num_tokens // BLOCK_SIZE))]
+    sequence.blocks = [[rng.randrange(100) for _ in range(-(-sequence.num_tokens // BLOCK_SIZE))]]
+    sequence.first_pages = [0]
     sequence.row = row
     arrays.sampler.load(row, sequence)
     arrays.forget(row)
@@ -81,10 +82,10 @@ def run_step(arrays: DecodeArrays, running: dict[int, Sequence], num_places: int
     assert len(set(places)) == len(places)
     assert all(0 <= place < num_places for place in places)
     for sequence, place, start in zip(sequences, places, starts.tolist()):
-        assert tables[place, : len(sequence.block_ids)].tolist() == sequence.block_ids
+        assert tables[place, : len(sequence.blocks[0])].tolist() == sequence.blocks[0]
         assert lengths[place] == sequence.num_tokens
         assert (ids[place], positions[place]) == (sequence.last_token_id, start)
-        assert slots[place] == sequence.block_ids[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+        assert slots[place] == sequence.blocks[0][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
     empty = sorted({*range(num_places)} - {*places})
     assert (slots[empty] == -1).all()
     assert not lengths[empty].any()
@@ -120,8 +121,8 @@ def test_random_steps(arrays: DecodeArrays, monkeypatch: pytest.MonkeyPatch, tai
             place_of[sequence] = place
             sequence.num_pending = 1
             sequence.append(rng.randrange(50))
-            if sequence.num_tokens > len(sequence.block_ids) * BLOCK_SIZE:
-                sequence.block_ids.append(rng.randrange(100))
+            if sequence.num_tokens > len(sequence.blocks[0]) * BLOCK_SIZE:
+                sequence.blocks[0].append(rng.randrange(100))
             if sequence.num_tokens == 64:
                 del running[row]
     assert num_kept > 50
@@ -134,9 +135,9 @@ def test_only_what_is_new_goes_up(arrays: DecodeArrays) -> None:
     rows, sequences = sorted(running), [running[row] for row in sorted(running)]
     starts = np.array([sequence.num_tokens - 1 for sequence in sequences])
     assert arrays.place(sequences, rows, starts, 4).additions == []
-    sequences[1].block_ids += [77, 78]
+    sequences[1].blocks[0] += [77, 78]
     (addition,) = arrays.place(sequences, rows, starts, 4).additions
-    assert addition[1:] == (len(sequences[1].block_ids) - 2, [77, 78])
+    assert addition[1:] == (len(sequences[1].blocks[0]) - 2, [77, 78])
 
 
 def test_parameters_and_lists_lie_at_the_places(arrays: DecodeArrays) -> None:
