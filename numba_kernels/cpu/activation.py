@@ -24,7 +24,7 @@ from numba_kernels.cpu.launch import Fields, Kernel
 from numba_kernels.cpu.simd import F32, I64, constant_like, fma
 from numba_kernels.cpu.target import LANES
 
-FIELDS = Fields("x up out num_rows width x_stride up_stride rows_a_ticket")
+FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
 
 # (1 + 2 a) e^(a^2) erfc(a) as a polynomial in t = (a - 3.75) / (a + 3.75), 0 <= a <= 9.8: a least-squares fit on
 # Chebyshev nodes, relative error 5e-9.

@@ -33,9 +33,9 @@ BAD_BLOCK, BAD_LENGTH = 1, 2
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
-    "q k_cache v_cache query_start seq_lens block_table group_starts partial out "
+    "*q *k_cache *v_cache *query_start *seq_lens *block_table *group_starts *partial *out "
     "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
-    "sinks",
+    "*sinks",
     "scale softcap",
 )
 
@@ -160,7 +160,7 @@ def group_starts_kernel() -> Kernel:
             length = np.int64(query_start[seq + 1] - query_start[seq])
             starts[seq + 1] = starts[seq] + -(-length // a.group_tokens)
 
-    return Kernel(group_starts, Fields("query_start group_starts num_seqs group_tokens"))
+    return Kernel(group_starts, Fields("*query_start *group_starts num_seqs group_tokens"))
 
 
 def span_of(block_size: int) -> int:

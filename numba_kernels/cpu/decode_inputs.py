@@ -11,7 +11,7 @@ from numba import carray
 
 from numba_kernels.cpu.launch import Fields, Kernel, int32_at
 
-FIELDS = Fields("changes num_changes tables sources drawn token_ids num_tokens table_entries num_drawn")
+FIELDS = Fields("*changes *num_changes *tables *sources *drawn *token_ids num_tokens table_entries num_drawn")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from numba_kernels.cpu.scalars import load_f32
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from numba_kernels.cpu.words import ZERO_POINT
 
-FIELDS = Fields("indices table scales out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")
+FIELDS = Fields("*indices *table *scales *out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")
 BAD_INDEX = 1
 
 

@@ -42,11 +42,15 @@ def address_of(array: np.ndarray) -> int:
 
 
 class Fields:
-    """The layout of an argument block: ``status`` first, then integers (addresses, sizes) and then float64 fields."""
+    """The layout of an argument block: ``status`` first, then integers and then float64 fields.
+
+    addresses  place (among the values behind the status) and name of each integer that was given as ``*name``
+    """
 
     def __init__(self, integers: str, floats: str = "") -> None:
-        names = integers.split()
-        self.integers = len(names)
+        given = integers.split()
+        names = [name.removeprefix("*") for name in given]
+        self.addresses = [(place, name[1:]) for place, name in enumerate(given) if name.startswith("*")]
         self.record: np.dtype[Any] = np.dtype(
             [("status", np.int64)] + [(n, np.int64) for n in names] + [(n, np.float64) for n in floats.split()]
         )
@@ -70,12 +74,16 @@ class Kernel:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
         self._address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
         self._packer = fields.packer
+        self._addresses = fields.addresses
+        self._name = body.__name__
 
     def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
         """``values`` are the fields in their order. Raises what ``explain`` makes of a status that the kernel set; in a
         recording its replay does."""
         recording = current()
         if recording is not None:
+            for place, name in self._addresses:
+                recording.check(values[place], f"{name} of {self._name}")
             recording.add(self._address, self._packer.pack(0, *values), num_tickets, num_workers, explain)
             return
         with pool.lock:

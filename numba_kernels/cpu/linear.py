@@ -38,7 +38,7 @@ _AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 
 FIELDS = Fields(
-    "x panels scales bias residual out operands num_rows depth width panels_a_ticket rows_a_ticket tile_rows "
+    "*x *panels *scales *bias *residual *out *operands num_rows depth width panels_a_ticket rows_a_ticket tile_rows "
     "num_arranging num_tickets arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))

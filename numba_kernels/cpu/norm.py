@@ -18,7 +18,7 @@ from numba import carray
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at
 from numba_kernels.cpu.scalars import load_f32
 
-FIELDS = Fields("x weight added out num_rows width rows_a_ticket", "eps")
+FIELDS = Fields("*x *weight *added *out num_rows width rows_a_ticket", "eps")
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes
 
 

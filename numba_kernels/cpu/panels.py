@@ -42,7 +42,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _LINE_BYTES = 64
 _ROW_BYTES = PANEL_COLUMNS * 4
 
-FIELDS = Fields("source row_stride column_stride panels scales depth width first_column")
+FIELDS = Fields("*source row_stride column_stride *panels *scales depth width first_column")
 
 
 def panels_shape(num_columns: int, depth: int, dtype: np.dtype) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at, int64
 from numba_kernels.cpu.scalars import store_f32
 
 FIELDS = Fields(
-    "qkv positions cos sin q_scales q_norm k_norm k_cache v_cache slots q "
+    "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *slots *q "
     "num_tokens q_heads kv_heads head_dim norms_rows rotary interleaved num_positions num_blocks block_size "
     "value_stride tokens_a_ticket",
     "eps",

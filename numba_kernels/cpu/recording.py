@@ -7,27 +7,37 @@
 Running a step's kernels together keeps the threads at work from the first to the last: what Python does between two of
 them, in caches that the first has swept, takes longer than many a kernel.
 
-What a kernel writes has to come from `new_array`, and what it reads has to outlive the recording: weights, pages,
-inputs that are overwritten in place. `expect` and `hold` are how operations say so. A temporary array that was not made
-by a recorded kernel (numpy's result, say) would be read after its end; that is found out when the recording ends.
+Every address that a recording holds is one of three. It lies in the arena, where `new_array` makes what kernels write;
+or in an array that is older than the recording (weights, pages, inputs that are overwritten in place), as operations
+tell by `lives_on`; or in a constant that an operation gives away (`hold`). The recording keeps the latter two alive.
+Any other address ends it at once with NotRecordableError: a replay would find a temporary array (numpy's result, say)
+freed, or with the numbers of the first time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
 from numba_kernels.cpu import pool
 from numba_kernels.cpu.arena import Arena
+from numba_kernels.creation_order import next_number
 
 Explain = Callable[[int], Exception]
 """The error that a kernel's nonzero status stands for."""
 
 _LINE_BYTES = 64
+
+
+class _Numbered(Protocol):
+    """What was given a number of `creation_order` when it was made."""
+
+    @property
+    def number(self) -> int: ...
 
 
 class NotRecordableError(Exception):
@@ -52,15 +62,16 @@ def new_array(shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
     return np.empty(shape, dtype) if recording is None else recording.arena.new_array(shape, dtype)
 
 
-def hold(array: np.ndarray) -> None:
-    """Keeps an array that a kernel reads as long as what this thread records, if it records."""
+def hold(*arrays: np.ndarray) -> None:
+    """Keeps arrays that kernels read, and nobody writes to, as long as what this thread records, if it records."""
     if _thread.recording is not None:
-        _thread.recording.held.append(array)
+        for array in arrays:
+            _thread.recording.hold(array)
 
 
 @contextlib.contextmanager
 def record(arena: Arena) -> Iterator[Recording]:
-    """Notes down what this thread's kernels would do. Raises NotRecordableError at the end, for what has no replay."""
+    """Notes down what this thread's kernels would do. Raises NotRecordableError for what has no replay."""
     assert _thread.recording is None, "the thread records already"
     recording = Recording(arena)
     _thread.recording = recording
@@ -75,13 +86,12 @@ class Recording:
     """Launches in their order, with arguments of their own.
 
     arena  where `new_array` cuts from, kept as long as this
-    held   what else has to live as long
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.held: list[object] = []
-        self._expected: list[weakref.ref[object]] = []
+        self._number = next_number()
+        self._held: dict[int, tuple[object, int]] = {}  # by address: whose life keeps it valid, and how many bytes
         self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
@@ -100,16 +110,29 @@ class Recording:
         """The next launch. ``arguments`` begin with the status, 0."""
         self._launches.append((function, arguments, num_tickets, num_workers, explain))
 
-    def expect(self, owner: object, address: int) -> None:
-        """A kernel will read or write at ``address``, which is valid as long as ``owner`` lives."""
-        if not self.arena.holds(address):
-            self._expected.append(weakref.ref(owner))
+    def lives_on(self, owner: _Numbered, address: int, size_bytes: int, what: str) -> None:
+        """A kernel will read or write ``size_bytes`` at ``address``, which are valid as long as ``owner`` lives.
+
+        Raises NotRecordableError, with ``what`` it is, if the owner is not older than this."""
+        if address in self._held or self.arena.holds(address):
+            return
+        if size_bytes and owner.number > self._number:
+            raise NotRecordableError(f"{what} is an array that no recorded kernel has made")
+        self._held[address] = owner, size_bytes
+
+    def hold(self, array: np.ndarray) -> None:
+        """See `hold`."""
+        self._held[array.__array_interface__["data"][0]] = array, array.nbytes
+
+    def check(self, address: int, what: str) -> None:
+        """Raises NotRecordableError for an address, of ``what``, that may not be valid as long as the recording."""
+        if address == 0 or address in self._held or self.arena.holds(address):
+            return
+        if not any(start <= address < start + size for start, (_, size) in self._held.items()):
+            raise NotRecordableError(f"{what} lies in memory that no recorded kernel has made")
 
     def close(self) -> None:
-        """No more launches come. Raises NotRecordableError."""
-        if any(owner() is None for owner in self._expected):
-            raise NotRecordableError("a kernel reads an array that was not made by a recorded kernel and is gone")
-        self._expected.clear()
+        """No more launches come."""
         sizes = [-(-len(arguments) // _LINE_BYTES) * _LINE_BYTES for _, arguments, *_ in self._launches]
         memory = np.zeros(sum(sizes) + _LINE_BYTES, np.uint8)
         self._blocks = memory[-memory.ctypes.data % _LINE_BYTES :]

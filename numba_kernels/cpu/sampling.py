@@ -22,8 +22,8 @@ from numba_kernels.cpu.rows import exponentials, largest_of
 from numba_kernels.cpu.selection import last_kept
 
 FIELDS = Fields(
-    "logits temperature top_k top_p min_p repetition presence frequency seed choice position "
-    "prompt_ids prompt_start output_ids output_start bias_ids bias_values bias_start allowed token_ids statuses "
+    "*logits *temperature *top_k *top_p *min_p *repetition *presence *frequency *seed *choice *position *prompt_ids "
+    "*prompt_start *output_ids *output_start *bias_ids *bias_values *bias_start *allowed *token_ids *statuses "
     "num_rows vocab mask_words"
 )
 BAD_ID = 1

@@ -49,4 +49,4 @@ def check(
     if not (tensor.array.flags.c_contiguous if found is CPU else tensor.is_contiguous):
         raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
     if found is CPU and (recording := current()) is not None:
-        recording.expect(tensor.storage, tensor.address)
+        recording.lives_on(tensor.storage, tensor.address, tensor.size_bytes, f"{op}: {argument}")

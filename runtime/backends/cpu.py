@@ -86,6 +86,7 @@ def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, o
         raise fail("linear", "out", "shares memory with x")
     if rows == 0 or width == 0:
         return result
+    hold(weight.panels, weight.scales, weight.bias)
     _linear.multiply(
         weight.stored, x.address, weight.panels_address, weight.scales_address, weight.bias_address, added,
         result.address, rows, depth, width, _num_workers,
@@ -125,6 +126,7 @@ def _add_rows(
     if isinstance(table, PanelWeight):
         address, scales, stored = table.panels_address, table.scales_address, table.stored
         table_rows, width = table.shape
+        hold(table.panels, table.scales)
     elif isinstance(table, LinearWeight):
         raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
     else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_kernels.creation_order import next_number
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
@@ -34,9 +35,12 @@ class Storage:
             handed in, a mapped file, a block of a GPU's allocator. The storage holds it, and asks nothing else
             of it.
         address: on a GPU, where the bytes lie; 0 on the cpu, where a tensor's array knows.
+        number: rises from storage to storage (`numba_kernels.creation_order`).
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_is_frozen", "_share", "address", "device", "owner", "size_bytes")
+    __slots__ = (
+        "__weakref__", "_buffer", "_is_frozen", "_share", "address", "device", "number", "owner", "size_bytes",
+    )  # fmt: skip
 
     def __init__(
         self, device: Device, size_bytes: int, buffer: NDArray | None, owner: object, address: int = 0
@@ -47,6 +51,7 @@ class Storage:
         self.size_bytes = size_bytes
         self.owner = owner
         self.address = address
+        self.number = next_number()
         self._buffer = buffer
         self._is_frozen = False
         # Each tensor holds a reference to `_share` and nobody else does, so that the interpreter's own

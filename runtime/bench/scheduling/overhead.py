@@ -36,10 +36,19 @@ DRY_ARCH = "sm_90a"
 
 
 class HollowModel:
-    """Computes nothing: every logit is zero but that of token 1; on a GPU, which should do nothing, not even that."""
+    """Computes next to nothing: a zero for each token, from which a product of depth 1 makes logits of zero, but for
+    token 1. On a GPU, which should do nothing, not even that."""
 
     def __init__(self, device: Device) -> None:
+        from runtime import ops
+        from runtime.tensor.tensor import Tensor
+
         self.device = device
+        if device.kind == "cpu":
+            favoured = np.zeros(VOCAB_SIZE, np.float32)
+            favoured[1] = 1.0
+            self._table = Tensor.from_numpy(np.zeros((VOCAB_SIZE, 1), np.float32))
+            self._head = ops.prepare_linear(self._table, Tensor.from_numpy(favoured))
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """One number a token."""
@@ -52,21 +61,21 @@ class HollowModel:
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """``[num_tokens, 1]`` zeros."""
-        return self._filled(batch.num_tokens, 1)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, VOCAB_SIZE]``."""
-        logits = self._filled(hidden.shape[0], VOCAB_SIZE)
-        if self.device.kind == "cpu":
-            logits.array[:, 1] = 1.0
-        return logits
-
-    def _filled(self, rows: int, columns: int) -> Tensor:
+        from runtime import ops
         from runtime.tensor.tensor import Tensor
 
         if self.device.kind == "cpu":
-            return Tensor.from_numpy(np.zeros((rows, columns), np.float32))
-        return Tensor.empty((rows, columns), device=self.device)
+            return ops.embedding(batch.token_ids, self._table)
+        return Tensor.empty((batch.num_tokens, 1), device=self.device)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[n, VOCAB_SIZE]``."""
+        from runtime import ops
+        from runtime.tensor.tensor import Tensor
+
+        if self.device.kind == "cpu":
+            return ops.logits_linear(hidden, self._head)
+        return Tensor.empty((hidden.shape[0], VOCAB_SIZE), device=self.device)
 
 
 def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Engine:

@@ -99,6 +99,8 @@ class CpuDecodes:
         try:
             with record(self._arena) as recording:
                 logits = work()
+                if not self._arena.holds(logits.address):
+                    raise NotRecordableError("the logits are an array that no recorded kernel has made")
         except NotRecordableError as error:
             raise CaptureError(f"cpu: {error}") from error
         except MemoryError as error:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.device.device import Device
-from runtime.device.errors import LaunchError
+from runtime.device.errors import CaptureError, LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
@@ -131,7 +131,8 @@ class DecodeGraphs:
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}
         self._wanted: GraphKey | None = None
-        self._has_given_up = False
+        self._has_given_up = False  # of graphs of decodes
+        self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
         self._wants_logprobs = np.zeros(limits.max_num_seqs, np.bool_)  # by row
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the latest step
@@ -180,9 +181,15 @@ class DecodeGraphs:
         assert self._arrays is not None
         return DecodeStep(key, row_array, starts, self._arrays.place(sequences, rows, starts, key.num_places))
 
-    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
-        """See `DecodeDevice.run_forward`."""
-        return self._runs_on.run_forward(layout, forward)
+    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None] | None:
+        """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot be recorded."""
+        if self._cannot_record:
+            return None
+        try:
+            return self._runs_on.run_forward(layout, forward)
+        except CaptureError as error:
+            self._say_what_cannot_be_recorded(error)
+            return None
 
     def can_lead(self, step: DecodeStep) -> bool:
         """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
@@ -239,9 +246,8 @@ class DecodeGraphs:
             )  # fmt: skip
         except LaunchError:  # the device is lost
             raise
-        except DeviceError:  # as of work that cannot be recorded
-            self._has_given_up = True
-            logger.exception("no more decode graphs: the one of %d sequences cannot be recorded", key.num_places)
+        except DeviceError as error:  # as of work that cannot be recorded
+            self._say_what_cannot_be_recorded(error)
 
     def release(self) -> None:
         """Give the memory back; no step is started any more."""
@@ -251,6 +257,11 @@ class DecodeGraphs:
         self._graphs.clear()
         self._runs_on.release()
         self._arrays = self._running = self._wanted = None
+
+    def _say_what_cannot_be_recorded(self, error: DeviceError) -> None:
+        """Once: nothing is recorded any more."""
+        self._has_given_up = self._cannot_record = True
+        logger.warning("the model's operations cannot be recorded, each is done at once from now on: %s", error)
 
     def _members_of(self, rows: list[int]) -> _Members:
         row_array = np.array(rows, np.intp)

@@ -12,7 +12,6 @@ arrays of their own.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
-from runtime.device.errors import CaptureError
 from runtime.engine.config import EngineLimits
 from runtime.engine.grammar.matcher import MaskComputer, PendingMasks
 from runtime.engine.messages import TokenLogprobs
@@ -39,8 +37,6 @@ from runtime.engine.steps.sampler import Sampler, sample, token_logprobs
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
-
-logger = logging.getLogger("xserv.engine")
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for prompt log probabilities: 32 MiB."""
@@ -163,7 +159,6 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.sampler)
-        self._records_forward = True
         max_blocks = -(-limits.max_model_len // limits.block_size)
         # A batch on the cpu reads its block tables in place: the step that is prepared meanwhile writes to others.
         self._tables = [
@@ -301,12 +296,8 @@ class Runner:
     def _forward(self, step: Prepared) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_logits, vocab_size]``; on a GPU both on their way."""
         assert step.layout is not None
-        if self.graphs is not None and self._records_forward:
-            try:
-                return self.graphs.run_forward(step.layout, self._run_model)
-            except CaptureError:
-                logger.exception("the model's operations cannot be recorded: each is done at once from now on")
-                self._records_forward = False
+        if self.graphs is not None and (found := self.graphs.run_forward(step.layout, self._run_model)) is not None:
+            return found
         return self._run_model(step.layout.batch(self.model.device, exact=self.limits.exact))
 
     def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:

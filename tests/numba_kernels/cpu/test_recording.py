@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -99,15 +101,44 @@ def test_errors_come_out_of_replays():
 
 
 def test_temporary_arrays_cannot_be_recorded():
+    """Whether they outlive the recording or not: it is refused where they are met."""
     rng = np.random.default_rng(3)
-    x = tensor(normal(rng, (4, 16)))
-    with pytest.raises(NotRecordableError, match="is gone"), record(Arena()):
-        ops.silu(tensor(x.array * 2))
+    x, weight, ids = tensor(normal(rng, (4, 16))), tensor(normal(rng, (8, 16))), np.arange(4, dtype=np.int32)
+    with record(Arena()):
+        kept = tensor(x.array * 2)
+        with pytest.raises(NotRecordableError, match="silu: x is an array that no recorded kernel has made"):
+            ops.silu(kept)
+    with pytest.raises(NotRecordableError, match="rms_norm: weight is an array"), record(Arena()):
+        ops.rms_norm(x, tensor(np.ones(16, np.float32)), 1e-6)
+    with pytest.raises(NotRecordableError, match="source of pack_panel lies in memory"), record(Arena()):
+        ops.linear(x, ops.prepare_linear(weight))
+    with pytest.raises(NotRecordableError, match="chosen of logprobs lies in memory"), record(Arena()):
+        ops.log_softmax_topk(x, ids, 2)
     with pytest.raises(NotRecordableError, match="add is not a kernel"), record(Arena()):
         x + x
     with pytest.raises(ZeroDivisionError), record(Arena()):
         raise ZeroDivisionError
     assert current() is None
+
+
+def test_what_a_recording_reads_lives_as_long():
+    """Weights and inputs of which nobody else holds anything, and parts of them at addresses of their own."""
+    rng = np.random.default_rng(6)
+    values, matrix = normal(rng, (9, 16)), normal(rng, (40, 16))
+    expected = ops.silu(ops.linear(tensor(values[3:7]), ops.prepare_linear(tensor(matrix)))).numpy().copy()
+    x, weight = tensor(values.copy()), ops.prepare_linear(tensor(matrix))
+    with record(Arena()) as recording:
+        result = ops.silu(ops.linear(x[3:7], weight))
+    storage = weakref.ref(x.storage)
+    del x, weight
+    gc.collect()
+    assert storage() is not None
+    noise = [np.full(shape, np.nan, np.float32) for shape in [(9, 16), (1, 16, 48, 1), (48,)] * 200]
+    recording.replay()
+    np.testing.assert_array_equal(result.numpy(), expected)
+    assert len(noise) == 600
+    del recording
+    assert storage() is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.overhead import bench_overhead, hollow_engine
+from runtime.bench.scheduling.overhead import bench_overhead, hollow_engine, loaded_engine
 from runtime.device import gpu as gpu_module
 
 
@@ -22,6 +22,19 @@ def test_every_part_is_measured() -> None:
     for result in report["results"]:
         assert 0 < max(result["schedule_ms"], result["prepare_ms"], result["commit_ms"]) < result["host_p90_ms"]
         assert 0 < result["graph_host_ms"] <= result["graph_host_p90_ms"]
+
+
+def test_every_step_is_recorded_and_draws_what_the_logits_favour() -> None:
+    engine = loaded_engine(5, 40, 200, 0, "cpu")
+    drawn: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            drawn.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert len(drawn) == 5
+    for token_ids in drawn.values():
+        assert token_ids == [1] * len(token_ids)
+        assert len(token_ids) > 200
+    assert engine.stats().num_graph_steps >= 200
 
 
 def test_the_host_does_a_fixed_number_of_things_a_step_whatever_the_context() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from runtime.engine.engine import Engine
 from runtime.engine.steps import recorded_forwards
 from runtime.engine.steps.decode_cpu import CpuDecodes
+from runtime.tensor.tensor import Tensor
 from tests.models.folders import change_config, load_golden, write_model
 from tests.runtime.engine.fakes import request, run_to_end
 from tests.runtime.engine.graph_cases import check_equal, check_replay_equals_eager, new_engine
@@ -85,22 +87,39 @@ def test_what_a_kernel_finds_wrong_is_raised_by_the_replay(
     engine.close()
 
 
-def test_arithmetic_on_tensors_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that scales its logits by numpy: no graph, no recording, the right tokens."""
+_kept = Tensor.from_numpy(np.zeros((64, 97), np.float32))
+
+
+def written_to_a_kept_array(logits: Tensor) -> Tensor:
+    _kept.array[: logits.shape[0]] = -logits.array
+    return _kept[: logits.shape[0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda logits: logits * -1.0, lambda logits: Tensor.from_numpy(-logits.array), written_to_a_kept_array],
+    ids=["arithmetic", "numpy", "a kept array"],
+)
+def test_what_no_kernel_does_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Tensor], Tensor]
+) -> None:
+    """A model that scales its logits by numpy: no graph, no recording, the right tokens, and one line that says so."""
     folder = write_model(tmp_path, load_golden("llama_default"))
     answers = {}
     for mode in ("auto", "off"):
         engine = new_engine(folder, "cpu", decode_graphs=mode)
         model: Any = engine.runner.model
         plain = model.compute_logits
-        model.compute_logits = lambda hidden, plain=plain: plain(hidden) * -1.0
-        engine.add(request("x", range(3, 9), max_tokens=6, ignore_eos=True))
-        with caplog.at_level(logging.ERROR, "xserv.engine"):
+        model.compute_logits = lambda hidden, plain=plain: change(plain(hidden))
+        for i in range(3):
+            engine.add(request(f"x{i}", range(3, 9 + i), max_tokens=20 + i, ignore_eos=True))
+        with caplog.at_level(logging.WARNING, "xserv.engine"):
             answers[mode] = run_to_end(engine)
         assert engine.stats().num_decode_graphs == 0
         engine.close()
     check_equal(answers["auto"], answers["off"])
-    assert [record.getMessage()[:20] for record in caplog.records] == ["the model's operatio", "no more decode graph"]
+    (said,) = caplog.records
+    assert "the model's operations cannot be recorded, each is done at once from now on: cpu: " in said.getMessage()
 
 
 def test_graphs_share_their_memory(tmp_path: Path) -> None:
