@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_BLOCK_BYTES = 1024
+_NO_SIZE = 1 << 40  # what is larger is an address
 _block: Any = np.zeros(_MAX_BLOCK_BYTES, np.uint8)  # the arguments of the one launch that holds the pool's lock
 _block_address = _block.ctypes.data
 
@@ -44,13 +45,14 @@ def address_of(array: np.ndarray) -> int:
 class Fields:
     """The layout of an argument block: ``status`` first, then integers and then float64 fields.
 
-    addresses  place (among the values behind the status) and name of each integer that was given as ``*name``
+    names      of the integers
+    addresses  places in ``names`` of addresses, which were given as ``*name``
     """
 
     def __init__(self, integers: str, floats: str = "") -> None:
         given = integers.split()
-        names = [name.removeprefix("*") for name in given]
-        self.addresses = [(place, name[1:]) for place, name in enumerate(given) if name.startswith("*")]
+        self.names = names = [name.removeprefix("*") for name in given]
+        self.addresses = {place for place, name in enumerate(given) if name.startswith("*")}
         self.record: np.dtype[Any] = np.dtype(
             [("status", np.int64)] + [(n, np.int64) for n in names] + [(n, np.float64) for n in floats.split()]
         )
@@ -74,7 +76,7 @@ class Kernel:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
         self._address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
         self._packer = fields.packer
-        self._addresses = fields.addresses
+        self._fields = fields
         self._name = body.__name__
 
     def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
@@ -82,8 +84,12 @@ class Kernel:
         recording its replay does."""
         recording = current()
         if recording is not None:
-            for place, name in self._addresses:
-                recording.check(values[place], f"{name} of {self._name}")
+            for place, (name, value) in enumerate(zip(self._fields.names, values)):
+                what = f"{name} of {self._name}"
+                if place in self._fields.addresses:
+                    recording.check(int(value), what)
+                else:
+                    assert value < _NO_SIZE, f"{what} is an address: its name needs a star"
             recording.add(self._address, self._packer.pack(0, *values), num_tickets, num_workers, explain)
             return
         with pool.lock:

@@ -69,7 +69,7 @@ def logits_kernel() -> Kernel:
                 for i in range(width):
                     logits[i] *= scale
 
-    return Kernel(scale_logits, Fields("logits num_rows width rows_a_ticket", "scale softcap"))
+    return Kernel(scale_logits, Fields("*logits num_rows width rows_a_ticket", "scale softcap"))
 
 
 @functools.cache
@@ -86,4 +86,4 @@ def add_scaled_kernel() -> Kernel:
         for i in range(count):
             out[i] = x[i] + scale * y[i]
 
-    return Kernel(add_scaled, Fields("x y out num_rows width rows_a_ticket", "scale"))
+    return Kernel(add_scaled, Fields("*x *y *out num_rows width rows_a_ticket", "scale"))

@@ -48,5 +48,5 @@ def check(
         raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
     if not (tensor.array.flags.c_contiguous if found is CPU else tensor.is_contiguous):
         raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
-    if found is CPU and (recording := current()) is not None:
+    if (recording := current()) is not None and found.kind == "cpu":
         recording.lives_on(tensor.storage, tensor.address, tensor.size_bytes, f"{op}: {argument}")
