@@ -1,8 +1,13 @@
-"""A conversation to the prompt that the model was trained on, by the tokenizer's chat template."""
+"""A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
+
+Templates know less than OpenAI's API allows. Where one refuses a conversation, messages of one role in a row become
+one; where one leaves out a tool's answer, the conversation is refused, since the model would never see it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.engine.errors import RequestError
@@ -24,7 +29,7 @@ def chat_prompt(
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
-    the conversation.
+    the conversation or leaves out a tool's answer.
     """
     from tokenizer import ChatTemplateError
 
@@ -34,15 +39,71 @@ def chat_prompt(
         raise RequestError(
             "the model has no chat template: give a prompt, or chat_template", param="messages"
         )
+    render: partial[Any] = partial(
+        tokenizer.apply_chat_template,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        chat_template=chat_template,
+        **template_kwargs,
+    )
     try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            **template_kwargs,
-        )
+        ids: list[int] = render(messages)
     except ChatTemplateError as error:
-        raise RequestError(str(error), param="messages") from error
+        joined = _joined(messages)
+        try:
+            if len(joined) == len(messages):
+                raise error
+            ids = render(joined)
+        except ChatTemplateError:
+            raise RequestError(str(error), param="messages") from error
+        _check_tool_answers(render, joined, messages)
+    else:
+        _check_tool_answers(render, messages, messages)
     return ids
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages of the user, or of the assistant, that follow each other become one, with a blank line between. Only
+    those that have a text and nothing else."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if _is_plain(message) and _is_plain(last) and message["role"] == last["role"]:
+            joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _is_plain(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and message.get("role") in ("user", "assistant")
+        and isinstance(message.get("content"), str)
+        and all(name in ("role", "content") or value is None for name, value in message.items())
+    )
+
+
+def _check_tool_answers(
+    render: partial[Any], messages: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises ``RequestError`` where the template leaves out a message of the role "tool"; ``sent`` gives its index."""
+    from tokenizer import ChatTemplateError
+
+    places = [i for i, message in enumerate(sent) if message.get("role") == "tool"]
+    if not places:
+        return
+    marks = iter(f"tool{i}answer" for i in places)
+    marked = [{**message, "content": next(marks)} if message.get("role") == "tool" else message for message in messages]
+    try:
+        text = render(marked, tokenize=False)
+    except ChatTemplateError:
+        return  # it asks more of a tool's answer than that it is text
+    for i in places:
+        if f"tool{i}answer" not in text:
+            raise RequestError(
+                f"messages[{i}]: the model's chat template leaves out messages of the role \"tool\"; "
+                "send the result in a message of the user",
+                param=f"messages[{i}]",
+            )

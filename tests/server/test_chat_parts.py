@@ -356,6 +356,27 @@ def test_reasoning_of_the_history_reaches_the_template(engine: FakeEngineClient,
     assert bytes(engine.requests[-1].prompt_token_ids).decode() == "|one|two|"
 
 
+def test_a_history_of_tool_calls_reaches_the_template(engine: FakeEngineClient, tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer(tmp_path)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = {
+        **ASKED,
+        "messages": [
+            *ASKED["messages"],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "hot"},
+        ],
+    }
+    one = "{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}|"
+    with serving(engine, tokenizer) as served:
+        tokenizer.chat_templates = {"default": "{% for m in messages %}" + one + "{% endfor %}"}
+        served.http.post("/v1/chat/completions", json=history).raise_for_status()
+        assert bytes(engine.requests[-1].prompt_token_ids).decode() == "Hello|f|hot|"
+        tokenizer.chat_templates = {"default": "{% for m in messages if m.role != 'tool' %}" + one + "{% endfor %}"}
+        refused = served.http.post("/v1/chat/completions", json=history)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[2]")
+
+
 def test_a_prompt_that_has_opened_the_reasoning(engine: FakeEngineClient, tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer(tmp_path)
     with serving(engine, tokenizer, config=ServerConfig(reasoning_parser="think")) as served:

@@ -1,0 +1,69 @@
+"""What a conversation becomes where a template knows less than OpenAI's API allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.engine.errors import RequestError
+from runtime.text.chat import chat_prompt
+from tests.server.byte_tokenizer import make_byte_tokenizer
+
+ALTERNATING = (  # as Mistral's, Llama 2's and Gemma's templates do
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LENIENT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+NO_TOOLS = "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+
+
+def said(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.fixture
+def rendered(tmp_path: Path) -> Any:
+    tokenizer = make_byte_tokenizer(tmp_path)
+
+    def render(template: str, *messages: dict[str, Any]) -> str:
+        ids = chat_prompt(tokenizer, messages, chat_template=template, add_generation_prompt=False)
+        return tokenizer.decode(ids)
+
+    return render
+
+
+def test_messages_of_one_role_in_a_row_are_joined_where_the_template_refuses_them(rendered: Any) -> None:
+    chat = [said("user", "a"), said("assistant", "b"), said("assistant", "c"), said("user", "d"), said("user", "e")]
+    assert rendered(LENIENT, *chat) == "<user>a<assistant>b<assistant>c<user>d<user>e"
+    assert rendered(ALTERNATING, *chat) == "<user>a<assistant>b\n\nc<user>d\n\ne"
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [said("user", "a"), said("assistant", "b"), said("assistant", "c", tool_calls=CALL)],
+        [said("user", "a"), said("user", "b", name="Ann")],
+        [said("assistant", "a"), said("user", "b")],
+        [said("system", "a"), said("system", "b"), said("user", "c")],
+    ],
+)
+def test_what_the_template_refuses_all_the_same_is_refused_in_its_own_words(
+    rendered: Any, chat: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        rendered(ALTERNATING, *chat)
+    assert caught.value.param == "messages"
+
+
+def test_a_tools_answer_that_the_template_leaves_out_is_refused(rendered: Any) -> None:
+    chat = [said("user", "a"), said("assistant", None, tool_calls=CALL), said("tool", "hot", tool_call_id="1")]
+    assert rendered(LENIENT, *chat) == "<user>a<assistant><tool>hot"
+    with pytest.raises(RequestError, match=r'messages\[2\]: .* leaves out messages of the role "tool"') as caught:
+        rendered(NO_TOOLS, *chat)
+    assert caught.value.param == "messages[2]"
+    assert rendered("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", *chat) == '"a"null"hot"'
