@@ -237,8 +237,8 @@ def resolve(
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's, of which the KV cache may
     take nine tenths unless the user names a size.
 
-    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions or the KV cache cannot hold
-    one request of that length.
+    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, or a KV cache whose size the user
+    names exceeds what is free or cannot hold one request of that length.
     """
     block_size = config.block_size
     if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
@@ -264,6 +264,12 @@ def resolve(
         chunks = -(-config.max_num_batched_tokens // block_size) * sum(window is not None for window in group_windows)
         most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
         num_blocks = min(budget // bytes_per_block, most)
+    if num_blocks * bytes_per_block > available_bytes:
+        raise RequestError(
+            f"a KV cache of {num_blocks} blocks takes {num_blocks * bytes_per_block:,} bytes, but only "
+            f"{available_bytes:,} are free on the device: lower kv_cache_bytes or num_blocks",
+            param="num_blocks" if config.num_blocks is not None else "kv_cache_bytes",
+        )
     max_model_len = wanted_len
     if num_blocks < blocks_for(wanted_len):
         max_model_len = bisect_right(range(wanted_len), num_blocks, key=blocks_for) - 1

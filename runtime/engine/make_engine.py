@@ -77,7 +77,7 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         config,
         max_position_embeddings=loaded.config.max_position_embeddings,
         bytes_per_block=spec.bytes_per_block,
-        available_bytes=free_device_bytes(target) if target.kind == "cuda" else available_memory_bytes(),
+        available_bytes=free_memory_bytes(target),
         has_own_memory=target.kind == "cuda",
     )
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
@@ -118,12 +118,14 @@ def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     return kept
 
 
-def free_device_bytes(device: Device) -> int:
-    """Bytes of a GPU's memory that nobody has taken."""
+def free_memory_bytes(device: Device) -> int:
+    """Bytes of a device's memory that nobody has taken. An emulated device's memory is the host's, too."""
+    if device.kind == "cpu":
+        return available_memory_bytes()
     from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
 
     free, _ = Gpu.of(device).context.call("cuMemGetInfo")
-    return int(free)
+    return int(free) if device.kind == "cuda" else min(int(free), available_memory_bytes())
 
 
 def model_name(model: str | Path | None, folder: Path) -> str:

@@ -341,6 +341,12 @@ def test_info_adds_up(stories: Path) -> None:
         assert word in text
 
 
+def test_info_promises_no_memory_that_is_not_there() -> None:
+    status, out, error = invoke("info", "--kv-cache-memory-bytes", str(1 << 50))
+    assert (status, out) == (2, "")
+    assert "are free on the device" in error
+
+
 # chat
 
 

@@ -84,6 +84,7 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
     from runtime.device.device import Device
     from runtime.engine.config import EngineConfig, resolve
     from runtime.engine.engine import Engine
+    from runtime.engine.make_engine import free_memory_bytes
     from runtime.engine.messages import EngineInfo
     from runtime.kv.cache import KVCache
 
@@ -101,7 +102,7 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
         config,
         max_position_embeddings=max_model_len,
         bytes_per_block=spec.bytes_per_block,
-        available_bytes=0,
+        available_bytes=free_memory_bytes(model.device),
     )
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from runtime.device.device import Device
+from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
 from runtime.engine.config import EngineConfig, SchedulingConfig, available_memory_bytes, resolve
 from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import free_memory_bytes
 
 GIB = 1 << 30
 
@@ -35,6 +38,24 @@ def test_explicit_sizes() -> None:
     assert sized(kv_cache_bytes=300 << 20).num_blocks == 300
     with pytest.raises(RequestError, match="not both"):
         sized(num_blocks=1, kv_cache_bytes=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_blocks", 8193), ("kv_cache_bytes", 8193 << 20)])
+def test_more_than_is_free_is_refused(name: str, value: int) -> None:
+    sized(available=8 * GIB, **{name: value - 1 if name == "num_blocks" else value - (1 << 20)})
+    with pytest.raises(
+        RequestError, match=r"8193 blocks takes 8,590,983,168 bytes, but only 8,589,934,592 are free"
+    ) as caught:
+        sized(available=8 * GIB, **{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.emulator
+def test_an_emulated_device_has_its_own_memory_within_the_hosts() -> None:
+    """Where nobody names a size, the KV cache takes a quarter of it."""
+    free = free_memory_bytes(Device("emulated:sm_80"))
+    assert 0 < free <= min(DEFAULT_MEMORY_BYTES, available_memory_bytes() + GIB)
+    assert sized(available=DEFAULT_MEMORY_BYTES).num_blocks == DEFAULT_MEMORY_BYTES // 4 >> 20
 
 
 def test_the_context_is_cut_to_the_pool_only_when_nobody_asked_for_it() -> None:

@@ -22,7 +22,7 @@ class TenthOfASecondPerToken:
 
 def limits(**settings: Any) -> EngineLimits:
     config = EngineConfig(**{"block_size": 4, "num_blocks": 100, "max_num_batched_tokens": 10, **settings})
-    return resolve(config, max_position_embeddings=100, bytes_per_block=1, available_bytes=1)
+    return resolve(config, max_position_embeddings=100, bytes_per_block=1, available_bytes=100)
 
 
 def trace(*requests: tuple[float, int, int]) -> Trace:
