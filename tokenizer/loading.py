@@ -15,6 +15,7 @@ from typing import Any
 from tokenizer.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
+from tokenizer.llama_class import is_rebuilt, rebuild
 
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -48,7 +49,10 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if not folder.is_dir():
         raise TokenizerFileError(str(folder), "", "is not a folder")
     config = _read_optional(folder / "tokenizer_config.json")
-    files = TokenizerFiles(_read_tokenizer(folder, config))
+    content = _read_tokenizer(folder, config)
+    if is_rebuilt(content, config, _read_optional(folder / "config.json")):
+        content = rebuild(content, config)
+    files = TokenizerFiles(content)
     files.add_bos_token = _optional_boolean(config, "add_bos_token")
     files.add_eos_token = _optional_boolean(config, "add_eos_token")
     _read_special_tokens(folder, config, files)
