@@ -10,19 +10,18 @@ import pytest
 from tests.server.real_server import serving_real
 from tools.fuzz_api import Fuzzer
 
-NUM_CASES = 1000
-
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")
-def test_a_thousand_cases(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("num_cases", [400, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_cases_of_every_kind(tiny_folder: Path, num_cases: int) -> None:
     with serving_real(tiny_folder, load_format="dummy", max_model_len=64, num_blocks=512) as real:
         fuzzer = Fuzzer(real.url, seed=20_261_121)
-        fuzzer.run(NUM_CASES)
+        fuzzer.run(num_cases)
         fuzzer.check_rest()
         assert real.num_used_blocks == 0
     record = fuzzer.record
     assert record.failures == []
-    assert record.num_cases >= NUM_CASES
+    assert record.num_cases >= num_cases
     kinds = {route.rpartition("(")[2] for route in record.statuses}
     assert kinds == {"positive)", "negative)", "spoilt)", "raw)"}
     accepted = {route for route, counts in record.statuses.items() if counts["200"]}

@@ -85,6 +85,7 @@ def test_kernels_that_do_not_compile_fail_the_build(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive  # a minute; the command runs it on every emulated check
 @pytest.mark.parametrize("name", ["qwen3-8b"])
 def test_a_models_figures(name: str) -> None:
     from tools.gpu_check_models import model_figures

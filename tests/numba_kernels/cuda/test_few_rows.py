@@ -39,7 +39,7 @@ def test_integers_are_exact(gpu):
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param((64, 40, 1096), marks=pytest.mark.exhaustive), (64, 8200, 136)], ids=str
+    "sizes", [pytest.param((64, 40, 1096), marks=pytest.mark.exhaustive), (64, 2056, 136)], ids=str
 )
 def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
     product = case(sizes, "f16", "f32")

@@ -20,11 +20,12 @@ from tests.runtime.device.fake_driver import FakeDriver
 MIB = 1 << 20
 
 
-def test_a_million_operations_over_several_streams(fake_gpu: Gpu, fake: FakeDriver) -> None:
+@pytest.mark.parametrize("num_operations", [300_000, pytest.param(1_000_000, marks=pytest.mark.exhaustive)])
+def test_random_operations_over_several_streams(fake_gpu: Gpu, fake: FakeDriver, num_operations: int) -> None:
     """Random sizes from 64 bytes to 4 MiB, on four streams with up to 128 MiB in use on each. The sizes of the second
     half have all been seen in the first, and the driver is asked for nothing; what is reserved stays near what was in
     use."""
-    num_operations, most_bytes = 1_000_000, 128 * MIB
+    most_bytes = 128 * MIB
     allocator, rng = fake_gpu.allocator, np.random.default_rng(20)
     streams = [fake_gpu.stream, *(fake_gpu.new_stream() for _ in range(3))]
     known = (2.0 ** rng.uniform(6, 22, 5000)).astype(np.int64)
@@ -49,7 +50,7 @@ def test_a_million_operations_over_several_streams(fake_gpu: Gpu, fake: FakeDriv
         else:
             blocks.append(allocator.allocate(size, streams[which]))
             in_use[which] += size
-        if number % 125_000 == 0:
+        if number % (num_operations // 8) == 0:
             allocator.check_integrity()
             driver_calls.append(allocator.statistics.num_driver_allocations)
     allocator.check_integrity()
