@@ -11,10 +11,11 @@ import models.demo
 from models.base import Model
 from models.generation_config import load_generation_config
 from models.hub import resolve_model
-from models.registry import load_model
+from models.registry import declare_model, load_model
 from runtime.device.device import Device
 from runtime.engine.config import (
     EngineConfig,
+    EngineLimits,
     EngineSettings,
     available_memory_bytes,
     resolve,
@@ -55,11 +56,14 @@ def build_engine(
     LoadOptions.parse(**loading)  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model))
     logger.info("loading %s on %s", folder, target)
+    # Tables of positions are as long as the longest sequence that could ever be served, in the smallest KV type.
+    smallest = LoadSettings(**{**loading, "dtype": "bfloat16" if dtype == "auto" else dtype})
+    declared = declare_model(folder, load_format="dummy", max_model_len=config.max_model_len, **smallest)
     loaded = load_model(
         folder,
         load_format=load_format,
         seed=config.seed or 0,
-        max_model_len=config.max_model_len,
+        max_model_len=limits_of(declared, config).max_model_len,
         **loading,
     )
     return engine_over(loaded, folder, config, model_name(model, folder))
@@ -71,22 +75,14 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``.
     """
-    target = loaded.device
-    spec = loaded.kv_cache_spec(config.block_size)
-    limits = resolve(
-        config,
-        max_position_embeddings=loaded.config.max_position_embeddings,
-        bytes_per_block=spec.bytes_per_block,
-        available_bytes=free_memory_bytes(target),
-        has_own_memory=target.kind == "cuda",
-    )
+    spec, limits = loaded.kv_cache_spec(config.block_size), limits_of(loaded, config)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(
         model_name=name,
         model_path=str(folder),
         architecture=loaded.config.architecture,
-        device=str(target),
+        device=str(loaded.device),
         dtype=loaded.dtype.name,
         quantization=loaded.quantization,
         vocab_size=loaded.config.vocab_size,
@@ -104,6 +100,17 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     )
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
+
+
+def limits_of(model: Model, config: EngineConfig) -> EngineLimits:
+    """What an engine over the model runs with, by the memory that is free now. Raises ``RequestError``."""
+    return resolve(
+        config,
+        max_position_embeddings=model.max_positions,
+        bytes_per_block=model.kv_cache_spec(config.block_size).bytes_per_block,
+        available_bytes=free_memory_bytes(model.device),
+        has_own_memory=model.device.kind == "cuda",
+    )
 
 
 def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:

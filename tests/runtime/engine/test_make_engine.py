@@ -31,3 +31,9 @@ def test_an_end_of_text_outside_of_the_vocabulary_is_said_once_and_left_out(
         eos_token_ids=engine.info.eos_token_ids,  # as the server and LLM give them
     )
     assert prepare(request, engine.info).eos_token_ids == ()
+
+
+def test_position_tables_are_as_long_as_what_is_served(tmp_path: Path) -> None:
+    write_tiny_qwen3(tmp_path, vocab_size=64, eos_token_id=1, max_position_embeddings=10**9)
+    engine = build_engine(tmp_path, device="cpu", load_format="dummy", num_blocks=8)
+    assert engine.info.max_model_len == 8 * engine.info.block_size
