@@ -162,13 +162,13 @@ class Fields:
             raise self.error(name, f"must be {', '.join(bounds)}, not {value!r}")
         return value
 
-    def numbers(self, name: str, *, above: float = -math.inf, most: float = math.inf) -> tuple[float, ...]:
-        """A list of finite floats greater than `above` and at most `most`."""
+    def numbers(self, name: str, *, least: float = -math.inf, most: float = math.inf) -> tuple[float, ...]:
+        """A list of finite floats from `least` to `most`."""
         values = self._get(name, REQUIRED)
         if not isinstance(values, list):
             raise self.error(name, f"must be a list of numbers, not {values!r:.80}")
         entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
-        return tuple(entries.number(f"{name}[{i}]", above=above, most=most) for i in range(len(values)))
+        return tuple(entries.number(f"{name}[{i}]", least=least, most=most) for i in range(len(values)))
 
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)

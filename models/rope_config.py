@@ -14,7 +14,7 @@ from typing import Any
 
 from models.json_fields import Fields
 
-_MOST = 1e15  # of any factor or base: far beyond all that is used, and far from float32's limits
+_LEAST, _MOST = 1e-6, 1e12  # of any base or factor: far beyond all that is used, and far from float32's limits
 
 KINDS = ("default", "linear", "llama3", "yarn")  # those that any family may use
 
@@ -137,8 +137,8 @@ def _kind(rope: Fields) -> str:
 
 
 def _inside_or_outside(rope: Fields, name: str, fields: Fields, outer_name: str, default: float) -> float:
-    inside = rope.number(name, None, above=0.0, most=_MOST)
-    outside = fields.number(outer_name, None, above=0.0, most=_MOST)
+    inside = rope.number(name, None, least=_LEAST, most=_MOST)
+    outside = fields.number(outer_name, None, least=_LEAST, most=_MOST)
     if inside is not None and outside is not None and inside != outside:
         place = rope.where.removeprefix(f"{fields.where}: ")
         raise fields.error(outer_name, f"is {outside:g}, but {place} says {name} = {inside:g}")
@@ -170,7 +170,7 @@ def _linear(rope: Fields, theta: float, max_position_embeddings: int, fields: Fi
 
 
 def _llama3(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
-    low, high = (rope.number(name, above=0.0, most=_MOST) for name in ("low_freq_factor", "high_freq_factor"))
+    low, high = (rope.number(name, least=_LEAST, most=_MOST) for name in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise rope.error("high_freq_factor", f"{high:g} must be greater than low_freq_factor, {low:g}")
     return {
@@ -183,15 +183,15 @@ def _llama3(rope: Fields, theta: float, max_position_embeddings: int, fields: Fi
 
 def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
     factor = rope.number("factor", least=1.0, most=_MOST)
-    fast = rope.number("beta_fast", 32.0, above=0.0, most=_MOST)
-    slow = rope.number("beta_slow", 1.0, above=0.0, most=_MOST)
+    fast = rope.number("beta_fast", 32.0, least=_LEAST, most=_MOST)
+    slow = rope.number("beta_slow", 1.0, least=_LEAST, most=_MOST)
     if fast < slow:
         raise rope.error("beta_fast", f"{fast:g} must not be less than beta_slow, {slow:g}")
     if theta == 1.0:
         raise rope.error("rope_theta", "must not be 1 for rope_type 'yarn'")
     rope.raw("finetuned")  # a note
     scale, scale_all = (rope.number(name, 0.0, least=0.0, most=_MOST) for name in ("mscale", "mscale_all_dim"))
-    attention = rope.number("attention_factor", None, above=0.0, most=_MOST)
+    attention = rope.number("attention_factor", None, least=_LEAST, most=_MOST)
     if attention is None and scale and scale_all:
         attention = _attention_scale(factor, scale) / _attention_scale(factor, scale_all)
     elif attention is None:
@@ -208,8 +208,8 @@ def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fiel
 
 def _longrope(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
     original = _original_context(rope, fields, max_position_embeddings)
-    factor = rope.number("factor", max_position_embeddings / original, above=0.0, most=_MOST)
-    attention = rope.number("attention_factor", None, above=0.0, most=_MOST)
+    factor = rope.number("factor", max_position_embeddings / original, least=_LEAST, most=_MOST)
+    attention = rope.number("attention_factor", None, least=_LEAST, most=_MOST)
     if attention is None:
         if factor > 1.0 and original < 2:
             raise rope.error("original_max_position_embeddings", f"must be at least 2, not {original}")
@@ -218,8 +218,8 @@ def _longrope(rope: Fields, theta: float, max_position_embeddings: int, fields: 
         "factor": factor,
         "original_max_position_embeddings": original,
         "attention_factor": attention,
-        "short_factors": rope.numbers("short_factor", above=0.0, most=_MOST),
-        "long_factors": rope.numbers("long_factor", above=0.0, most=_MOST),
+        "short_factors": rope.numbers("short_factor", least=_LEAST, most=_MOST),
+        "long_factors": rope.numbers("long_factor", least=_LEAST, most=_MOST),
     }
 
 
