@@ -33,8 +33,8 @@ _EXECUTION = {
     "cache_implementation", "chunk_size_feed_forward", "experts_implementation", "flash_attention",
     "ignore_keys_at_rope_validation", "model_parallel", "output_attentions", "output_hidden_states", "output_past",
     "pretraining_tp", "reorder_and_upcast_attn", "return_dict", "tie_encoder_decoder", "tie_last_hidden_states",
-    "torchscript", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn", "use_return_dict",
-    "use_sdpa", "xla_device",
+    "torchscript", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn", "use_flashattn",
+    "use_return_dict", "use_sdpa", "xla_device",
 }  # fmt: skip
 
 # Lengths that are notes; `max_position_embeddings` is the one that counts.
@@ -64,12 +64,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attn_output_gate": (False,),
     "embedding_multiplier": (1,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "lm_head_bias": (False,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "n_routed_experts": (0,),
     "n_shared_experts": (0,),
+    "n_special": (0,),
     "no_rope_layer_interval": (0,),
     "no_rope_layers": ([],),
     "norm_after": (False,),

@@ -8,7 +8,7 @@ writes one object, `rope_parameters: {"rope_type", "rope_theta", "factor", ...}`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from models.json_fields import Fields
 
 _LEAST, _MOST = 1e-6, 1e12  # of any base or factor: far beyond all that is used, and far from float32's limits
 
+_NO_ALIASES: Mapping[str, str] = {}
 KINDS = ("default", "linear", "llama3", "yarn")  # those that any family may use
 
 
@@ -97,6 +98,7 @@ def parse_rope(
     default_partial_rotary_factor: float | None = None,
     interleaved: bool = False,
     kinds: Sequence[str] = KINDS,
+    aliases: Mapping[str, str] = _NO_ALIASES,
     layer_type: str | None = None,
     theta_name: str = "rope_theta",
 ) -> RopeConfig:
@@ -110,6 +112,7 @@ def parse_rope(
             rotates whole heads, and another share is refused.
         interleaved: which elements of a head make a pair; the family knows.
         kinds: those that the family supports.
+        aliases: older names of kinds that the family's files have.
         layer_type: as `rope_fields` has it.
         theta_name: the field outside of the rope object that gives the base.
 
@@ -119,6 +122,7 @@ def parse_rope(
     rope = rope_fields(fields, layer_type)
     theta = _inside_or_outside(rope, "rope_theta", fields, theta_name, default_theta)
     kind = _kind(rope)
+    kind = aliases.get(kind, kind)
     if kind not in kinds:
         raise rope.error("rope_type", f"{kind!r} is not supported; supported are {', '.join(kinds)}")
     read = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]

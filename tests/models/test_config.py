@@ -17,6 +17,7 @@ from models.registry import load_config, parse_config
 from models.rope_config import RopeConfig
 from runtime.dtype import bfloat16, float16, float32
 from tests.models.folders import CASES, GOLDENS
+from tests.models.published_configs import PUBLISHED
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -333,6 +334,11 @@ def test_every_field_that_a_version_of_transformers_knows_is_read_or_harmless(na
     """`Config().to_dict()` of that version, every field in it: files hold only those that differ from a default."""
     config = parse_config(SAVED[name])
     assert config.num_layers == SAVED[name].get("num_hidden_layers", SAVED[name].get("n_layer"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_fields_of_published_models_load(name: str) -> None:
+    assert parse_config(PUBLISHED[name]).architecture == PUBLISHED[name]["architectures"][0]
 
 
 def test_harmless_fields_load_and_a_feature_that_is_switched_off() -> None:

@@ -47,21 +47,32 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
     )
 
 
-def test_longrope_takes_its_long_factors_where_sequences_may_pass_the_original_context() -> None:
+def longrope(kind: str, share: float) -> RopeConfig:
     values = {
-        "rope_scaling": {"type": "longrope", "short_factor": [1, 1, 2], "long_factor": [1, 4, 8.0]},
+        "rope_scaling": {"type": kind, "short_factor": [1, 1, 2], "long_factor": [1, 4, 8.0]},
         "original_max_position_embeddings": 64,
-        "partial_rotary_factor": 0.75,
+        "partial_rotary_factor": share,
     }
-    rope = parse_rope(Fields(values, "x"), 8, 256, kinds=("longrope",), default_partial_rotary_factor=1.0)
+    return parse_rope(
+        Fields(values, "x"),
+        8,
+        256,
+        kinds=("longrope",),
+        aliases={"su": "longrope"},
+        default_partial_rotary_factor=1.0,
+    )
+
+
+def test_longrope_takes_its_long_factors_where_sequences_may_pass_the_original_context() -> None:
+    rope = longrope("longrope", 0.75)
     plain = inverse_frequencies(RopeConfig(1e4, 6), 1)
     np.testing.assert_allclose(inverse_frequencies(rope, 64), plain / [1, 1, 2], rtol=1e-6)
     np.testing.assert_allclose(inverse_frequencies(rope, 65), plain / [1, 4, 8], rtol=1e-6)
     assert rope.attention_factor == math.sqrt(1 + math.log(4) / math.log(64))
     assert make_rope_table(rope, 10).cos.numpy()[0].tolist() == [np.float32(rope.attention_factor)] * 3
-    values["partial_rotary_factor"] = 1.0
+    assert longrope("su", 0.75) == rope
     with pytest.raises(ConfigError, match="short_factor must be 4 numbers, one for each pair, not 3"):
-        parse_rope(Fields(values, "x"), 8, 256, kinds=("longrope",), default_partial_rotary_factor=1.0)
+        longrope("su", 1.0)
 
 
 def test_the_table_turns_each_pair_by_position_times_frequency() -> None:

@@ -1,0 +1,82 @@
+"""Fields of `config.json` as published models have them, with sizes of their own. Each has to load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100,
+    "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "use_cache": True,
+}  # fmt: skip
+_TAIL: dict[str, Any] = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "rms_norm_eps": 1e-5}
+
+
+def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **_SIZES, **_TAIL, **fields}
+
+
+def _llama(**fields: Any) -> dict[str, Any]:
+    common = {"attention_bias": False, "hidden_act": "silu", "num_key_value_heads": 2, "pretraining_tp": 1}
+    return _config("LlamaForCausalLM", "llama", **{**common, "tie_word_embeddings": False, **fields})
+
+
+def _gpt2(**fields: Any) -> dict[str, Any]:
+    return {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 48, "n_head": 4, "n_layer": 2,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, **fields,
+    }  # fmt: skip
+
+
+_LLAMA3_ROPE = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt2(),
+    "distilgpt2": _gpt2(_num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
+    "DialoGPT-small": _gpt2(task_specific_params={"conversational": {"max_length": 1000}}),
+    "gpt2-chinese": _gpt2(
+        gradient_checkpointing=False, n_inner=None, output_past=True, tokenizer_class="BertTokenizer"
+    ),
+    "Llama-2-7b-chat-hf": _llama(_name_or_path="x", rope_scaling=None, torch_dtype="float16"),
+    "vicuna-7b-v1.5": _llama(max_length=4096, max_sequence_length=4096, pad_token_id=0, do_sample=True),
+    "Llama-3.1-8B-Instruct": _llama(
+        attention_dropout=0.0, mlp_bias=False, eos_token_id=[2, 3, 4], rope_scaling=_LLAMA3_ROPE, rope_theta=500000.0
+    ),
+    "unsloth Llama-3.2-1B": _llama(
+        head_dim=16, pad_token_id=5, rope_scaling=_LLAMA3_ROPE, tie_word_embeddings=True, unsloth_fixed=True,
+        unsloth_version="2025.1",
+    ),
+    "SmolLM2-135M": _llama(
+        is_llama_config=True, rope_interleaved=False, rope_scaling=None, rope_theta=100000,
+        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
+    ),
+    "deepseek-coder": _llama(rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000),
+    "Yarn-Llama-2": _llama(
+        auto_map={"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"},
+        rope_scaling={"factor": 32.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn"},
+    ),
+    "Mistral-7B-v0.1": _config(
+        "MistralForCausalLM", "mistral", hidden_act="silu", num_key_value_heads=2, rope_theta=10000.0,
+        sliding_window=4096, tie_word_embeddings=False,
+    ),
+    "Mistral-Nemo": _config(
+        "MistralForCausalLM", "mistral", hidden_act="silu", num_key_value_heads=2, head_dim=32,
+        attention_dropout=0.0, rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False,
+    ),
+    "Qwen2.5-0.5B": _config(
+        "Qwen2ForCausalLM", "qwen2", attention_dropout=0.0, hidden_act="silu", max_window_layers=24,
+        num_key_value_heads=2, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True, use_mrope=False,
+        use_sliding_window=False,
+    ),
+    "Qwen3-0.6B": _config(
+        "Qwen3ForCausalLM", "qwen3", attention_bias=False, attention_dropout=0.0, head_dim=32, hidden_act="silu",
+        max_window_layers=28, num_key_value_heads=2, rope_scaling=None, rope_theta=1000000, sliding_window=None,
+        tie_word_embeddings=True, use_sliding_window=False,
+    ),
+}  # fmt: skip
