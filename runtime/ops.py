@@ -79,16 +79,27 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 
 def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
-    return _backend("linear", "x", x).linear(x, weight, residual=residual, out=out)  # type: ignore[no-any-return]
+    op, backend = "linear", _check_factors("linear", x, weight)
+    shape = x.shape[0], weight.shape[0]
+    if residual is not None:
+        check(op, "residual", residual, x.device, x.dtype, shape)
+    if out is not None:
+        check(op, "out", out, x.device, x.dtype, shape)
+        if out.is_read_only:
+            raise fail(op, "out", "is read-only")
+        if max(x.address, out.address) < min(x.address + x.size_bytes, out.address + out.size_bytes):
+            raise fail(op, "out", "shares memory with x")
+    return backend.linear(x, weight, residual, out, x.dtype)  # type: ignore[no-any-return]
 
 
 def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation) -> Tensor:
     """``glu(linear(x, weight), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
 
-    One launch where that is faster, and then rounded once. Errors are those of `linear` and `glu`.
+    One launch where that is faster, and then rounded once.
     """
+    backend = _check_factors("linear_glu", x, weight)
     _check_glu("linear_glu", "weight", weight.shape[0], activation)
-    return _backend("linear", "x", x).linear_glu(x, weight, activation)  # type: ignore[no-any-return]
+    return backend.linear_glu(x, weight, activation)  # type: ignore[no-any-return]
 
 
 def logits_linear(
@@ -98,12 +109,24 @@ def logits_linear(
 
     With ``softcap`` c a logit l becomes ``c tanh(l / c)``.
     """
-    backend = _backend("logits_linear", "x", x)
+    backend = _check_factors("logits_linear", x, weight)
     _check_softcap("logits_linear", softcap)
-    logits = backend.logits_linear(x, weight)
+    logits = backend.linear(x, weight, None, None, float32)
     if (scale != 1.0 or softcap is not None) and logits.size:
         backend.scale_logits(logits, scale, softcap)
     return logits  # type: ignore[no-any-return]
+
+
+def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
+    """The implementation of a product of rows with a weight, once both have been checked."""
+    backend = _backend(op, "x", x)
+    if not isinstance(weight, backend.WEIGHT) or (weight.device is not x.device and weight.device != x.device):
+        what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
+        if type(weight) is LinearWeight:
+            what = "one that is only declared"
+        raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on {x.device}, not {what}")
+    check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
+    return backend
 
 
 def _check_softcap(op: str, softcap: float | None) -> None:

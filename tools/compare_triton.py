@@ -152,7 +152,8 @@ class Prefill:
 
 def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
     """The tile that large products take: the shapes here are small only to be emulated."""
-    launch = gemm.plan("tensor_core", work.m, work.n, work.k, "bf16", num_multiprocessors=1)
+    product = gemm.Product(work.m, work.n, work.k, "bf16")
+    launch = gemm.plan(product, gemm.machine_of(num_multiprocessors=1), "tensor_core")
     assert launch is not None
     bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
     tile = str(launch.specialisation.constants["tile"]).split("_")[0]  # "128x128x32_s5"
@@ -160,9 +161,9 @@ def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int
 
 
 def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
-    launch = hopper.plan(
-        work.m, work.n, work.k, "bf16", "bf16", 132, has_residual=False, is_out_aligned=True, tile=tile
-    )  # fmt: skip
+    epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+    product = gemm.Product(work.m, work.n, work.k, "bf16", epilogue=epilogue)
+    launch = hopper.plan_tile(product, gemm.machine_of(hopper.ARCH), tile)
     bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
     return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
 

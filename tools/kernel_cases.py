@@ -95,10 +95,8 @@ def _gemm(
     m, n, k = sizes
 
     def run(bench: Bench) -> None:
-        launch = gemm.plan(
-            tier, m, n, k, dtype, num_multiprocessors=num_multiprocessors, arch=bench.gpu.arch, has_residual=False,
-            is_out_aligned=True,
-        )  # fmt: skip
+        product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch, num_multiprocessors), tier)
         x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0)
 

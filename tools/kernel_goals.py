@@ -130,10 +130,8 @@ def linear(bench: Bench, m: int, model: GpuModel, n: int = 2048, k: int = 2048) 
     """A linear layer of few rows, by what is planned for it."""
 
     def run(bench: Bench) -> None:
-        launch = gemm.plan(
-            "auto", m, n, k, "bf16", num_multiprocessors=model.num_sms, arch=model.arch, has_residual=False,
-            is_out_aligned=True,
-        )  # fmt: skip
+        product = gemm.Product(m, n, k, "bf16", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        launch = gemm.plan(product, gemm.machine_of(model.arch, model.num_sms))
         x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
         bench.launch(launch, x, weight, 0, 0, bench.empty(2 * m * n), m, n, k, 0)
 

@@ -45,11 +45,10 @@ def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) 
     case = product_case("auto", m, n, k, dtype)
     inputs, ready = prepare(gpu, case, m + n + k)
     competitors, choices = {}, {}
-    for choice in gemm.candidates(m, n, k, dtype, gpu.arch):
-        launch = gemm.plan(
-            choice.tier, m, n, k, dtype, num_multiprocessors=gpu.properties.num_sms, arch=gpu.arch, has_residual=False,
-            is_out_aligned=True, tile=choice.tile,
-        )  # fmt: skip
+    product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
+    for choice in gemm.candidates(product, machine):
+        launch = gemm.plan(product, machine, choice.tier, choice.tile)
         run = inputs.bind((launch, (*ready.operands, 0, 0, ready.out, m, n, k, 0)))
         name = f"{choice.tier} {choice.tile}".strip()
         verify(gpu, case, ready, run, name)

@@ -24,7 +24,7 @@ from numba_kernels.cpu.recording import current
 from runtime.backends.checks import fail
 from runtime.backends.cpu_checks import check, checked_address
 from runtime.batch import Batch
-from runtime.dtype import STORED, float32, int32
+from runtime.dtype import STORED, DType, float32, int32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.weight import LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
@@ -35,6 +35,7 @@ MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_ATTENTION_MACS = 64_000
 ACTIVATIONS = float32
+WEIGHT = PanelWeight
 NORM_WEIGHTS = tuple(STORED)
 _num_workers = MAX_WORKERS
 
@@ -72,31 +73,19 @@ def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
-def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
-    if not isinstance(weight, PanelWeight):
-        what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
-        raise fail("linear", "weight", f"must be a LinearWeight from prepare_linear on cpu, not {what}")
-    width, depth = weight.shape
-    x_array = check("linear", "x", x, float32, (None, depth))
-    rows = x_array.shape[0]
-    added = 0 if residual is None else checked_address("linear", "residual", residual, float32, (rows, width))
-    result = _output("linear", out, (rows, width))
-    if out is not None and np.may_share_memory(x_array, out.array):
-        raise fail("linear", "out", "shares memory with x")
-    if rows == 0 or width == 0:
-        return result
-    hold(weight.panels, weight.scales, weight.bias)
-    _linear.multiply(
-        weight.stored, x.address, weight.panels_address, weight.scales_address, weight.bias_address, added,
-        result.address, rows, depth, width, _num_workers,
-    )  # fmt: skip
+def linear(
+    x: Tensor, weight: PanelWeight, residual: Tensor | None, out: Tensor | None, dtype: DType
+) -> Tensor:
+    """See `ops.linear`; `dtype` is that of the result."""
+    rows, (width, depth) = x.shape[0], weight.shape
+    result = Tensor.over(new_array((rows, width), dtype.numpy), dtype) if out is None else out
+    if rows and width:
+        hold(weight.panels, weight.scales, weight.bias)
+        _linear.multiply(
+            weight.stored, x.address, weight.panels_address, weight.scales_address, weight.bias_address,
+            0 if residual is None else residual.address, result.address, rows, depth, width, _num_workers,
+        )  # fmt: skip
     return result
-
-
-def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """Activations are float32 already."""
-    return linear(x, weight)
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
@@ -219,9 +208,9 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     return result
 
 
-def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
+def linear_glu(x: Tensor, weight: PanelWeight, activation: str) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
-    return glu(linear(x, weight), activation)
+    return glu(linear(x, weight, None, None, float32), activation)
 
 
 # ------------------------------------------------------------------------------------------ attention

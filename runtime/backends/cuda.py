@@ -16,6 +16,7 @@ from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
+from numba_kernels.cuda.specialisation import Launch
 from runtime.backends import cuda_cublas
 from runtime.backends.checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
@@ -28,19 +29,58 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 ACTIVATIONS = FLOATS
+WEIGHT = RowWeight
 NORM_WEIGHTS = float32
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
-def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """See `ops.linear`."""
-    return _product("linear", x, weight, residual, out, None)
+def linear(x: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None, dtype: DType) -> Tensor:
+    """See `ops.linear`; `dtype` is that of the result."""
+    gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
+    result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
+    if weight.tier == "cublas":
+        cuda_cublas.product(gpu, x, weight, residual, result)
+    elif rows and width:
+        matrix, bias, added = weight.address, weight.bias_address, 0 if residual is None else residual.address
+        key = rows, dtype, added != 0, (x.address | matrix) & 15, (result.address | added | bias) & 15
+        launch = weight.plans.get(key)
+        if launch is None:
+            epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
+            launch = _plan(gpu, weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
+            assert launch is not None
+            weight.keep_plan(key, launch)
+        gpu.launch(launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1)
+    return result
 
 
-def logits_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """See `ops.logits_linear`."""
-    return _product("logits_linear", x, weight, None, None, float32)
+def linear_glu(x: Tensor, weight: RowWeight, activation: str) -> Tensor:
+    """See `ops.linear_glu`."""
+    gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
+    key = rows, activation, (x.address | weight.address) & 15
+    if key not in weight.plans:
+        launch = None
+        if weight.bias is None and weight.tier != "cublas":
+            epilogue = _gemm.Epilogue(has_residual=False, activation=activation)
+            launch = _plan(gpu, weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
+        weight.keep_plan(key, launch)
+    launch = weight.plans[key]
+    if launch is None:
+        return glu(linear(x, weight, None, None, x.dtype), activation)
+    result = Tensor.empty((rows, both // 2), x.dtype, x.device)
+    gpu.launch(launch, x.address, weight.address, 0, 0, result.address, rows, both // 2, depth, 0)
+    return result
+
+
+def _plan(
+    gpu: Gpu, weight: RowWeight, rows: int, width: int, dtype: DType, epilogue: _gemm.Epilogue, *, is_aligned: bool
+) -> Launch | None:
+    """Chooses the kernel of a product; see `gemm.plan`."""
+    product = _gemm.Product(
+        rows, width, weight.shape[1], weight.activations.ptx, weight.format.element.ptx, dtype.ptx, epilogue,
+        is_aligned=is_aligned, exact=weight.exact,
+    )  # fmt: skip
+    return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms), weight.tier)
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
@@ -59,59 +99,6 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
         addresses = x.address, y.address, result.address
         launch, accesses = _scaling.plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
-    return result
-
-
-def linear_glu(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
-    """See `ops.linear_glu`."""
-    gpu, factor, matrix = _factors("linear", x, weight)
-    rows, (both, depth) = x.shape[0], factor.shape
-    launch = None
-    if factor.bias is None and factor.tier != "cublas":
-        launch = _gemm.plan_glu(
-            activation, factor.tier, rows, both // 2, depth, x.dtype.ptx, is_aligned=alignment(x.address, matrix) >= 16,
-            num_multiprocessors=gpu.properties.num_sms, exact=factor.exact, arch=gpu.arch,
-        )  # fmt: skip
-    if launch is None:
-        return glu(linear(x, weight), activation)
-    result = Tensor.empty((rows, both // 2), x.dtype, x.device)
-    gpu.launch(launch, x.address, matrix, 0, 0, result.address, rows, both // 2, depth, 0)
-    return result
-
-
-def _factors(op: str, x: Tensor, weight: LinearWeight) -> tuple[Gpu, RowWeight, int]:
-    """Checks both; the device, the weight and its matrix's address."""
-    if not isinstance(weight, RowWeight):
-        what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
-        raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on the device of x, not {what}")
-    gpu = first(op, "x", x, FLOATS, (None, weight.shape[1]))
-    return gpu, weight, check(op, "weight", weight.weight, x.device, x.dtype, weight.shape)
-
-
-def _product(
-    op: str, x: Tensor, weight: LinearWeight, residual: Tensor | None, out: Tensor | None, out_dtype: DType | None
-) -> Tensor:
-    gpu, factor, matrix = _factors(op, x, weight)
-    width, depth = factor.shape
-    rows, result_dtype = x.shape[0], out_dtype or x.dtype
-    added = 0 if residual is None else check(op, "residual", residual, x.device, result_dtype, (rows, width))
-    result = output(op, out, (rows, width), result_dtype, x.device)
-    if out is not None and x.storage is out.storage and x.size:
-        ends = [(t.address, t.address + t.size_bytes) for t in (x, out)]
-        if max(start for start, _ in ends) < min(end for _, end in ends):
-            raise fail(op, "out", "shares memory with x")
-    if factor.tier == "cublas":
-        cuda_cublas.product(gpu, x, factor, residual, result)
-        return result
-    bias = 0 if factor.bias is None else factor.bias.address
-    launch = _gemm.plan(
-        factor.tier, rows, width, depth, x.dtype.ptx, result_dtype.ptx,
-        is_aligned=alignment(x.address, matrix) >= 16, num_multiprocessors=gpu.properties.num_sms,
-        exact=factor.exact, arch=gpu.arch, has_residual=residual is not None,
-        is_out_aligned=alignment(result.address, added, bias) >= 16,
-    )  # fmt: skip
-    if launch is not None:
-        gpu.launch(launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1)
     return result
 
 

@@ -161,10 +161,9 @@ def _product(left: Tensor, right: Tensor, target: Tensor, dtype: DType) -> None:
     gpu = Gpu.of(target.device)
     (rows, depth), columns = left.shape, right.shape[1]
     if dtype.is_floating:
-        launch = _gemm.plan(
-            "auto", rows, columns, depth, dtype.ptx, is_weight_layout=False,
-            is_aligned=alignment(left.address, right.address) >= 16, num_multiprocessors=gpu.properties.num_sms,
-        )  # fmt: skip
+        is_aligned = alignment(left.address, right.address) >= 16
+        product = _gemm.Product(rows, columns, depth, dtype.ptx, is_weight_layout=False, is_aligned=is_aligned)
+        launch = _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms))
         if launch is not None:
             gpu.launch(launch, left.address, right.address, 0, 0, target.address, rows, columns, depth, 1)
         return

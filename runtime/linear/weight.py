@@ -12,13 +12,14 @@ from numba_kernels.cpu.panels import empty_panels, pack, panel_bytes
 from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
-from runtime.dtype import STORED
+from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
+MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
 class LinearWeight:
     """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
@@ -30,8 +31,10 @@ class LinearWeight:
         format: how its elements are kept.
         device: where it lies.
         size_bytes: of matrix, scales and bias, padding included.
+        activations: the type of the rows that it multiplies.
     """
 
+    activations: DType
     __slots__ = ("device", "format", "shape", "size_bytes")
 
     def __init__(self, shape: tuple[int, int], format: WeightFormat, device: Device, size_bytes: int) -> None:
@@ -54,6 +57,7 @@ class PanelWeight(LinearWeight):
         scales: of int8, float32, one for each of the panels' columns; else empty.
     """
 
+    activations = float32
     __slots__ = ("bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "stored")
 
     def __init__(self, shape: tuple[int, int], format: WeightFormat) -> None:
@@ -78,17 +82,28 @@ class RowWeight(LinearWeight):
         tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
+        plans: launches of products with it, by what they depend on.
     """
 
-    __slots__ = ("bias", "exact", "tier", "weight")
+    __slots__ = ("activations", "address", "bias", "bias_address", "exact", "plans", "tier", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tier: str = "auto", *, exact: bool = False) -> None:
         self.weight = weight
         self.bias = bias
+        self.activations = weight.dtype
+        self.address = weight.address
+        self.bias_address = 0 if bias is None else bias.address
         self.tier = tier
         self.exact = exact
+        self.plans: dict[Any, Any] = {}
         size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
         super().__init__((weight.shape[0], weight.shape[1]), FORMATS[weight.dtype.name], weight.device, size_bytes)
+
+    def keep_plan(self, key: Any, launch: Any) -> None:
+        """Remembers a launch, so that a product of the same kind is not planned again."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans[key] = launch
 
 
 def stored_class(format: WeightFormat) -> Any:

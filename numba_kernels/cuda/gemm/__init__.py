@@ -21,177 +21,128 @@ Each launch takes the same arguments, addresses as integers (0 = no bias, no res
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from types import ModuleType
 
 from numba_kernels.cuda import tables
-from numba_kernels.cuda.gemm import choice, few_rows, gemv, hopper, naive, register, tensor_core, tiled
-from numba_kernels.cuda.intrinsics.element import DTYPES, VECTOR_WIDTH
+from numba_kernels.cuda.gemm import few_rows, gemv, hopper, naive, register, tensor_core, tiled
+from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
-TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "gemv", "few_rows", "hopper")
-MAX_SIZE = 2**31 - 1  # of m, n and k: kernels count in 32 bits
+__all__ = [
+    "INSTEAD", "TIERS", "Epilogue", "Machine", "Product", "candidates", "choose", "machine_of", "plan",
+    "specialisations",
+]  # fmt: skip
+
+TIERS: dict[str, ModuleType] = {
+    "naive": naive, "tiled": tiled, "gemv": gemv, "few_rows": few_rows, "hopper": hopper,
+    "tensor_core": tensor_core, "register": register,
+}  # fmt: skip
+"""A tier is a module with the functions
+
+    why_not(product, machine) -> str            why it cannot compute a product; "" if it can
+    seconds(product, machine) -> float          how long it takes, by a model; infinite where it is not to be chosen
+    plan(product, machine) -> Launch
+    specialisations() -> Iterator               every kernel that `plan` can return
+
+and perhaps
+
+    tiles(product, machine) -> tuple[str, ...]  names worth measuring; then `plan` takes one, too
+    plan_gated(product, machine, plain)         for an epilogue with an activation
+
+Of tiers that take the same time, the first is chosen."""
+
+INSTEAD = {"hopper": "tensor_core", "tensor_core": "register"}
+"""What computes a product that a tier cannot, where a user asks for the tier by name: the TMA does not walk over rows
+that lie on no 16-byte bounds, and tensor cores would round the products of f32."""
 
 
-def plan(
-    tier: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    out_dtype: str | None = None,
-    *,
-    is_weight_layout: bool = True,
-    is_aligned: bool = True,
-    num_multiprocessors: int = 132,
-    exact: bool = False,
-    arch: str = "sm_80",
-    has_residual: bool = True,
-    is_out_aligned: bool = False,
-    tile: str = "",
-) -> Launch | None:
-    """The launch for a product, or None where y is empty.
+def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "") -> Launch | None:
+    """The launch for a product, or None where y is empty, or where no launch does what its epilogue asks for: a gated
+    unit is then the product, and `activation.plan_glu`.
 
     Args:
-        tier: one of `TIERS`. "auto" takes what was measured to be the fastest (`tables`), or what a model takes for it
-            (`choice`): gemv and few_rows for few rows, hopper for many where the device has it, else tensor_core for
-            f16 and bf16 and register for f32. "tensor_core" with f32 means register, as tensor cores would round its
-            products; "hopper" means tensor_core where the TMA cannot walk over rows: for f32, the other layout, no
-            depth, and rows that do not lie on 16-byte bounds.
-        m, n, k: the shapes above, each from 0 on.
-        dtype: of x and weight: "f32", "f16" or "bf16".
-        out_dtype: of y and residual: `dtype`, which is the default, or "f32".
-        is_weight_layout: whether the weight is [n, k]; else it is [k, n].
-        is_aligned: whether x and weight begin on 16-byte bounds. (Rows that do not are seen from the sizes.)
-        num_multiprocessors: of the device: small products take smaller tiles to fill it.
-        exact: whether a row of y must have the same bits whatever m is. All tiers but gemv and few_rows hold that,
-            each for itself, also between their tiles (those two hold it up to as many rows as they take): with it,
-            "auto" leaves them out, and hopper, whose bits are its own.
-        arch: of the device, "sm_90a".
-        has_residual: whether a residual is given when it is launched. Where False, none may be.
-        is_out_aligned: whether y, bias and residual begin on 16-byte bounds.
-        tile: one of a tier's tiles by its name, for the aligned weight layout; "" for what the tier chooses.
+        tier: one of `TIERS`, or "auto": what was measured to be the fastest (`tables`), or what the tiers' models take
+            for it (`choose`).
+        tile: one of the tier's tiles by its name, for the aligned weight layout; "" for what the tier chooses.
 
     Raises:
-        ValueError: for a tier, dtype or size that there is not; for gemv and few_rows with more rows than they take,
-            without the weight layout, or with `exact`; for few_rows with f32 or rows on no 16-byte bounds; for
-            hopper on another architecture; for a tile that the tier has not.
+        ValueError: for a tier that there is not, or that can do this neither itself nor by `INSTEAD`; for a tile that
+            the tier has not.
     """
-    out_dtype = dtype if out_dtype is None else out_dtype
-    if tier not in TIERS:
-        raise ValueError(f"gemm: tier is {tier!r}, must be one of {', '.join(TIERS)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"gemm: dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
-    if out_dtype not in (dtype, "f32"):
-        raise ValueError(f"gemm: out_dtype is {out_dtype!r}, must be {dtype!r} or 'f32'")
-    for name, size in (("m", m), ("n", n), ("k", k)):
-        if not 0 <= size <= MAX_SIZE:
-            raise ValueError(f"gemm: {name} is {size}, must be 0 to {MAX_SIZE}")
-    row_lengths = (k,) if is_weight_layout else (k, n)
-    is_aligned = is_aligned and all(length % VECTOR_WIDTH[dtype] == 0 for length in row_lengths)
-    for name, most in (("gemv", gemv.MAX_ROWS[dtype]), ("few_rows", few_rows.MAX_ROWS)):
-        is_able = name == "gemv" or (is_aligned and dtype != "f32")
-        if tier == name and (exact or not is_weight_layout or m > most or not is_able):
-            raise ValueError(
-                f"gemm: tier {name} has {m} rows of {k} {dtype}, exact={exact}, is_weight_layout={is_weight_layout}, "
-                f"is_aligned={is_aligned}; it takes at most {most} rows, the weight layout, and is not exact; few_rows "
-                f"takes 16-bit factors, aligned"
-            )
-    if m == 0 or n == 0:
+    if tier != "auto" and tier not in TIERS:
+        raise ValueError(f"gemm: tier is {tier!r}, must be one of auto, {', '.join(TIERS)}")
+    if product.epilogue.activation:
+        return _plan_gated(product, machine, tier)
+    name, tile = (_choose(product, machine) if tier == "auto" else (_able(tier, product, machine), tile))
+    if product.m == 0 or product.n == 0:
         return None
-    if tier == "hopper" and arch != hopper.ARCH:
-        raise ValueError(f"gemm: tier hopper needs {hopper.ARCH}, the device is {arch}")
+    chosen = TIERS[name]
+    if not tile:
+        return chosen.plan(product, machine)  # type: ignore[no-any-return]
+    if not hasattr(chosen, "tiles"):
+        raise ValueError(f"gemm: tile is {tile!r}: tier {name} with these arrays has none to choose from")
+    return chosen.plan(product, machine, tile)  # type: ignore[no-any-return]
 
-    is_for_tma = dtype != "f32" and is_weight_layout and is_aligned and k > 0
-    if tier == "auto" and is_weight_layout and is_aligned and not exact:
-        measured = tables.choose(m, n, k, dtype, arch)
+
+def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
+    both = replace(product, n=2 * product.n, epilogue=Epilogue())
+    name, tile = (_choose(both, machine) if tier == "auto" else (_able(tier, both, machine), ""))
+    if product.m == 0 or product.n == 0 or not hasattr(TIERS[name], "plan_gated"):
+        return None
+    if TIERS[name].why_not(product, machine):
+        return None
+    plain = plan(both, machine, name, tile)
+    return TIERS[name].plan_gated(product, machine, plain)  # type: ignore[no-any-return]
+
+
+def _able(tier: str, product: Product, machine: Machine) -> str:
+    """The tier, or what computes the product instead."""
+    why = TIERS[tier].why_not(product, machine)
+    while why:
+        is_elsewhere = getattr(TIERS[tier], "ARCH", machine.arch) != machine.arch
+        if is_elsewhere or tier not in INSTEAD:
+            raise ValueError(f"gemm: tier {tier} {why}; not {product}")
+        tier = INSTEAD[tier]
+        why = TIERS[tier].why_not(product, machine)
+    return tier
+
+
+def _choose(product: Product, machine: Machine) -> tuple[str, str]:
+    """The tier, and its tile or ""."""
+    if product.is_weight_layout and product.is_aligned and product.is_plain and not product.exact and product.m:
+        measured = tables.choose(product.m, product.n, product.k, product.x, machine.arch)
         if measured is not None:
-            tier, tile = measured.tier, measured.tile
-        else:
-            tier = choice.choose(m, n, k, dtype, arch)
-    if tier == "auto":
-        is_row = m <= gemv.MAX_ROWS[dtype] and is_weight_layout and not exact
-        tier = "gemv" if is_row else "tensor_core"
-    if tier == "hopper" and not is_for_tma:
-        tier = "tensor_core"
-    if tier == "tensor_core" and dtype == "f32":
-        tier = "register"
-    if tile and (tier not in ("hopper", "tensor_core") or not (is_weight_layout and is_aligned)):
-        raise ValueError(f"gemm: tile is {tile!r}: tier {tier} with these arrays has none to choose from")
-    if tier == "hopper":
-        return hopper.plan(
-            m, n, k, dtype, out_dtype, num_multiprocessors, has_residual=has_residual, is_out_aligned=is_out_aligned,
-            exact=exact, tile=_tile_named(hopper, tile),
-        )  # fmt: skip
-    if tier == "naive":
-        return naive.plan(m, n, dtype, out_dtype, is_weight_layout)
-    if tier == "tiled":
-        return tiled.plan(m, n, dtype, out_dtype, is_weight_layout)
-    if tier == "gemv":
-        return gemv.plan(m, n, k, dtype, out_dtype, is_aligned)
-    if tier == "few_rows":
-        return few_rows.plan(m, n, k, dtype, out_dtype)
-    if tier == "register":
-        return register.plan(m, n, dtype, out_dtype, is_weight_layout, is_aligned, num_multiprocessors)
-    chosen = _tile_named(tensor_core, tile)
-    return tensor_core.plan(m, n, dtype, out_dtype, is_weight_layout, is_aligned, num_multiprocessors, chosen)
+            return measured.tier, measured.tile
+    return choose(product, machine), ""
 
 
-def plan_glu(
-    activation: str,
-    tier: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    *,
-    is_aligned: bool = True,
-    num_multiprocessors: int = 132,
-    exact: bool = False,
-    arch: str = "sm_80",
-) -> Launch | None:
-    """The launch for ``y[m, n] = f(gate) * up``, with gate and up the halves of ``x[m, k] . w[2 n, k]^T``.
-
-    f is the `activation`, one of `hopper.GATES`.
-
-    None where y is empty, or where two launches are better, the product's and `activation.plan_glu`'s: it is one
-    where `plan` takes hopper's tile for many rows, unless `exact`. Launched with neither bias nor residual; y begins on
-    a 16-byte bound. Arguments and errors as those of `plan`.
-    """
-    if arch != hopper.ARCH or exact or n % 8:
-        return None
-    product = plan(
-        tier, m, 2 * n, k, dtype, is_aligned=is_aligned, num_multiprocessors=num_multiprocessors, arch=arch
-    )  # fmt: skip
-    if product is None or product.specialisation.constants.get("tile") != str(hopper.LARGE):
-        return None
-    return hopper.plan_glu(activation, m, n, k, dtype, num_multiprocessors)
+@functools.lru_cache(maxsize=1 << 12)
+def choose(product: Product, machine: Machine) -> str:
+    """The tier that is the fastest by the models: each takes at least as long as memory needs for all bytes."""
+    numbers = product.m * product.k + product.m * product.n
+    least = (product.weight_bytes + ITEM_BYTES[product.x] * numbers) / machine.memory_bytes
+    able = [name for name, tier in TIERS.items() if not tier.why_not(product, machine)]
+    if not able:
+        raise ValueError(f"gemm: no tier computes {product}")
+    return min(able, key=lambda name: max(TIERS[name].seconds(product, machine), least))
 
 
-def _tile_named(family: Any, name: str) -> Any:
-    """A tier's tile, or None for "". Raises ValueError for another name."""
-    if not name:
-        return None
-    known = {str(tile): tile for tile in family.TILES}
-    if name not in known:
-        raise ValueError(f"gemm: tile is {name!r}, must be one of {', '.join(known)}")
-    return known[name]
-
-
-def candidates(m: int, n: int, k: int, dtype: str, arch: str) -> list[tables.Choice]:
+def candidates(product: Product, machine: Machine) -> list[tables.Choice]:
     """What may be the fastest for an aligned product with the weight layout: all that is worth measuring."""
-    found = [tables.Choice("gemv", "")] if m <= gemv.MAX_ROWS[dtype] else []
-    if dtype == "f32":
-        return [*found, tables.Choice("register", "")]
-    found += [tables.Choice("few_rows", "")] if m <= few_rows.MAX_ROWS else []
-    tiles = [tile for tile in tensor_core.TILES if tile.block_m >= 64 or m <= 4 * tile.block_m]
-    found += [tables.Choice("tensor_core", str(tile)) for tile in tiles]
-    if arch == hopper.ARCH:
-        found += [tables.Choice("hopper", tile) for tile in ("", *map(str, hopper.TILES))]  # "": perhaps split over K
+    found = []
+    for name, tier in TIERS.items():
+        if not tier.why_not(product, machine) and tier.seconds(product, machine) < math.inf:
+            tiles = tier.tiles(product, machine) if hasattr(tier, "tiles") else ("",)
+            found += [tables.Choice(name, tile) for tile in tiles]
     return found
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
-    for family in (naive, tiled, register, tensor_core, gemv, few_rows, hopper):
-        yield from family.specialisations()
+    for tier in TIERS.values():
+        yield from tier.specialisations()

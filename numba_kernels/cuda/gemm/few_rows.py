@@ -32,6 +32,7 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
@@ -42,6 +43,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MAX_ROWS = 64
+_BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
 STEP = 32  # elements of K that a lane's 16 bytes are a quarter of
@@ -273,15 +275,32 @@ def split(n: int, k: int) -> int:
     return num_streams
 
 
-def plan(m: int, n: int, k: int, dtype: str, out_dtype: str) -> Launch:
-    """A launch for ``out [m, n]``, 1 <= m <= MAX_ROWS, n at least 1; rows of x and of a weight [n, k] lie on 16-byte
-    bounds."""
-    row_tiles = next(tiles for tiles in ROW_TILES if 16 * tiles >= m)
-    num_streams = split(n, k)
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    can_read = product.is_plain and product.x != "f32" and product.is_weight_layout and product.is_aligned
+    if can_read and not product.exact and product.m <= MAX_ROWS:
+        return ""
+    return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By work, what its blocks read anew from the second-level cache, and latency."""
+    block_columns = COLUMNS * BLOCK_WARPS // split(product.n, product.k)
+    return max(
+        2 * product.n * product.k * -(-product.m // 16) * 16 / machine.tensor_flops,
+        product.weight_bytes * (1 + product.m / block_columns) / machine.cache_bytes,
+        LATENCY_S * product.weight_bytes / (-(-product.n // block_columns) * _BYTES_UNDER_WAY),
+    )
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    row_tiles = next(tiles for tiles in ROW_TILES if 16 * tiles >= product.m)
+    num_streams = split(product.n, product.k)
     num_teams = BLOCK_WARPS // num_streams
     return Launch(
-        _kernel(dtype, out_dtype, row_tiles),
-        (-(-n // (COLUMNS * num_teams)), 1, 1),
+        _kernel(product.x, product.out, row_tiles),
+        (-(-product.n // (COLUMNS * num_teams)), 1, 1),
         (32, num_streams, num_teams),
         shared_bytes=shared_bytes(row_tiles, num_streams),
     )

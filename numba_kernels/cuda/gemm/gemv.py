@@ -24,6 +24,7 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
@@ -214,13 +215,27 @@ def _team_warps(n: int, k: int, width: int) -> int:
     return warps
 
 
-def plan(m: int, n: int, k: int, dtype: str, out_dtype: str, is_aligned: bool) -> Launch:
-    """A launch for ``out [m, n]``, 1 <= m <= MAX_ROWS[dtype], n at least 1, and a weight [n, k]."""
-    rows = next(rows for rows in COLUMNS if rows >= m) if is_aligned else MAX_ROWS[dtype]
-    warps = _team_warps(n, k, VECTOR_WIDTH[dtype] if is_aligned else 1)
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    most = MAX_ROWS[product.x]
+    if product.is_plain and product.is_weight_layout and not product.exact and product.m <= most:
+        return ""
+    return f"takes at most {most} rows of {product.x}, the weight layout, and is not exact"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By its multiply-adds, and as many instructions again that widen the weight."""
+    return product.n * product.k * 2 * (product.m + 1) / machine.float_flops
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    dtype, is_aligned = product.x, product.is_aligned
+    rows = next(rows for rows in COLUMNS if rows >= product.m) if is_aligned else MAX_ROWS[dtype]
+    warps = _team_warps(product.n, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
-    blocks = -(-n // (COLUMNS[rows] * teams))
-    return Launch(_kernel(dtype, out_dtype, rows, is_aligned), (blocks, 1, 1), (32, warps, teams))
+    blocks = -(-product.n // (COLUMNS[rows] * teams))
+    return Launch(_kernel(dtype, product.out, rows, is_aligned), (blocks, 1, 1), (32, warps, teams))
 
 
 def specialisations() -> Iterator[Specialisation]:

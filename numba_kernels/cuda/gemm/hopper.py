@@ -21,11 +21,12 @@ Source of the instructions' meaning: PTX ISA, "wgmma.mma_async", "cp.async.bulk.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm import hopper_split
+from numba_kernels.cuda.gemm import few_rows, hopper_split
 from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS
 from numba_kernels.cuda.gemm.hopper_out import residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
@@ -39,6 +40,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     tile_multiplier,
     tile_order,
 )
+from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
@@ -53,6 +55,8 @@ TILES, SPLIT_TILES = (SMALL, LARGE), (NARROW, SMALL)
 
 
 ARCH = "sm_90a"
+LEAST_ROWS = 17  # from so many on it may be the fastest
+CLOCK_HZ, MULTIPROCESSORS = 1.7e9, 132
 
 # A model of a block's time on one multiprocessor, in cycles, estimated and to be measured. A step is a stage's products
 # or, for the smaller tiles, its way from the second-level cache; the ends are the first stage's way and the sums'.
@@ -60,7 +64,7 @@ STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
 ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
-more for each of `GATES`, of a weight whose upper half is the gate's: by the TMA, too (`plan_glu`)."""
+more for each of `GATES`, of a weight whose upper half is the gate's: by the TMA, too (`plan_gated`)."""
 GATES = ("silu", "gelu_tanh")
 
 
@@ -206,54 +210,73 @@ def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> 
     return min(options, key=lambda option: cycles(option[0], option[1], m, n, k, num_multiprocessors))
 
 
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    out_dtype: str,
-    num_multiprocessors: int,
-    *,
-    has_residual: bool,
-    is_out_aligned: bool,
-    exact: bool = False,
-    tile: Tile | None = None,
-    parts: int = 1,
-) -> Launch:
-    """A launch for ``out [m, n]``, all sizes at least 1 and k a multiple of 8.
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    if machine.arch != ARCH:
+        return f"needs {ARCH}, the device is {machine.arch}"
+    can_walk = product.x != "f32" and product.is_weight_layout and product.is_aligned and product.k > 0
+    if not can_walk or product.weight != product.x:
+        return "reads 16-bit factors of one type in the weight layout, in rows on 16-byte bounds"
+    if product.epilogue.activation and (product.exact or product.n % 8):
+        return "gates columns in eights, not exactly"
+    return ""
 
-    `is_out_aligned`: whether bias, residual and out begin on 16-byte bounds. With a `tile`, it and `parts` are
-    taken instead of what `choose` says.
-    """
-    if tile is None:
-        tile, parts = choose(m, n, k, num_multiprocessors, exact=exact)
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By the model above, of the architecture's largest product; beyond few_rows' rows it is always the fastest. Its
+    bits are its own, so that what is exact does not choose it."""
+    if product.exact or product.m < LEAST_ROWS:
+        return math.inf
+    if product.m > few_rows.MAX_ROWS:
+        return 0.0
+    m, n, k = product.m, product.n, product.k
+    return cycles(*choose(m, n, k, MULTIPROCESSORS, exact=False), m, n, k, MULTIPROCESSORS) / CLOCK_HZ
+
+
+def tiles(product: Product, machine: Machine) -> tuple[str, ...]:
+    """The tiles worth measuring for a product; "" may split K."""
+    return ("", *map(str, TILES))
+
+
+def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
+    """A launch for a product that it can compute and that is not empty. A tile that is named takes K whole."""
+    named, parts = tile_named(TILES, tile), 1
+    if named is None:
+        named, parts = choose(
+            product.m, product.n, product.k, machine.num_multiprocessors, exact=product.exact
+        )
+    return plan_tile(product, machine, named, parts)
+
+
+def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) -> Launch:
+    """As `plan`, by one of `TILES` or, with K in several parts, of `SPLIT_TILES`."""
+    m, n, k, dtype, out_dtype, epilogue = product.m, product.n, product.k, product.x, product.out, product.epilogue
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
     weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
-    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
-    way_out = "rows"
+    maps, way_out = ((0, x_map), (1, weight_map)), "rows"
     if parts > 1:
         kernel, blocks, cluster_blocks = hopper_split.kernel(dtype, out_dtype, tile), tiles * parts, parts
     else:
-        if out_dtype == dtype and is_out_aligned and n % 8 == 0:
+        if out_dtype == dtype and epilogue.is_aligned and n % 8 == 0:
             out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
             maps, way_out = (*maps, (4, out_map)), "tiles"
-            if has_residual:
+            if epilogue.has_residual:
                 maps, way_out = (*maps, (3, out_map)), "tiles_residual"
         kernel, cluster_blocks = _kernel(dtype, out_dtype, tile, way_out), tile.cluster
-        blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
+        blocks = min(tiles, max(1, machine.num_multiprocessors // tile.cluster)) * tile.cluster
     return Launch(
         kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(cluster_blocks, 1, 1), maps=maps
     )
 
 
-def plan_glu(activation: str, m: int, n: int, k: int, dtype: str, num_multiprocessors: int) -> Launch:
-    """A launch for ``out [m, n] = f(gate) * up``, with gate and up the halves of ``x . weight [2 n, k]^T``.
-
-    f is one of `GATES`; all sizes at least 1, n and k multiples of 8; out begins on a 16-byte bound; no bias,
-    no residual.
-    """
+def plan_gated(product: Product, machine: Machine, plain: Launch) -> Launch | None:
+    """A launch for a product with an activation that it can compute, where `plain`, that of both halves of the weight
+    without it, takes the large tile; else None. y begins on a 16-byte bound; there is neither bias nor residual."""
     tile = LARGE
+    if plain.specialisation.constants.get("tile") != str(tile):
+        return None
+    m, n, k, dtype = product.m, product.n, product.k, product.x
     columns = tile.block_n // 2
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // columns)
     maps = (
@@ -261,8 +284,8 @@ def plan_glu(activation: str, m: int, n: int, k: int, dtype: str, num_multiproce
         (1, TensorMapLayout(dtype, (k, 2 * n), (k * 2,), (BLOCK_K, columns), 128)),
         (4, TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)),
     )
-    blocks = min(tiles, max(1, num_multiprocessors // tile.cluster)) * tile.cluster
-    kernel = _kernel(dtype, dtype, tile, activation)
+    blocks = min(tiles, max(1, machine.num_multiprocessors // tile.cluster)) * tile.cluster
+    kernel = _kernel(dtype, dtype, tile, product.epilogue.activation)
     cluster_size = (tile.cluster, 1, 1)
     return Launch(kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster_size, maps=maps)
 

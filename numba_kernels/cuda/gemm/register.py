@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     finisher,
     quad_finisher,
 )
+from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
@@ -244,13 +246,27 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
     )  # fmt: skip
 
 
-def plan(
-    m: int, n: int, dtype: str, out_dtype: str, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int
-) -> Launch:
-    """A launch for ``out [m, n]``, both at least 1: the larger tile where it fills the GPU."""
-    tiles = {per_thread: -(-m // (16 * per_thread)) * -(-n // (16 * per_thread)) for per_thread in PER_THREAD}
-    per_thread = 8 if tiles[8] >= num_multiprocessors and is_weight_layout and is_aligned else 4
-    kernel = _kernel(dtype, out_dtype, per_thread, is_weight_layout, is_aligned)
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    return "" if product.is_plain else NOT_PLAIN
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By its work in tiles of 64. 16-bit factors are tensor_core's."""
+    if product.x != "f32":
+        return math.inf
+    return 2 * product.n * product.k * -(-product.m // 64) * 64 / machine.float_flops
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty: the larger tile where it fills the GPU."""
+    tiles = {
+        per_thread: -(-product.m // (16 * per_thread)) * -(-product.n // (16 * per_thread))
+        for per_thread in PER_THREAD
+    }
+    can_be_large = product.is_weight_layout and product.is_aligned
+    per_thread = 8 if tiles[8] >= machine.num_multiprocessors and can_be_large else 4
+    kernel = _kernel(product.x, product.out, per_thread, product.is_weight_layout, product.is_aligned)
     return Launch(kernel, (tiles[per_thread], 1, 1), (THREADS, 1, 1))
 
 

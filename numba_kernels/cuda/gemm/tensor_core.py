@@ -33,6 +33,7 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
@@ -42,6 +43,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
+_BYTES_UNDER_WAY = 16 << 10  # of the weight, that a small tile's block has on its way: two stages
 GROUP_ROWS = 8  # row tiles that pass over a column tile together
 
 
@@ -382,23 +384,40 @@ def choose_tile(m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_mu
     return min(EFFICIENCY, key=cost)
 
 
-def plan(
-    m: int,
-    n: int,
-    dtype: str,
-    out_dtype: str,
-    is_weight_layout: bool,
-    is_aligned: bool,
-    num_multiprocessors: int,
-    tile: Tile | None = None,
-) -> Launch:
-    """A launch for ``out [m, n]``, both at least 1; `tile`, for the aligned weight layout, None to have it chosen."""
-    tile = tile or choose_tile(m, n, is_weight_layout, is_aligned, num_multiprocessors)
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    return "" if product.is_plain and product.x != "f32" else "multiplies 16-bit factors of one type"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By work, the second-level cache and latency, in tiles of 64."""
+    row_tiles, column_tiles = -(-product.m // 64), -(-product.n // 64)
+    return max(
+        2 * product.n * product.k * row_tiles * 64 / machine.tensor_flops,
+        product.weight_bytes * 2 / machine.cache_bytes,
+        LATENCY_S * product.weight_bytes / (column_tiles * row_tiles * _BYTES_UNDER_WAY),
+    )
+
+
+def tiles(product: Product, machine: Machine) -> tuple[str, ...]:
+    """The tiles worth measuring for a product."""
+    return tuple(str(tile) for tile in TILES if tile.block_m >= 64 or product.m <= 4 * tile.block_m)
+
+
+def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
+    """A launch for a product that it can compute and that is not empty; `tile`, for the aligned weight layout, by its
+    name, or "" to have it chosen."""
+    is_weight_layout, is_aligned = product.is_weight_layout, product.is_aligned
+    if tile and not (is_weight_layout and is_aligned):
+        raise ValueError(f"gemm: tile is {tile!r}: tier tensor_core with these arrays has none to choose from")
+    chosen = tile_named(TILES, tile) or choose_tile(
+        product.m, product.n, is_weight_layout, is_aligned, machine.num_multiprocessors
+    )
     return Launch(
-        _kernel(dtype, out_dtype, tile, is_weight_layout, is_aligned),
-        (-(-m // tile.block_m) * -(-n // tile.block_n), 1, 1),
-        (tile.num_warps * 32, 1, 1),
-        shared_bytes=tile.shared_bytes,
+        _kernel(product.x, product.out, chosen, is_weight_layout, is_aligned),
+        (-(-product.m // chosen.block_m) * -(-product.n // chosen.block_n), 1, 1),
+        (chosen.num_warps * 32, 1, 1),
+        shared_bytes=chosen.shared_bytes,
     )
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -80,10 +82,21 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
     )
 
 
-def plan(m: int, n: int, dtype: str, out_dtype: str, is_weight_layout: bool) -> Launch:
-    """A launch for ``out [m, n]``, both at least 1."""
-    tiles = -(-m // TILE) * -(-n // TILE)
-    return Launch(_kernel(dtype, out_dtype, is_weight_layout), (tiles, 1, 1), (TILE, TILE, 1))
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    return "" if product.is_plain else NOT_PLAIN
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """Never chosen: it is there to be compared with."""
+    return math.inf
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    tiles = -(-product.m // TILE) * -(-product.n // TILE)
+    kernel = _kernel(product.x, product.out, product.is_weight_layout)
+    return Launch(kernel, (tiles, 1, 1), (TILE, TILE, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -122,10 +122,9 @@ def product_case(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
     """``y [m, n] = x [m, k] . w [n, k]^T``."""
     def prepare(inputs: Inputs) -> Prepared:
         x, weight = inputs.normal((m, k), dtype), inputs.normal((n, k), dtype, 0.05)
-        launch = gemm.plan(
-            tier, m, n, k, dtype, num_multiprocessors=inputs.gpu.properties.num_sms, arch=inputs.gpu.arch,
-            has_residual=False, is_out_aligned=True,
-        )  # fmt: skip
+        product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        machine = gemm.machine_of(inputs.gpu.arch, inputs.gpu.properties.num_sms)
+        launch = gemm.plan(product, machine, tier)
         out = inputs.empty(m * n * size)
         operands = inputs.put(x), inputs.put(weight)
         run = inputs.bind((launch, (*operands, 0, 0, out, m, n, k, 0)))

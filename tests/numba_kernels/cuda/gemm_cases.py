@@ -13,6 +13,17 @@ from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dty
 from tests.oracles import gemm as oracle
 
 
+def plan(
+    tier: str, m: int, n: int, k: int, dtype: str, out_dtype: str = "", *, arch: str = "sm_80",
+    num_multiprocessors: int = 132, tile: str = "", has_residual: bool = True, is_out_aligned: bool = False,
+    activation: str = "", **options: bool,
+) -> Launch | None:  # fmt: skip
+    """`gemm.plan` of a product by its numbers; `options` are `gemm.Product`'s."""
+    epilogue = gemm.Epilogue(has_residual=has_residual, is_aligned=is_out_aligned, activation=activation)
+    product = gemm.Product(m, n, k, dtype, out=out_dtype, epilogue=epilogue, **options)
+    return gemm.plan(product, gemm.machine_of(arch, num_multiprocessors), tier, tile)
+
+
 @dataclass
 class Case:
     """Arrays of one product; bias and residual may be None."""
@@ -34,7 +45,7 @@ class Case:
         """The product by a tier, of all rows or of some."""
         _, n, k = self.sizes
         m = self.x[rows].shape[0]
-        launch = gemm.plan(tier, m, n, k, self.dtype, self.out_dtype, is_weight_layout=self.is_weight_layout, **options)
+        launch = plan(tier, m, n, k, self.dtype, self.out_dtype, is_weight_layout=self.is_weight_layout, **options)
         return self.run_launch(gpu, launch, rows)
 
     def run_launch(self, gpu: Gpu, launch: Launch | None, rows: slice = slice(None)) -> np.ndarray:

@@ -7,10 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import few_rows
-from tests.numba_kernels.cuda.gemm_cases import case
+from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 
 SHAPES = [  # K ends within a step, a group, a stream; few columns, and more than a block's
@@ -53,7 +52,7 @@ def test_the_split_knows_the_weight_alone():
     assert splits == {(64, 4096): 8, (4096, 12288): 8, (24576, 4096): 4, (64, 512): 4, (8, 64): 1}
     for (n, k), streams in splits.items():
         for m in (1, 8, 9, 64):
-            launch = gemm.plan("few_rows", m, n, k, "bf16")
+            launch = plan("few_rows", m, n, k, "bf16")
             assert launch.block == (32, streams, few_rows.BLOCK_WARPS // streams)
             assert launch.grid[0] * launch.block[2] * few_rows.COLUMNS >= n
             assert launch.shared_bytes <= 99 << 10  # of a block on sm_86
@@ -86,7 +85,7 @@ def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier, k):
     m, n, k = product.sizes
     x, weight, out = put(gpu, product.x), put(gpu, product.weight), empty(gpu, (m, n), "bf16")
     gpu.declare_immutable(weight)
-    launch = dataclasses.replace(gemm.plan(tier, m, n, k, "bf16"), is_dependent=True)
+    launch = dataclasses.replace(plan(tier, m, n, k, "bf16"), is_dependent=True)
     gpu.launch(launch, x.address, weight.address, 0, 0, out.address, m, n, k, 0)
     product.check(get(gpu, out, (m, n), "bf16"))
 
@@ -97,7 +96,7 @@ def test_writes_nothing_beyond_its_output(gpu):
     guarded = put(gpu, np.full((m + 2, n), 7, numpy_dtype("bf16")))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
     gpu.launch(
-        gemm.plan("few_rows", m, n, k, "bf16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
+        plan("few_rows", m, n, k, "bf16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
     )
     out = get(gpu, guarded, (m + 2, n), "bf16")
     assert (out[[0, -1]] == 7).all()
@@ -106,7 +105,7 @@ def test_writes_nothing_beyond_its_output(gpu):
 
 def test_what_is_read_early_is_no_nc_load():
     """ptxas moves those behind griddepcontrol.wait (seen in the machine code of sm_90a): they would come late."""
-    for launch in (gemm.plan("gemv", 1, 64, 640, "bf16"), gemm.plan("few_rows", 2, 64, 640, "bf16")):
+    for launch in (plan("gemv", 1, 64, 640, "bf16"), plan("few_rows", 2, 64, 640, "bf16")):
         early = compile_ptx(launch.specialisation, "sm_90a").partition("griddepcontrol.wait")[0]
         assert "ld.global.L1::no_allocate" in early
         assert "ld.global.nc" not in early
@@ -118,5 +117,5 @@ def test_what_is_read_early_is_no_nc_load():
 )  # fmt: skip
 def test_refuses_what_it_cannot_do(options):
     options = {"m": 2, "k": 8, "dtype": "bf16", **options}
-    with pytest.raises(ValueError, match="tier few_rows has"):
-        gemm.plan("few_rows", options.pop("m"), 8, options.pop("k"), options.pop("dtype"), **options)
+    with pytest.raises(ValueError, match="tier few_rows takes at most 64 rows"):
+        plan("few_rows", options.pop("m"), 8, options.pop("k"), options.pop("dtype"), **options)

@@ -10,7 +10,7 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import tensor_core
-from tests.numba_kernels.cuda.gemm_cases import case
+from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
 
 TIERS = ("naive", "tiled", "register", "tensor_core")
@@ -107,10 +107,10 @@ def test_no_depth_leaves_bias_and_residual(gpu, tier):
         product.check(product.run(gpu, tier))
 
 
-@pytest.mark.parametrize("tier", gemm.TIERS)
+@pytest.mark.parametrize("tier", ["auto", *gemm.TIERS])
 @pytest.mark.parametrize(("m", "n", "k"), EMPTY)
 def test_nothing_to_do_is_no_launch(tier, m, n, k):
-    assert gemm.plan(tier, m, n, k, "bf16") is None
+    assert plan(tier, m, n, k, "bf16") is None
 
 
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
@@ -135,7 +135,7 @@ def test_residual_may_be_the_output(gpu, tier):
     product = case((21, 44, 40), "bf16", bias=None)
     m, n, k = product.sizes
     x, weight, target = put(gpu, product.x), put(gpu, product.weight), put(gpu, product.residual)
-    launch = gemm.plan(tier, m, n, k, "bf16")
+    launch = plan(tier, m, n, k, "bf16")
     gpu.launch(launch, x.address, weight.address, 0, target.address, target.address, m, n, k, 0)
     product.check(get(gpu, target, (m, n), "bf16"))
 
@@ -147,7 +147,7 @@ def test_writes_nothing_beyond_its_output(gpu, tier):
     m, n, k = product.sizes
     guarded = put(gpu, np.full((m + 2, n), 7, np.float16))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
-    launch = gemm.plan(tier, m, n, k, "f16")
+    launch = plan(tier, m, n, k, "f16")
     gpu.launch(launch, x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0)
     out = get(gpu, guarded, (m + 2, n), "f16")
     assert (out[[0, -1]] == 7).all()
@@ -162,7 +162,7 @@ def test_factors_on_no_16_byte_bounds(gpu, tier, dtype):
         put(gpu, np.concatenate([np.zeros(1, array.dtype), array.ravel()])) for array in (product.x, product.weight)
     )
     out, item = empty(gpu, (m, n), dtype), product.x.itemsize
-    launch = gemm.plan(tier, m, n, k, dtype, is_aligned=False)
+    launch = plan(tier, m, n, k, dtype, is_aligned=False)
     gpu.launch(launch, x.address + item, weight.address + item, 0, 0, out.address, m, n, k, 0)
     product.check(get(gpu, out, (m, n), dtype))
 
@@ -178,7 +178,7 @@ def test_nan_stays_in_its_row(gpu, tier, dtype):
 
 @pytest.mark.parametrize("tier", [*TIERS, "gemv", "few_rows"])
 def test_no_double_precision_and_no_local_memory(tier):
-    launch = gemm.plan(tier, 2, 64, 64, "f32" if tier == "register" else "bf16")
+    launch = plan(tier, 2, 64, 64, "f32" if tier == "register" else "bf16")
     text = compile_ptx(launch.specialisation, "sm_90a")
     assert not re.search(r"\.f64|\.local|\bcall", text)
     if tier == "tensor_core":

@@ -5,27 +5,32 @@ from __future__ import annotations
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import choice
+from numba_kernels.cuda.gemm import product
+from tests.numba_kernels.cuda.gemm_cases import plan
 
 SIZES = ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 
 
-@pytest.mark.parametrize("arch", [*choice.MACHINES, "sm_87"])
+def chosen_tier(m: int, n: int, k: int, dtype: str, arch: str) -> str:
+    return gemm.choose(gemm.Product(m, n, k, dtype), gemm.machine_of(arch))
+
+
+@pytest.mark.parametrize("arch", [*product.RATES, "sm_87"])
 def test_rows_decide(arch):
     for n, k in SIZES:
-        chosen = [choice.choose(m, n, k, "bf16", arch) for m in (1, 2, 3, 8, 16)]
+        chosen = [chosen_tier(m, n, k, "bf16", arch) for m in (1, 2, 3, 8, 16)]
         assert chosen == ["gemv", "gemv", "few_rows", "few_rows", "few_rows"]
-        assert choice.choose(2048, n, k, "bf16", arch) == ("hopper" if arch == "sm_90a" else "tensor_core")
-        assert choice.choose(8, n, k, "f32", arch) == "gemv"
-        assert choice.choose(9, n, k, "f32", arch) == "tensor_core"
-        order = [choice.choose(m, n, k, "f16", arch) for m in range(1, 70)]
+        assert chosen_tier(2048, n, k, "bf16", arch) == ("hopper" if arch == "sm_90a" else "tensor_core")
+        assert chosen_tier(8, n, k, "f32", arch) == "gemv"
+        assert chosen_tier(9, n, k, "f32", arch) == "register"
+        order = [chosen_tier(m, n, k, "f16", arch) for m in range(1, 70)]
         last = "hopper" if arch == "sm_90a" else "tensor_core"
         assert [a for a, b in zip(order, [*order[1:], ""], strict=True) if a != b] == ["gemv", "few_rows", last]
 
 
 def test_auto_asks_it_where_it_may():
     def name(m: int, **options: object) -> str:
-        launch = gemm.plan("auto", m, 24576, 4096, "bf16", **options)
+        launch = plan("auto", m, 24576, 4096, "bf16", **options)
         return launch.specialisation.name
 
     assert name(1).startswith("gemv_bf16_bf16_1_")

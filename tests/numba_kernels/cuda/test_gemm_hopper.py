@@ -12,7 +12,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import hopper
 from runtime.errors import InvalidArgumentError
-from tests.numba_kernels.cuda.gemm_cases import Case, case
+from tests.numba_kernels.cuda.gemm_cases import Case, case, plan
 from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, put
 from tests.oracles import dense
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.emulator
 TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
 
 
-def plan(product: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=132, is_out_aligned=True):
+def planned(case: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=132, is_out_aligned=True):
     """A launch for a case, with the residual that it has."""
-    m, n, k = product.sizes
-    return hopper.plan(
-        m if rows is None else rows, n, k, product.dtype, product.out_dtype, num_multiprocessors,
-        has_residual=product.residual is not None, is_out_aligned=is_out_aligned, tile=tile, parts=parts,
-    )  # fmt: skip
+    m, n, k = case.sizes
+    epilogue = gemm.Epilogue(has_residual=case.residual is not None, is_aligned=is_out_aligned)
+    product = gemm.Product(m if rows is None else rows, n, k, case.dtype, out=case.out_dtype, epilogue=epilogue)
+    machine = gemm.machine_of(hopper.ARCH, num_multiprocessors)
+    return hopper.plan(product, machine) if tile is None else hopper.plan_tile(product, machine, tile, parts)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def plan(product: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=13
 )  # fmt: skip
 def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
     product = case(sizes, dtype, bias=bias, residual=residual)
-    launch = plan(product, tile)
+    launch = planned(product, tile)
     assert ("tiles_residual" if residual else "tiles") in launch.specialisation.name
     product.check(product.run_launch(gpu, launch))
 
@@ -51,7 +51,7 @@ def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
     """Each block has several tiles: barriers and stages go on from one to the next. Launched dependently, too: only
     weights may be read before the grid in front has ended."""
     product = case(sizes, "bf16", integers=True, residual=residual)
-    launch = plan(product, tile, num_multiprocessors=2)
+    launch = planned(product, tile, num_multiprocessors=2)
     product.check(product.run_launch(gpu, dataclasses.replace(launch, is_dependent=residual)))
 
 
@@ -64,7 +64,7 @@ def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
 def test_rows_on_any_bounds(gpu, tile, sizes, dtypes):
     """An output whose rows the TMA cannot store, or in float32."""
     product = case(sizes, *dtypes, bias=dtypes[0])
-    launch = plan(product, tile, is_out_aligned=False)
+    launch = planned(product, tile, is_out_aligned=False)
     assert launch.specialisation.name.endswith("rows")
     product.check(product.run_launch(gpu, launch))
 
@@ -76,7 +76,7 @@ def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_
     x, weight = put(gpu, product.x), put(gpu, product.weight)
     guarded = put(gpu, np.concatenate([np.ones((8, n)), product.residual, np.ones((70, n))]).astype(product.x.dtype))
     out = guarded.address + 8 * n * 2
-    launch = plan(product, tile, is_out_aligned=is_by_tma)
+    launch = planned(product, tile, is_out_aligned=is_by_tma)
     gpu.launch(launch, x.address, weight.address, 0, out, out, m, n, k, 0)
     found = get(gpu, guarded, (m + 78, n), "bf16")
     assert (np.delete(found, slice(8, m + 8), 0) == 1).all()
@@ -85,17 +85,17 @@ def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_
 
 def test_rows_have_the_same_bits_in_any_company_and_by_any_tile(gpu):
     product = case((140, 136, 200), "bf16")
-    whole = product.run_launch(gpu, plan(product, hopper.LARGE))
+    whole = product.run_launch(gpu, planned(product, hopper.LARGE))
     for tile in hopper.TILES:
         for rows in (slice(0, 1), slice(60, 130)):
-            launch = plan(product, tile, rows=rows.stop - rows.start, num_multiprocessors=3)
+            launch = planned(product, tile, rows=rows.stop - rows.start, num_multiprocessors=3)
             assert_equal(product.run_launch(gpu, launch, rows), whole[rows])
 
 
 def test_nan_stays_in_its_row(gpu):
     product = case((66, 40, 72), "bf16")
     product.x[65, 71] = np.nan
-    out = product.run_launch(gpu, plan(product, hopper.LARGE)).astype(np.float32)
+    out = product.run_launch(gpu, planned(product, hopper.LARGE)).astype(np.float32)
     assert np.isnan(out[65]).all()
     assert np.isfinite(np.delete(out, 65, 0)).all()
 
@@ -109,7 +109,7 @@ def test_nan_stays_in_its_row(gpu):
 )  # fmt: skip
 def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     product = case(sizes, *dtypes, bias=bias, residual=bias is not None)
-    launch = plan(product, tile, parts)
+    launch = planned(product, tile, parts)
     assert launch.cluster == (parts, 1, 1)
     found = product.run_launch(gpu, launch)
     product.check(found)
@@ -132,7 +132,7 @@ def test_glu_of_both_halves(gpu, activation, dtype, sizes):
     product = (both.x.astype(np.float64) @ both.weight.astype(np.float64).T).T
     gate, up = product[:n].T, product[n:].T
     held = put(gpu, both.x), put(gpu, both.weight), empty(gpu, (m, n), both.x.dtype)
-    launch = gemm.plan_glu(activation, "auto", m, n, k, dtype, arch="sm_90a", num_multiprocessors=2)
+    launch = plan("auto", m, n, k, dtype, activation=activation, arch="sm_90a", num_multiprocessors=2)
     gpu.launch(launch, held[0].address, held[1].address, 0, 0, held[2].address, m, n, k, 0)
     roundoff = 2.0 ** (-8 if dtype == "bf16" else -11)
     expected = dense.glu(np.concatenate([gate, up], 1), activation)
@@ -141,10 +141,10 @@ def test_glu_of_both_halves(gpu, activation, dtype, sizes):
 
 def test_when_glu_is_two_launches():
     options = {"arch": "sm_90a", "num_multiprocessors": 4}
-    assert gemm.plan_glu("silu", "auto", 512, 512, 64, "bf16", **options) is not None
+    assert plan("auto", 512, 512, 64, "bf16", activation="silu", **options) is not None
     for m, n, more in ((512, 512, {"exact": True}), (512, 512, {"arch": "sm_80"}), (512, 516, {}), (8, 512, {})):
-        assert gemm.plan_glu("silu", "auto", m, n, 64, "bf16", **options | more) is None
-    assert gemm.plan_glu("silu", "tensor_core", 512, 512, 64, "bf16", **options) is None
+        assert plan("auto", m, n, 64, "bf16", activation="silu", **options | more) is None
+    assert plan("tensor_core", 512, 512, 64, "bf16", activation="silu", **options) is None
 
 
 def test_what_is_split():
@@ -160,9 +160,9 @@ def test_auto_takes_it_for_many_rows(gpu):
     product = case((129, 72, 136), "bf16", "f32")
     options = {"arch": "sm_90a", "num_multiprocessors": 4}
     for rows, exact, tier in ((129, False, "hopper"), (30, False, "few_rows"), (129, True, "tensor_core")):
-        launch = gemm.plan("auto", rows, 72, 136, "bf16", "f32", exact=exact, **options)
+        launch = plan("auto", rows, 72, 136, "bf16", "f32", exact=exact, **options)
         assert launch.specialisation.name.startswith(f"gemm_{tier}")
-    assert gemm.plan("auto", 129, 72, 136, "bf16").specialisation.name.startswith("gemm_tensor_core")
+    assert plan("auto", 129, 72, 136, "bf16").specialisation.name.startswith("gemm_tensor_core")
     product.check(product.run(gpu, "auto", **options))
 
 
@@ -173,14 +173,14 @@ def test_auto_takes_it_for_many_rows(gpu):
      (64, "f16", {}, "hopper")],
 )  # fmt: skip
 def test_what_the_tma_cannot_read_goes_to_another_tier(k, dtype, options, family):
-    launch = gemm.plan("hopper", 64, 64, k, dtype, arch="sm_90a", **options)
+    launch = plan("hopper", 64, 64, k, dtype, arch="sm_90a", **options)
     assert launch.specialisation.name.startswith(f"gemm_{family}_{dtype}")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120a"])
 def test_no_other_architecture_has_it(arch):
     with pytest.raises(ValueError, match=f"tier hopper needs sm_90a, the device is {arch}"):
-        gemm.plan("hopper", 64, 64, 64, "bf16", arch=arch)
+        plan("hopper", 64, 64, 64, "bf16", arch=arch)
 
 
 def test_instructions():
@@ -195,6 +195,6 @@ def test_instructions():
 
 @pytest.mark.parametrize("arguments", [(b"",), ()])
 def test_a_map_is_made_of_an_address(gpu, arguments):
-    launch = plan(case((8, 8, 64), "bf16"), hopper.SMALL)
+    launch = planned(case((8, 8, 64), "bf16"), hopper.SMALL)
     with pytest.raises(InvalidArgumentError, match=r"gemm_hopper.*: argument 0 is .*, must be a tensor's address"):
         gpu.launch(launch, *arguments)

@@ -1,0 +1,134 @@
+"""A matrix product to be planned, and the machine that is to compute it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH
+
+NOT_PLAIN = "multiplies factors of one type, and gates nothing"
+LATENCY_S = 0.8e-6  # of device memory under load
+MAX_SIZE = 2**31 - 1  # of m, n and k: kernels count in 32 bits
+
+
+AnyTile = TypeVar("AnyTile")
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What becomes of the sums before they are rounded; a bias is always added where its address is not 0.
+
+    Attributes:
+        has_residual: whether a residual is given when it is launched. Where False, none may be.
+        is_aligned: whether y, bias and residual begin on 16-byte bounds.
+        activation: of a gated unit, "silu" or "gelu_tanh": the weight [2 n, k] holds gate and up, one after the other,
+            and y is ``activation(gate) * up``. There is no bias and no residual then. "": none.
+    """
+
+    has_residual: bool = True
+    is_aligned: bool = False
+    activation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``y[m, n] = x[m, k] . weight[n, k]^T + bias + residual``, and what is known of its arrays.
+
+    Attributes:
+        m, n, k: the sizes, each from 0 on.
+        x: the dtype of x, "f32", "f16" or "bf16".
+        weight: the format of the weight; a tier says which it reads. "": x's dtype.
+        out: the dtype of y and the residual, x's or "f32". "": x's.
+        epilogue: what is done with the sums.
+        is_weight_layout: whether the weight is [n, k]; else it is [k, n].
+        is_aligned: whether x and weight begin on 16-byte bounds. (Rows that do not are seen from the sizes.)
+        exact: whether a row of y must have the same bits whatever m is.
+
+    Raises:
+        ValueError: for a dtype or a size that there is not.
+    """
+
+    m: int
+    n: int
+    k: int
+    x: str
+    weight: str = ""
+    out: str = ""
+    epilogue: Epilogue = Epilogue()
+    is_weight_layout: bool = True
+    is_aligned: bool = True
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.x not in DTYPES:
+            raise ValueError(f"gemm: dtype is {self.x!r}, must be one of {', '.join(DTYPES)}")
+        if self.out not in ("", self.x, "f32"):
+            raise ValueError(f"gemm: out_dtype is {self.out!r}, must be {self.x!r} or 'f32'")
+        for name in ("m", "n", "k"):
+            if not 0 <= getattr(self, name) <= MAX_SIZE:
+                raise ValueError(f"gemm: {name} is {getattr(self, name)}, must be 0 to {MAX_SIZE}")
+        object.__setattr__(self, "weight", self.weight or self.x)
+        object.__setattr__(self, "out", self.out or self.x)
+        lengths = (self.k,) if self.is_weight_layout else (self.k, self.n)
+        is_aligned = self.is_aligned and all(length % VECTOR_WIDTH[self.x] == 0 for length in lengths)
+        object.__setattr__(self, "is_aligned", is_aligned)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weight is of x's dtype, and y is no gated unit."""
+        return self.weight == self.x and not self.epilogue.activation
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight of x's dtype."""
+        return ITEM_BYTES[self.x] * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What an architecture's product with the most bandwidth does in a second.
+
+    Attributes:
+        arch: "sm_90a".
+        num_multiprocessors: of the device: small products take smaller tiles to fill it.
+        memory_bytes, cache_bytes: read from device memory, and from the second-level cache.
+        tensor_flops: by `mma.sync` of 16-bit factors.
+        float_flops: float32 multiply-adds, two each.
+    """
+
+    arch: str
+    num_multiprocessors: int
+    memory_bytes: float
+    cache_bytes: float
+    tensor_flops: float
+    float_flops: float
+
+
+RATES = {
+    "sm_80": (2.0e12, 4.5e12, 312e12, 19.5e12),
+    "sm_86": (0.94e12, 3.0e12, 71e12, 35.6e12),
+    "sm_89": (1.0e12, 5.0e12, 165e12, 82.6e12),
+    "sm_90a": (4.8e12, 6.5e12, 600e12, 67e12),
+    "sm_100a": (8.0e12, 10e12, 600e12, 80e12),
+    "sm_120a": (1.8e12, 6.0e12, 210e12, 105e12),
+}
+"""Data sheets; the caches, and `mma.sync` on Hopper and Blackwell, are estimates."""
+
+
+@functools.cache
+def machine_of(arch: str = "sm_80", num_multiprocessors: int = 132) -> Machine:
+    """The machine of an architecture; one that is not in the table is taken for sm_80."""
+    return Machine(arch, num_multiprocessors, *RATES.get(arch, RATES["sm_80"]))
+
+
+def tile_named(tiles: Sequence[AnyTile], name: str) -> AnyTile | None:
+    """A tier's tile, or None for "". Raises ValueError for another name."""
+    if not name:
+        return None
+    known = {str(tile): tile for tile in tiles}
+    if name not in known:
+        raise ValueError(f"gemm: tile is {name!r}, must be one of {', '.join(known)}")
+    return known[name]
