@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from runtime.engine.admission import prepare
 from runtime.engine.checks import is_integer
@@ -103,13 +103,10 @@ class LLM:
     """A loaded model with its engine in a thread of this process; a context manager.
 
     model      folder, hub id, or None: the bundled model
-    device     "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
-    dtype      of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
-    gemm       the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register",
-               "tensor_core", "hopper", "cublas"
     tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
 
-    settings   ``runtime.engine.config.EngineConfig``'s; its seed is 0 here unless given (None: fresh ones each run)
+    settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
+               (None: fresh ones each run)
 
     Raises ``ModelLoadError``,
     ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
@@ -119,10 +116,6 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-        gemm: str = "auto",
         tokenizer: Tokenizer | str | Path | None = None,
         skip_tokenizer_init: bool = False,
         **settings: Unpack[EngineSettings],
@@ -130,9 +123,7 @@ class LLM:
         from runtime.engine.make_engine import build_engine
 
         settings.setdefault("seed", 0)
-        engine = build_engine(
-            model, device=device, dtype=dtype, load_format=load_format, gemm=gemm, **settings
-        )
+        engine = build_engine(model, **settings)
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:
             self.tokenizer = None

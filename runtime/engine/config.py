@@ -34,6 +34,7 @@ Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
 Quantization = Literal["none", "int8"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 class EngineSettings(TypedDict, total=False):
@@ -62,7 +63,11 @@ class EngineSettings(TypedDict, total=False):
     exact: bool
     overlap: Overlap
     decode_graphs: DecodeGraphsMode
+    device: str
+    dtype: str
+    load_format: LoadFormat
     quantization: Quantization
+    gemm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,12 @@ class EngineConfig:
     exact                   the same tokens and log probabilities in any batch
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
     decode_graphs           record decode steps as graphs and replay them: "on", "off", "auto" (on)
+    device                  "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
+    dtype                   of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
+    load_format             "auto" (safetensors), or "dummy": random weights, by the seed
     quantization            of linear maps while they are loaded: "none", or "int8" (on the cpu)
+    gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
+                            "hopper", "cublas"
     """
 
     max_model_len: int | None = None
@@ -136,7 +146,11 @@ class EngineConfig:
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: LoadFormat = "auto"
     quantization: Quantization = "none"
+    gemm: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_waiting_tokens"):

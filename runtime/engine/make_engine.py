@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import models.demo
 from models.base import Model
@@ -34,39 +34,44 @@ BUNDLED_MODEL_NAME = "xserv-demo"
 
 def build_engine(
     model: str | Path | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-    gemm: str = "auto",
     **settings: Unpack[EngineSettings],
 ) -> Engine:
-    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
+    """`engine_of` the `EngineConfig` of these settings."""
+    return engine_of(model, EngineConfig(**settings))
 
-    ``settings`` are ``EngineConfig``'s; its ``seed`` is that of dummy weights, too (None: 0). The other arguments are
-    ``models.load_model``'s.
+
+def engine_of(model: str | Path | None, config: EngineConfig) -> Engine:
+    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
-    config = EngineConfig(**settings)
-    target = Device.parse(device)
-    loading = LoadSettings(
-        device=target, dtype=dtype, quantization=config.quantization, gemm=gemm, exact=config.exact
-    )
-    LoadOptions.parse(**loading)  # raises before a model is downloaded
+    LoadOptions.parse(**load_settings(config))  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model))
-    logger.info("loading %s on %s", folder, target)
+    return engine_over(loaded_model(folder, config), folder, config, model_name(model, folder))
+
+
+def load_settings(config: EngineConfig) -> LoadSettings:
+    """The part of a config that says where weights go, and as what."""
+    return LoadSettings(
+        device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization, gemm=config.gemm,
+        exact=config.exact,
+    )  # fmt: skip
+
+
+def loaded_model(folder: Path, config: EngineConfig) -> Model:
+    """The model in a folder. The config's seed is that of dummy weights, too (None: 0). Raises as `load_model`."""
+    settings = load_settings(config)
+    logger.info("loading %s on %s", folder, settings["device"])
     # Tables of positions are as long as the longest sequence that could ever be served, in the smallest KV type.
-    smallest = LoadSettings(**{**loading, "dtype": "bfloat16" if dtype == "auto" else dtype})
+    smallest = LoadSettings(**{**settings, "dtype": "bfloat16" if config.dtype == "auto" else config.dtype})
     declared = declare_model(folder, load_format="dummy", max_model_len=config.max_model_len, **smallest)
-    loaded = load_model(
+    return load_model(
         folder,
-        load_format=load_format,
+        load_format=config.load_format,
         seed=config.seed or 0,
         max_model_len=limits_of(declared, config).max_model_len,
-        **loading,
+        **settings,
     )
-    return engine_over(loaded, folder, config, model_name(model, folder))
 
 
 def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) -> Engine:

@@ -181,22 +181,12 @@ def _bits_of(entry: TokenLogprobs) -> tuple[int, int, bytes, tuple[int, ...]]:
 def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises as it does."""
     from models.hub import resolve_model
-    from models.registry import load_model
-    from runtime.device.device import Device
     from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import engine_over, model_name
+    from runtime.engine.make_engine import engine_over, loaded_model, model_name
 
-    model_arguments = {
-        name: arguments[name]
-        for name in ("dtype", "load_format", "gemm", "max_model_len", "quantization")
-        if name in arguments
-    }
     given = {name: value for name, value in arguments.items() if name in EngineConfig.__dataclass_fields__}
     folder = resolve_model(arguments.get("model"))
-    loaded = load_model(
-        folder, device=Device.parse(arguments.get("device", "auto")), seed=arguments.get("seed") or 0, exact=exact,
-        **model_arguments,
-    )  # fmt: skip
+    loaded = loaded_model(folder, EngineConfig(**{**given, "exact": exact}))
 
     def make(settings: Mapping[str, Any]) -> Engine:
         config = EngineConfig(**{**given, "kv_cache_bytes": None, **settings, "exact": exact})

@@ -26,16 +26,16 @@ from runtime.engine.config import EngineConfig
 logger = logging.getLogger("xserv.engine")
 
 
-def compile_ahead(model: str | Path | None, device: str, dtype: str, config: EngineConfig) -> None:
+def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
     """Sees to it that what an engine on the cpu needs lies compiled on the disk. To be called before anything wakes the
     kernels. Where it fails, code is compiled when it is used first, and a warning says so.
 
-    Arguments are ``build_engine``'s, which is left to refuse them. Raises ``ModelLoadError``, ``DeviceError``.
+    Arguments are ``engine_of``'s, which is left to refuse them. Raises ``ModelLoadError``, ``DeviceError``.
     """
-    if Device.parse(device).kind != "cpu":
+    if Device.parse(config.device).kind != "cpu":
         return
     kept = load_dtype(resolve_model(None if model is None else str(model))) or float32
-    weights = kept if dtype == "auto" else DType.parse(dtype)
+    weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
         return
     arguments = STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,21 +111,13 @@ class ProcessServer:
         self._serve(engine, start.hang_timeout_s)
 
     def make_engine(self, start: Start) -> Engine:
-        """See ``build_engine``, which raises. Kernels for the cpu are compiled before, and not in this process."""
+        """See ``engine_of``, which raises. Kernels for the cpu are compiled before, and not in this process."""
         from runtime.engine.process.compile_ahead import compile_ahead
 
-        compile_ahead(start.model, start.device, start.dtype, start.config)
-        from runtime.engine.make_engine import build_engine  # wakes the kernels
+        compile_ahead(start.model, start.config)
+        from runtime.engine.make_engine import engine_of  # wakes the kernels
 
-        settings: Any = {each.name: getattr(start.config, each.name) for each in fields(start.config)}
-        return build_engine(
-            start.model,
-            device=start.device,
-            dtype=start.dtype,
-            load_format=start.load_format,
-            gemm=start.gemm,
-            **settings,
-        )
+        return engine_of(start.model, start.config)
 
     def send(self, message: FromEngine) -> None:
         """Waits while the server does not read. Without a server the process ends."""

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import msgspec
 import numpy as np
@@ -113,20 +113,12 @@ class ProcessEngineClient:
         self,
         model: str | Path | None = None,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-        gemm: str = "auto",
         supervision: Supervision | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         self._supervision = supervision or Supervision()
         self._start = Start(
             model=None if model is None else str(model),
-            device=device,
-            dtype=dtype,
-            load_format=load_format,
-            gemm=gemm,
             config=EngineConfig(**settings),
             log_level=logging.getLogger("xserv").getEffectiveLevel(),
             hang_timeout_s=self._supervision.hang_timeout_s,

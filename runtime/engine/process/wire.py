@@ -40,14 +40,10 @@ class WireError(XservError):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message: ``build_engine``'s arguments. ``log_level``: log lines from it on are sent back;
+    """The first message: ``engine_of``'s arguments. ``log_level``: log lines from it on are sent back;
     ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up."""
 
     model: str | None
-    device: str
-    dtype: str
-    load_format: Literal["auto", "safetensors", "dummy"]
-    gemm: str
     config: EngineConfig
     log_level: int
     hang_timeout_s: float

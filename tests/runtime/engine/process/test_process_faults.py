@@ -423,11 +423,7 @@ def test_an_id_in_use_and_a_sink_that_fails(client: ProcessEngineClient, caplog:
 def start_message() -> Start:
     return Start(
         model=None,
-        device="cpu",
-        dtype="auto",
-        load_format="auto",
-        gemm="auto",
-        config=EngineConfig(),
+        config=EngineConfig(device="cpu"),
         log_level=logging.WARNING,
         hang_timeout_s=100.0,
     )

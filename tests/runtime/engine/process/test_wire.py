@@ -124,10 +124,6 @@ TO_ENGINE = (
     | st.builds(
         Start,
         model=st.none() | TEXTS,
-        device=TEXTS,
-        dtype=TEXTS,
-        load_format=st.sampled_from(["auto", "safetensors", "dummy"]),
-        gemm=TEXTS,
         config=CONFIGS,
         log_level=st.integers(0, 50),
         hang_timeout_s=SECONDS,
