@@ -12,6 +12,7 @@ from runtime.commands.options import EngineOptions
 
 if TYPE_CHECKING:
     from runtime.device.properties import DeviceProperties
+    from runtime.engine.messages import EngineInfo
 
 
 def info(
@@ -38,17 +39,51 @@ def info(
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,
         },
-        "memory": {
-            "weight_bytes": facts.weight_bytes,
-            "kv_cache_bytes": facts.kv_cache_bytes,
-            "kv_bytes_per_token": facts.kv_cache_bytes // (facts.num_blocks * facts.block_size),
-            "block_size": facts.block_size,
-            "num_blocks": facts.num_blocks,
-            "num_tokens": facts.num_blocks * facts.block_size,
-            "num_full_length_sequences": facts.num_blocks // -(-facts.max_model_len // facts.block_size),
-        },
+        "memory": memory(facts),
     }
     print(json.dumps(report) if as_json else as_text(report))
+
+
+def memory(facts: EngineInfo) -> dict[str, Any]:
+    """Bytes of weights and KV cache, and what a sequence takes: by kind of layers, and of ``max_model_len`` tokens in
+    all. While a prompt is computed, layers with a window hold the tokens of a step besides; without windows a sequence
+    would take ``full_bytes``."""
+    from runtime.kv.groups import blocks_of_sequence
+
+    size, length, block_bytes = facts.block_size, facts.max_model_len, facts.kv_cache_bytes // facts.num_blocks
+    windows = tuple(group.window for group in facts.cache_groups)
+
+    def bytes_of(windows: tuple[int | None, ...], chunk: int = 1) -> int:
+        return block_bytes * blocks_of_sequence(length, windows, size, chunk=min(chunk, length))
+
+    kinds: list[dict[str, Any]] = []
+    for window in dict.fromkeys(windows):
+        groups = [group for group in facts.cache_groups if group.window == window]
+        kinds.append(
+            {
+                "window": window,
+                "num_layers": sum(group.num_layers for group in groups),
+                "num_padding": sum(group.num_padding for group in groups),
+                "num_groups": len(groups),
+                "bytes_per_token": len(groups) * block_bytes // size,
+                "bytes_per_sequence": bytes_of((window,) * len(groups)),
+            }
+        )
+    num_layers = sum(kind["num_layers"] for kind in kinds)
+    num_places = num_layers + sum(kind["num_padding"] for kind in kinds)
+    return {
+        "weight_bytes": facts.weight_bytes,
+        "kv_cache_bytes": facts.kv_cache_bytes,
+        "kv_bytes_per_token": len(windows) * block_bytes // size,
+        "block_size": size,
+        "num_blocks": facts.num_blocks,
+        "num_tokens": facts.num_blocks // len(windows) * size,
+        "num_full_length_sequences": facts.num_blocks // blocks_of_sequence(length, windows, size),
+        "cache_groups": kinds,
+        "bytes_per_sequence": bytes_of(windows),
+        "prompt_bytes_per_sequence": bytes_of(windows, facts.max_num_batched_tokens),
+        "full_bytes_per_sequence": bytes_of((None,) * len(windows)) * num_layers // max(1, num_places),
+    }
 
 
 def devices(chosen: str) -> list[dict[str, Any]]:
@@ -112,6 +147,7 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"  {device['device']:<18}{mark}{device['description']}{free}")
     lines += ["", "model"]
     lines += [f"  {name:<16}{value}" for name, value in model.items()]
+    sequences = f"{memory['num_full_length_sequences']} sequences of {model['max_model_len']:,} tokens at once"
     lines += [
         "",
         "memory",
@@ -119,9 +155,24 @@ def as_text(report: dict[str, Any]) -> str:
         f"  KV cache        {size(memory['kv_cache_bytes']):>12}   {memory['num_blocks']} blocks of "
         f"{memory['block_size']} tokens, {size(memory['kv_bytes_per_token'])} a token",
         f"  together        {size(memory['weight_bytes'] + memory['kv_cache_bytes']):>12}",
-        f"  tokens that fit {memory['num_tokens']:>12,}   {memory['num_full_length_sequences']} sequences of "
-        f"{model['max_model_len']:,} tokens at once",
+        f"  tokens that fit {memory['num_tokens']:>12,}   {sequences}",
     ]
+    if any(kind["window"] for kind in memory["cache_groups"]):
+        lines += ["", f"a sequence of {model['max_model_len']:,} tokens"]
+        for kind in memory["cache_groups"]:
+            name = "all tokens" if kind["window"] is None else f"last {kind['window']:,}"
+            padding = f", room for {kind['num_padding']} more" if kind["num_padding"] else ""
+            lines.append(
+                f"  {name:<16}{size(kind['bytes_per_sequence']):>12}   {kind['num_layers']} layers in "
+                f"{kind['num_groups']} groups{padding}, {size(kind['bytes_per_token'])} a token"
+            )
+        share = memory["bytes_per_sequence"] / memory["full_bytes_per_sequence"]
+        lines += [
+            f"  together        {size(memory['bytes_per_sequence']):>12}   {share:.1%} of "
+            f"{size(memory['full_bytes_per_sequence'])}, which they would take without windows",
+            f"  in its prompt   {size(memory['prompt_bytes_per_sequence']):>12}   with the tokens of a step beside the "
+            "windows",
+        ]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from runtime.engine.config import (
 )
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
-from runtime.engine.messages import EngineInfo
+from runtime.engine.messages import CacheGroupInfo, EngineInfo
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.text.load import load_tokenizer
@@ -102,6 +102,9 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=loaded.weight_bytes,
         scheduling_policy=config.scheduling_policy,
+        cache_groups=tuple(
+            CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
+        ),
     )
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
@@ -109,10 +112,12 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
 
 def limits_of(model: Model, config: EngineConfig) -> EngineLimits:
     """What an engine over the model runs with, by the memory that is free now. Raises ``RequestError``."""
+    spec = model.kv_cache_spec(config.block_size)
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
-        bytes_per_block=model.kv_cache_spec(config.block_size).bytes_per_block,
+        bytes_per_block=spec.bytes_per_block,
+        group_windows=spec.group_windows,
         available_bytes=free_memory_bytes(model.device),
         has_own_memory=model.device.kind == "cuda",
     )

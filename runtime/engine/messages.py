@@ -153,6 +153,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     iteration_tokens: int = 0
 
 
+class CacheGroupInfo(msgspec.Struct, frozen=True):
+    """Layers that share a block table: see ``runtime.kv.groups``. ``num_padding`` layers more have room in its blocks.
+    ``window``: tokens that they see; None: all."""
+
+    window: int | None
+    num_layers: int
+    num_padding: int
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What a client has to know about the engine; fixed while it runs.
 
@@ -163,6 +172,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
     quantization    of the weights, "none" or "int8"; ``dtype`` is that of the KV cache and of what is not quantised
     kv_cache_bytes, weight_bytes  device memory held by each
+    cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
     """
 
     model_name: str
@@ -183,6 +193,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     scheduling_policy: str = "priority"
     max_waiting_tokens: int = 2**63 - 1
     quantization: str = "none"
+    cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):
@@ -205,8 +216,9 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_running, num_waiting  when it was planned
     num_free_blocks           after it: those that nobody holds; ``num_cached_blocks`` of them can be found again
     preempted                 ids of the requests that gave up blocks for it
-    block_map                 every block in order, run-length: "12u3s40c900f" is 12 used by one choice, 3 shared by
-                              several, 40 cached, 900 empty; at most four times a second, else None
+    block_map                 every block in order, run-length: "12u5w3s40c900f" is 12 used by one choice, 5 more in
+                              groups with a window, 3 shared by several, 40 cached, 900 empty; at most four times a
+                              second, else None
     """
 
     step: int

@@ -35,11 +35,6 @@ class CacheGroup:
     layers: tuple[int, ...]
     num_padding: int
 
-    @property
-    def kind(self) -> str:
-        """ "full" or "window"."""
-        return "full" if self.window is None else "window"
-
 
 def cut_layers(layer_windows: tuple[int | None, ...]) -> tuple[CacheGroup, ...]:
     """The groups of layers with these windows, those that see all tokens first.

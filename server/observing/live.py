@@ -45,7 +45,8 @@ MAX_WATCHERS = 16
 
 
 class LiveInfo(msgspec.Struct, frozen=True):
-    """What does not change: the model, and how large the engine is."""
+    """What does not change: the model, and how large the engine is. A block is of one cache group; None: of layers that
+    see all tokens."""
 
     model: str
     device: str
@@ -56,6 +57,7 @@ class LiveInfo(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    group_windows: tuple[int | None, ...]
 
 
 class LiveStats(msgspec.Struct, frozen=True):
@@ -252,6 +254,7 @@ class LiveFeed:
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
+            group_windows=tuple(group.window for group in info.cache_groups),
         )
 
     def _stats(self) -> LiveStats | None:

@@ -3,23 +3,23 @@
 
 import { hatch, prepare } from "./timeline.js";
 
-const KINDS = { u: "used", s: "shared", c: "cached", f: "free" };
+const KINDS = { u: "used", w: "window", s: "shared", c: "cached", f: "free" };
 const MAX_CELL = 15;
 const MIN_CELL = 5;
 
-/** "12u3s40c900f" as [[12, "used"], …]. Anything else in it is left out. */
+/** "12u5w3s40c900f" as [[12, "used"], …]. Anything else in it is left out. */
 export function runs(blockMap) {
-  return [...blockMap.matchAll(/(\d+)([uscf])/g)].map(([, count, kind]) => [Number(count), KINDS[kind]]);
+  return [...blockMap.matchAll(/(\d+)([uwscf])/g)].map(([, count, kind]) => [Number(count), KINDS[kind]]);
 }
 
 export function totals(blockMap) {
-  const found = { used: 0, shared: 0, cached: 0, free: 0 };
+  const found = { used: 0, window: 0, shared: 0, cached: 0, free: 0 };
   for (const [count, kind] of runs(blockMap)) found[kind] += count;
   return found;
 }
 
 export class BlockMap {
-  /** colours  () → {used, shared, cached, free, ground} */
+  /** colours  () → {used, window, shared, cached, free, ground} */
   constructor(canvas, colours) {
     this.canvas = canvas;
     this.colours = colours;

@@ -100,7 +100,7 @@ export class EngineModel {
     const held = stats.num_blocks - stats.num_free_blocks;
     const cached = stats.num_cached_blocks;
     if (this.blockMap === null) this.blockMap = `${held}u${cached}c${stats.num_free_blocks - cached}f`;
-    else if (held === 0) this.blockMap = this.blockMap.replace(/[us]/g, cached ? "c" : "f");
+    else if (held === 0) this.blockMap = this.blockMap.replace(/[uws]/g, cached ? "c" : "f");
   }
 
   get blockTotals() {

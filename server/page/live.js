@@ -214,11 +214,16 @@ export class Live {
     for (const item of byId("blocks-legend").children) {
       item.querySelector("b").textContent = count(sums[item.querySelector("i").dataset.kind]);
     }
-    const size = info ? `A block holds ${info.block_size} tokens.` : "";
+    const windows = info ? info.group_windows.filter((window) => window !== null) : [];
+    byId("blocks-legend").querySelector('[data-kind="window"]').parentElement.hidden = !windows.length;
+    const groups = windows.length
+      ? ` of one of ${info.group_windows.length} groups of layers, ${windows.length} of which see the last ${count(Math.max(...windows))} only`
+      : "";
+    const size = info ? `A block holds ${info.block_size} tokens${groups}.` : "";
     byId("blocks-note").textContent = perCell > 1 ? `${size} Each cell is ${perCell} blocks, the fuller the more are taken.` : size;
     byId("blocks").setAttribute(
       "aria-label",
-      `KV blocks: ${sums.used} used, ${sums.shared} shared, ${sums.cached} cached, ${sums.free} free.`,
+      `KV blocks: ${sums.used} used, ${windows.length ? `${sums.window} in windows, ` : ""}${sums.shared} shared, ${sums.cached} cached, ${sums.free} free.`,
     );
   }
 

@@ -15,7 +15,7 @@ the middle of a prefix that somebody does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -115,6 +115,7 @@ class BlockPool:
     host_pool  where evicted content goes; None: it is lost
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
+    windowed_blocks  tells the blocks that are held in groups with a window; the scheduler's
     offloads   (block, host slot) pairs whose bytes are to be copied before anything is written to the block; whoever
                plans the step drains the list
     """
@@ -136,6 +137,7 @@ class BlockPool:
         self._has_windows = any(windows)
         self.enable_prefix_caching = enable_prefix_caching
         self.host_pool = host_pool
+        self.windowed_blocks: Callable[[], list[int]] = list
         self.counters = CacheCounters()
         self.offloads: list[tuple[int, int]] = []
         self._cache = PrefixCache(block_size, digest)
@@ -160,9 +162,11 @@ class BlockPool:
         """What every block is, in order, as in ``StepView.block_map``. O(num_blocks)."""
         kinds = np.minimum(self._ref_counts, 2)
         kinds[self._empty] = 3
+        windowed = np.array(self.windowed_blocks(), np.intp)
+        kinds[windowed[kinds[windowed] == 1]] = 4
         bounds = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
         return "".join(
-            f"{count}{'cusf'[kind]}" for count, kind in zip(np.diff(bounds).tolist(), kinds[bounds[:-1]].tolist())
+            f"{count}{'cusfw'[kind]}" for count, kind in zip(np.diff(bounds).tolist(), kinds[bounds[:-1]].tolist())
         )
 
     def num_holders(self, block_id: int) -> int:

@@ -75,6 +75,7 @@ class Scheduler:
         self._refused: _Refusal | None = None
         self._windowed = [group for group, window in enumerate(pool.windows) if window is not None]
         self._shortest = self._windowed[0] if self._windowed else 0  # a group whose tables are never longer than others
+        pool.windowed_blocks = self._windowed_blocks
 
     @property
     def has_work(self) -> bool:
@@ -380,6 +381,14 @@ class Scheduler:
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
+
+    def _windowed_blocks(self) -> list[int]:
+        return [
+            block_id
+            for sequence in self.running
+            for group in self._windowed
+            for block_id in sequence.blocks[group][sequence.first_pages[group] :]
+        ]
 
     def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
         """Host slots for a victim's blocks; None: it shall be computed again."""

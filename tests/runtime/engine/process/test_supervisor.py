@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -153,7 +154,8 @@ def test_calls_are_refused_alike(client: ProcessEngineClient, in_process: Thread
 def test_what_cannot_be_started_is_said_alike(settings: dict[str, Any]) -> None:
     settings = {"device": "cpu", **settings}
     ours, theirs = error_of(lambda: ProcessEngineClient(**settings)), error_of(lambda: build_engine(**settings))
-    assert (type(ours), str(ours)) == (type(theirs), str(theirs))
+    messages = [re.sub(r"only [\d,]+ are free", "", str(error)) for error in (ours, theirs)]  # which changes meanwhile
+    assert (type(ours), messages[0]) == (type(theirs), messages[1])
 
 
 def test_steps_can_be_watched(client: ProcessEngineClient) -> None:
