@@ -95,7 +95,7 @@ ELSEWHERE = {
         "xserv bench stalls --num-rounds 3 --output-json stalls.json",
         "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",
         "python -m tools.eval_demo_model --num 200 [--quantization int8]",
-        "python tools/kernel_report.py --json docs/kernels_report.json --markdown docs/kernels_report.md",
+        "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
         "xserv kernels build",
     ),
     "it runs these tests, or undoes what they need": ("make test", "xserv kernels clear"),

@@ -27,15 +27,9 @@ from tools.make_emulator_anchors import SOURCES, trimmed  # noqa: E402
 TARGET = ROOT / "tools" / "triton_peers"
 ARCHS = (80, 90)
 GROUP = 8
-MATMULS = [  # rows, columns, depth of a tile, stages, warps
-    (128, 256, 64, 3, 8), (64, 256, 32, 4, 4), (128, 128, 32, 4, 4), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4),
-    (128, 32, 32, 4, 4), (64, 32, 32, 5, 2), (32, 64, 32, 5, 2),
-]  # fmt: skip
-ATTENTIONS = {  # of an architecture: queries, keys of a tile, stages, warps
-    80: [(64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8)],
-    90: [(64, 64, 3, 4), (128, 64, 3, 4), (128, 128, 2, 8)],
-}
-HEAD_DIMS = (64, 128)
+MATMULS = [(128, 256, 64, 3, 8), (128, 128, 32, 4, 4)]  # rows, columns, depth of a tile, stages, warps
+ATTENTIONS = {80: (128, 64, 3, 8), 90: (128, 128, 2, 8)}  # of an architecture: queries, keys of a tile, stages, warps
+HEAD_DIM = 128
 
 
 def main() -> None:
@@ -50,15 +44,14 @@ def main() -> None:
             numbers = {"BM": rows, "BN": columns, "BK": depth, "GROUP": GROUP}
             types = ["*bf16", "*bf16", "*bf16", *["i32:16"] * 6]
             index[name] = _make(name, "matmul", arch, types, numbers, stages, warps)
-        for head_dim in HEAD_DIMS:
-            for rows, keys, stages, warps in ATTENTIONS[arch]:
-                name = f"attention_d{head_dim}_{rows}x{keys}_s{stages}_w{warps}_sm{arch}"
-                has_maps = arch >= 90
-                numbers = {"HEAD": head_dim, "BM": rows, "BN": keys, "HAS_MAPS": has_maps}
-                heights = (rows, keys, keys, rows)
-                tensors = [f"tensordesc<bf16[{size}, {head_dim}]>" if has_maps else "*bf16" for size in heights]
-                types = ["fp32", "*fp32", *tensors, "i32", "i32:16"]
-                index[name] = _make(name, "attention", arch, types, numbers, stages, warps)
+        rows, keys, stages, warps = ATTENTIONS[arch]
+        name = f"attention_d{HEAD_DIM}_{rows}x{keys}_s{stages}_w{warps}_sm{arch}"
+        has_maps = arch >= 90
+        numbers = {"HEAD": HEAD_DIM, "BM": rows, "BN": keys, "HAS_MAPS": has_maps}
+        heights = (rows, keys, keys, rows)
+        tensors = [f"tensordesc<bf16[{size}, {HEAD_DIM}]>" if has_maps else "*bf16" for size in heights]
+        types = ["fp32", "*fp32", *tensors, "i32", "i32:16"]
+        index[name] = _make(name, "attention", arch, types, numbers, stages, warps)
     (TARGET / "peers.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
