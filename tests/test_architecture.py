@@ -1,8 +1,8 @@
 """Who may import whom: the floor plan of docs/architecture.md, held against every import in the packages.
 
-Read with `ast`, so nothing is executed. Imports inside functions count, those under `if TYPE_CHECKING:` do
-not. A name taken from a package that hands it on lazily counts as an import of the file that it comes from.
-Beside the floors stand rules for tools, for other engines and for what executes its input.
+Read with `ast`, so nothing is executed. Imports inside functions count; those under `if TYPE_CHECKING:` count for
+circles alone, and may run upwards. A name taken from a package that hands it on lazily counts as an import of the file
+that it comes from. Beside the floors stand rules for tools, for other engines and for what executes its input.
 """
 
 from __future__ import annotations
@@ -56,6 +56,20 @@ FLOORS = {
 SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
 """What the tokenizer takes from the rest: where compiled code is kept, and how it sees memory."""
 
+FOR_TYPES = {
+    # A part of a whole whose type it names:
+    ("runtime.device.emulator.driver.state", "runtime.device.emulator.driver.modules"),
+    ("runtime.device.emulator.driver.graph_nodes", "runtime.device.emulator.driver.state"),
+    ("runtime.device.emulator.memory.device_memory", "runtime.device.emulator.driver.pool_blocks"),
+    ("runtime.device.emulator.tensor_cores.wgmma_registers", "runtime.device.emulator.translation.lowering"),
+    ("runtime.engine.grammar.matcher", "runtime.engine.scheduling.sequence"),
+    ("runtime.engine.steps.decode_graphs", "runtime.engine.steps.runner"),
+    ("runtime.engine.scheduling.batching", "runtime.engine.scheduling.scheduler"),
+    ("runtime.engine.scheduling.invariants", "runtime.engine.scheduling.scheduler"),
+    ("server.service", "server.responses_api.endpoints"),
+}
+"""The named exceptions from the rule that types make no circles either."""
+
 LATE = {("runtime.tensor.tensor", "runtime.ops")}
 """Tensor's operators reach the door of the operations when they are called: the one named exception."""
 
@@ -75,6 +89,7 @@ class Module:
     name: str
     is_package: bool
     imports: list[tuple[str, int]] = field(default_factory=list)  # dotted name, perhaps of an attribute; line
+    type_imports: list[tuple[str, int]] = field(default_factory=list)  # those for type checkers alone
     hazards: list[tuple[str, int]] = field(default_factory=list)
     lazy_names: dict[str, str] = field(default_factory=dict)  # name that the package hands on: its module
 
@@ -87,6 +102,10 @@ class Reader(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            executed, self.module.imports = self.module.imports, self.module.type_imports
+            for child in node.body:
+                self.visit(child)
+            self.module.imports = executed
             for child in node.orelse:
                 self.visit(child)
         else:
@@ -180,6 +199,17 @@ def arrows(modules: dict[str, Module]) -> dict[str, dict[str, int]]:
     return found
 
 
+def arrows_of_types(modules: dict[str, Module]) -> dict[str, dict[str, int]]:
+    """`arrows` and those that type checkers alone see, but for the named exceptions and for names handed on lazily."""
+    found = {name: dict(targets) for name, targets in arrows(modules).items()}
+    for module in modules.values():
+        for name, line in module.type_imports:
+            target = resolve(name, modules)
+            if target not in (None, module.name) and (module.name, target) not in FOR_TYPES and not module.is_package:
+                found.setdefault(module.name, {}).setdefault(str(target), line)
+    return found
+
+
 def circles(graph: dict[str, dict[str, int]]) -> Iterator[list[str]]:
     """One circle for each set of files that reach each other."""
     done: set[str] = set()
@@ -236,6 +266,8 @@ def violations(root: Path) -> list[str]:
                 found.append(f"{module.name}:{line} imports {name}: unsafe to load")
         found += [f"{module.name}:{line} uses {hazard}: unsafe" for hazard, line in module.hazards]
     found += [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
+    if not found:
+        found += [f"circle of types: {' -> '.join(circle)}" for circle in circles(arrows_of_types(modules))]
     return found
 
 
@@ -264,7 +296,7 @@ GOOD = {
     "runtime/llm.py": "from models import base\n",
     "models/__init__.py": "",
     "models/base.py": "import typing\nfrom typing import TYPE_CHECKING\nfrom runtime.tensor.tensor import Tensor\n"
-    "if TYPE_CHECKING:\n    from runtime.llm import LLM\n",
+    "if TYPE_CHECKING:\n    from runtime.engine.engine import Engine\n",
     "server/app.py": "from runtime import LLM\nimport models.base as base\n",
     "tokenizer/bpe.py": "from . import merges\n",
     "tokenizer/merges.py": "import regex\n",
@@ -320,6 +352,11 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
         ("server/app.py", "f = lambda: exec(text)", "uses exec(): unsafe"),
         ("server/app.py", "x = torch.load(path)", "uses torch.load: unsafe"),
         ("server/app.py", "x = np.load(path, allow_pickle=True)", "uses allow_pickle: unsafe"),
+        (
+            "runtime/kv/runs.py",
+            "if TYPE_CHECKING:\n  from runtime.batch import Batch",
+            "circle of types: runtime.batch -> runtime.kv.runs -> runtime.batch",
+        ),
         ("runtime/attic.py", "", "runtime.attic has no floor in the plan"),
     ],
 )
@@ -327,6 +364,7 @@ def test_the_check_can_fail(tmp_path: Path, file: str, text: str, expected: str)
     others = {
         "runtime/tensor/storage.py": {"runtime/tensor/tensor.py": "from runtime.tensor import storage"},
         "runtime/ops.py": {"runtime/batch.py": "from runtime.ops import f"},
+        "runtime/kv/runs.py": {"runtime/batch.py": "from runtime.kv.runs import f"},
     }.get(file, {})
     found = violations(plant(tmp_path, {**others, file: text}))
     assert any(expected in line for line in found), found

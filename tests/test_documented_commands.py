@@ -38,7 +38,7 @@ QUICK = {
 """What runs in seconds, and something that it prints."""
 
 SLOW = {
-    '.venv/bin/xserv generate --device emulated:sm_80 --gemm naive --prompt "What is 17 plus 25?"': "42",
+    '.venv/bin/xserv generate --device emulated:sm_80 --gemm naive --prompt "What is 17 plus 25?"': "",
     "make chat DEVICE=emulated": "",
     "xserv bench overhead": "schedule",
     "xserv bench latency": "",

@@ -18,19 +18,18 @@ from runtime.text.pipeline import TextDelta
 from runtime.text.reasoning import reasoning_start
 from runtime.text.reasoning_grammar import after_reasoning
 from server.errors import invalid
+from server.openai_api.admitted_chat import Chat
 from server.openai_api.answers import (
     ChatChoice,
     ChatCompletion,
     ChatFinishReason,
     ChatFunction,
-    ChatLogprobs,
     ChatMessage,
     ChatTokenLogprob,
     ChatToolCall,
-    Usage,
 )
 from server.openai_api.chat_chunks import ChatChunks
-from server.openai_api.logprobs import chat_logprobs, prompt_logprobs
+from server.openai_api.logprobs import prompt_logprobs
 from server.openai_api.schema import ChatCompletionRequest
 from server.requests.collect import take_whole
 from server.requests.conversation import template_tools
@@ -42,50 +41,6 @@ from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.sse import DONE, EventStreamResponse, frame
 from tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A request that has passed every check, and its generation.
-
-    grammar_field  the request's field that the grammar of its parameters comes from
-    echo           what the answer begins with
-    """
-
-    service: Service
-    request_id: str
-    created: int
-    generation: Generation
-    params: SamplingParams
-    grammar_field: str | None
-    prompt_token_ids: list[int]
-    echo: str
-    is_streamed: bool
-    has_usage: bool
-    has_running_usage: bool
-    has_token_ids: bool
-
-    def logprobs(self, tokens: list[ChatTokenLogprob]) -> ChatLogprobs | None:
-        """null unless the request asked for them."""
-        return ChatLogprobs(tokens) if self.params.logprobs is not None else None
-
-    def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
-        """Those of the content's tokens; without the one that ended the answer, unless its text is shown."""
-        return chat_logprobs(delta, self.service.tokenizer)
-
-    def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
-        """Why a choice has ended, with its last delta."""
-        assert delta.finish_reason is not None
-        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
-
-    def usage(self) -> Usage:
-        generation = self.generation
-        return Usage.of(
-            generation.num_prompt_tokens,
-            generation.num_completion_tokens,
-            generation.num_cached_tokens,
-            generation.num_reasoning_tokens,
-        )
 
 
 @dataclass(slots=True)

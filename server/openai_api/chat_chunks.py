@@ -6,13 +6,13 @@ Most chunks differ from each other in their text alone: what stands around it is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET
 
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
+from server.openai_api.admitted_chat import Chat
 from server.openai_api.answers import (
     ChatChunk,
     ChatChunkChoice,
@@ -22,9 +22,6 @@ from server.openai_api.answers import (
 )
 from server.requests.generation import Piece
 from server.transport.sse import frame
-
-if TYPE_CHECKING:
-    from server.openai_api.chat import Chat
 
 _encode = msgspec.json.Encoder().encode
 _PLACE = "TEXT"

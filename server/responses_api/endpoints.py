@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from server.errors import ApiError, invalid
-from server.openai_api.chat import Chat, prepare_chat
+from server.openai_api.admitted_chat import Chat
+from server.openai_api.chat import prepare_chat
 from server.openai_api.schema import Message
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
