@@ -73,6 +73,7 @@ class Fields:
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.where = where  # the file, and the path inside it
         self.owner = ""  # whose fields they are, such as an architecture
+        self.may_have_harmless = True  # False: every unread field is refused
         self._values = values
         self._read: set[str] = set()
         self._objects: dict[str, Fields] = {}
@@ -106,7 +107,8 @@ class Fields:
     def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
         """Raise `ConfigError` for a field that nobody read, here or in an object below, unless it is harmless."""
         for name, value in self._values.items():
-            if name not in self._read and not is_harmless(name, value):
+            is_passed_over = value is None or (self.may_have_harmless and is_harmless(name, value))
+            if name not in self._read and not is_passed_over:
                 raise self._unsupported(name)
         for nested in self._objects.values():
             nested.refuse_unread(is_harmless)
@@ -190,6 +192,7 @@ class Fields:
                 raise self.error(name, f"must be an object, not {value!r:.80}")
             self._objects[name] = Fields(value, f"{self.where}: {name}")
             self._objects[name].owner = self.owner
+            self._objects[name].may_have_harmless = self.may_have_harmless
         return self._objects[name]
 
     def strings(self, name: str) -> list[str] | None:

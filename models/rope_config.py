@@ -8,8 +8,9 @@ writes one object, `rope_parameters: {"rope_type", "rope_theta", "factor", ...}`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from models.json_fields import Fields
@@ -58,20 +59,17 @@ class RopeConfig:
 def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
     """The rope object of a `config.json`, in either spelling, for a family's own fields in it.
 
-    `layer_type` picks the entry of a layer type where `rope_parameters` has one for each; a flat object is meant for
-    all of them.
+    `layer_type` picks the entry of a layer type from `rope_parameters`, which families with several bases write so;
+    their older `rope_scaling` has no entries.
 
     Raises `ConfigError` where the two spellings contradict each other.
     """
     new, old = fields.object("rope_parameters"), fields.object("rope_scaling")
-    if layer_type is not None and isinstance(new.raw(layer_type), dict):
+    new.may_have_harmless = old.may_have_harmless = False
+    if layer_type is not None and new.names():
         if old.names():
             raise fields.error("rope_scaling", "is given beside rope_parameters with an entry for each layer type")
         return new.object(layer_type)
-    for each in (new, old):
-        kind, older_kind = each.string("rope_type", None), each.string("type", None)
-        if kind is not None and older_kind is not None and kind != older_kind:
-            raise each.error("rope_type", f"is {kind!r}, but type says {older_kind!r}")
     if not (new.names() and old.names()):
         return old if old.names() else new
     if _kind(new) != _kind(old):
@@ -96,6 +94,7 @@ def parse_rope(
     *,
     default_theta: float = 10_000.0,
     default_partial_rotary_factor: float | None = None,
+    default_original_context: int | None = None,
     interleaved: bool = False,
     kinds: Sequence[str] = KINDS,
     aliases: Mapping[str, str] = _NO_ALIASES,
@@ -106,10 +105,12 @@ def parse_rope(
 
     Args:
         head_dim: elements of a head.
-        max_position_embeddings: as the config says, the default of the original context.
+        max_position_embeddings: as the config says.
         default_theta: the base where the file gives none.
         default_partial_rotary_factor: the share of a head that is rotated where the file gives none; None: the family
             rotates whole heads, and another share is refused.
+        default_original_context: `original_max_position_embeddings` where the file gives none; None: the same as
+            `max_position_embeddings`.
         interleaved: which elements of a head make a pair; the family knows.
         kinds: those that the family supports.
         aliases: older names of kinds that the family's files have.
@@ -126,7 +127,8 @@ def parse_rope(
     if kind not in kinds:
         raise rope.error("rope_type", f"{kind!r} is not supported; supported are {', '.join(kinds)}")
     read = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
-    scaling = read(rope, theta, max_position_embeddings, fields)
+    original = partial(_original_context, rope, fields, default_original_context or max_position_embeddings)
+    scaling = read(rope, theta, max_position_embeddings, original)
     rotary_dim = _rotary_dim(rope, fields, head_dim, default_partial_rotary_factor)
     config = RopeConfig(theta, rotary_dim, kind, interleaved=interleaved, **scaling)
     for name, factors in (("short_factor", config.short_factors), ("long_factor", config.long_factors)):
@@ -136,8 +138,10 @@ def parse_rope(
 
 
 def _kind(rope: Fields) -> str:
-    kind: str = rope.string("rope_type", rope.string("type", "default"))
-    return kind
+    kind, older = rope.string("rope_type", None), rope.string("type", None)
+    if kind is not None and older is not None and kind != older:
+        raise rope.error("rope_type", f"is {kind!r:.80}, but type says {older!r:.80}")
+    return str(kind or older or "default")
 
 
 def _inside_or_outside(rope: Fields, name: str, fields: Fields, outer_name: str, default: float) -> float:
@@ -162,18 +166,18 @@ def _rotary_dim(rope: Fields, fields: Fields, head_dim: int, default_factor: flo
     return rotary_dim
 
 
-def _default(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+def _default(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     rope.expect("factor", 1, 1.0)
     rope.raw("original_max_position_embeddings")  # a note
     return {}
 
 
-def _linear(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+def _linear(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     rope.raw("original_max_position_embeddings")  # a note
     return {"factor": rope.number("factor", least=1.0, most=_MOST)}
 
 
-def _llama3(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+def _llama3(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     low, high = (rope.number(name, least=_LEAST, most=_MOST) for name in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise rope.error("high_freq_factor", f"{high:g} must be greater than low_freq_factor, {low:g}")
@@ -181,11 +185,11 @@ def _llama3(rope: Fields, theta: float, max_position_embeddings: int, fields: Fi
         "factor": rope.number("factor", least=1.0, most=_MOST),
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position_embeddings": _original_context(rope, fields, max_position_embeddings),
+        "original_max_position_embeddings": original(),
     }
 
 
-def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
+def _yarn(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     factor = rope.number("factor", least=1.0, most=_MOST)
     fast = rope.number("beta_fast", 32.0, least=_LEAST, most=_MOST)
     slow = rope.number("beta_slow", 1.0, least=_LEAST, most=_MOST)
@@ -202,7 +206,7 @@ def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fiel
         attention = _attention_scale(factor, 1.0)
     return {
         "factor": factor,
-        "original_max_position_embeddings": _original_context(rope, fields, max_position_embeddings),
+        "original_max_position_embeddings": original(),
         "beta_fast": fast,
         "beta_slow": slow,
         "attention_factor": attention,
@@ -210,29 +214,29 @@ def _yarn(rope: Fields, theta: float, max_position_embeddings: int, fields: Fiel
     }
 
 
-def _longrope(rope: Fields, theta: float, max_position_embeddings: int, fields: Fields) -> dict[str, Any]:
-    original = _original_context(rope, fields, max_position_embeddings)
-    factor = rope.number("factor", max_position_embeddings / original, least=_LEAST, most=_MOST)
+def _longrope(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
+    context = original()
+    factor = rope.number("factor", positions / context, least=_LEAST, most=_MOST)
     attention = rope.number("attention_factor", None, least=_LEAST, most=_MOST)
     if attention is None:
-        if factor > 1.0 and original < 2:
-            raise rope.error("original_max_position_embeddings", f"must be at least 2, not {original}")
-        attention = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+        if factor > 1.0 and context < 2:
+            raise rope.error("original_max_position_embeddings", f"must be at least 2, not {context}")
+        attention = math.sqrt(1.0 + math.log(factor) / math.log(context)) if factor > 1.0 else 1.0
     return {
         "factor": factor,
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": context,
         "attention_factor": attention,
         "short_factors": rope.numbers("short_factor", least=_LEAST, most=_MOST),
         "long_factors": rope.numbers("long_factor", least=_LEAST, most=_MOST),
     }
 
 
-def _original_context(rope: Fields, fields: Fields, max_position_embeddings: int) -> int:
+def _original_context(rope: Fields, fields: Fields, default: int) -> int:
     name = "original_max_position_embeddings"
     inside, outside = rope.integer(name, None), fields.integer(name, None)
     if inside is not None and outside is not None and outside != inside:
         raise rope.error(name, f"is {inside}, but the config says {outside} outside")
-    return int(inside or outside or max_position_embeddings)
+    return int(inside or outside or default)
 
 
 def _attention_scale(factor: float, scale: float) -> float:

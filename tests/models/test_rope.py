@@ -75,6 +75,43 @@ def test_longrope_takes_its_long_factors_where_sequences_may_pass_the_original_c
         longrope("su", 1.0)
 
 
+LAYERS = ("full_attention", "sliding_attention")
+
+
+def test_an_entry_for_each_layer_type() -> None:
+    entries = {"full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}
+    fields = Fields({"rope_parameters": entries}, "x")
+    full, sliding = (parse_rope(fields, 8, 256, layer_type=kind) for kind in LAYERS)
+    assert (full, sliding) == (RopeConfig(1e6, 8, "linear", 8.0), RopeConfig(1e4, 8))
+    fields.refuse_unread(lambda name, value: False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_parameters": {"full_attention": "gelu"}}, "rope_parameters: full_attention must be an object"),
+        ({"rope_parameters": {"full_attention": [], "sliding_attention": {}}}, "full_attention must be an object"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters: rope_type = 'linear' is not"),
+        ({"rope_parameters": {"full_attention": {}, "dropout": 1}}, "rope_parameters: dropout = 1 is not supported"),
+        ({"rope_parameters": {"full_attention": {"type": "su", "rope_type": "default"}}}, "'default', but type says"),
+        ({"rope_parameters": {"full_attention": {"dropout": 1}}}, "full_attention: dropout = 1 is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling is given beside rope_parameters with an entry",
+        ),
+    ],
+)
+def test_what_is_no_entry_for_each_layer_type(values: dict[str, object], message: str) -> None:
+    def parse_both() -> None:
+        fields = Fields(values, "x")
+        for kind in LAYERS:
+            parse_rope(fields, 8, 256, layer_type=kind)
+        fields.refuse_unread(lambda name, value: True)  # nothing is harmless in a rope object
+
+    with pytest.raises(ConfigError, match=message):
+        parse_both()
+
+
 def test_the_table_turns_each_pair_by_position_times_frequency() -> None:
     table = make_rope_table(RopeConfig(10000.0, 64), 4096)
     assert table.cos.shape == table.sin.shape == (4096, 32)
