@@ -76,6 +76,13 @@ LATE = {("runtime.tensor.tensor", "runtime.ops")}
 PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers", "llama")}
 """Scripts that another Python runs, against other engines. Nobody else imports them."""
 
+EXECUTING = {f"runtime.engine.steps.{name}" for name in (
+    "step_input", "executor", "local_executor", "rows", "sampler", "ragged", "side_pass", "recorded_forwards",
+    "decode_arrays", "decode_graphs", "decode_device", "decode_cpu", "decode_gpu",
+)}  # fmt: skip
+PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runtime.engine.open_requests")
+"""An executor knows steps by their value alone: what runs them reads no sequence, request or plan."""
+
 FOREIGN = {"torch", "transformers", "tensorflow", "jax", "llama_cpp", "gguf"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
@@ -254,6 +261,8 @@ def violations(root: Path) -> list[str]:
                 and target not in SHARED_BY_THE_TOKENIZER
             ):
                 found.append(f"{where}: the tokenizer imports nothing of ours")
+            elif module.name in EXECUTING and target.startswith(PLANNING):
+                found.append(f"{where}: an executor sees no sequences")
             elif target in PEERS:
                 found.append(f"{where}: peers are run, not imported")
             elif floor is None or (target_floor is not None and target_floor > floor):
@@ -341,6 +350,7 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
             "the tokenizer imports nothing of ours",
         ),
         ("tokenizer/merges.py", "from .bpe import x", "tokenizer.bpe -> tokenizer.merges -> tokenizer.bpe"),
+        ("runtime/engine/steps/rows.py", "from runtime.engine.scheduling import x", "an executor sees no sequences"),
         ("server/app.py", "from tools.soak import run", "tools is imported by nobody"),
         ("server/app.py", "import tests.fakes", "tests is imported by nobody"),
         ("server/app.py", "def f():\n  import torch.nn", "server.app:2 imports torch.nn: other engines"),
@@ -365,6 +375,7 @@ def test_the_check_can_fail(tmp_path: Path, file: str, text: str, expected: str)
         "runtime/tensor/storage.py": {"runtime/tensor/tensor.py": "from runtime.tensor import storage"},
         "runtime/ops.py": {"runtime/batch.py": "from runtime.ops import f"},
         "runtime/kv/runs.py": {"runtime/batch.py": "from runtime.kv.runs import f"},
+        "runtime/engine/steps/rows.py": {"runtime/engine/scheduling/__init__.py": ""},
     }.get(file, {})
     found = violations(plant(tmp_path, {**others, file: text}))
     assert any(expected in line for line in found), found

@@ -28,6 +28,7 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.grammar.compile_queue import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
+from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
@@ -36,11 +37,11 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.scheduling.step import Step
+from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.embedder import Embedder
-from runtime.engine.steps.runner import Computation, Drawn, Model, Prepared, Runner
+from runtime.engine.steps.executor import Computation, Drawn, Executor
+from runtime.engine.steps.step_input import RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
-from runtime.kv.cache import HostPages, KVCache
-from runtime.kv.transfer import KVTransfer
 
 logger = logging.getLogger("xserv.engine")
 
@@ -66,10 +67,11 @@ class _Counters:
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A planned step; ``computation`` once it runs, unless it only moves blocks."""
+    """A planned step. ``assembled`` is None and nothing is to be started where it has no work; ``computation`` is there
+    once it runs, unless it only moves blocks."""
 
     step: Step
-    prepared: Prepared | None
+    assembled: Assembled | None
     record: StepRecord
     started_s: float = 0.0
     computation: Computation | None = None
@@ -79,20 +81,17 @@ class Engine:
     """A model, its KV cache, its scheduler.
 
     info      what clients are told
-    model     floor 5's model, or anything with the same four members
+    executor  runs the steps
     limits    as ``runtime.engine.config.resolve`` gives them
     seed      of the generator that draws seeds for requests without one; None: from the OS
     timeline  a record of each of the latest steps
     embedder  what computes embeddings, a forward pass at a time between two steps
     vocabulary  the text of the model's ids, for grammars; None: requests with a grammar are refused
-
-    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
     """
 
     def __init__(
         self,
-        model: Model,
-        kv_cache: KVCache,
+        executor: Executor,
         limits: EngineLimits,
         info: EngineInfo,
         seed: int | None = None,
@@ -109,15 +108,18 @@ class Engine:
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=self.host_pool,
         )
-        self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         self.scheduler = Scheduler(limits, self.pool)
-        self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and model.device.kind != "cpu")
-        self.runner = Runner(model, kv_cache, limits, info.vocab_size, overlaps=self.overlaps)
-        self.embedder = Embedder(model, limits, info.vocab_size, self.runner.synchronize)
+        self.executor = executor
+        self.overlaps = executor.overlaps
+        self.assembler = Assembler(
+            limits.max_num_seqs, executor.num_groups, "eager" if limits.decode_graphs == "off" else "record"
+        )
+        self.embedder = Embedder(executor, limits, info.vocab_size)
         self.opened = OpenRequests(self.scheduler, seed)
         self.vocabulary = vocabulary
         self.grammars = GrammarQueue()
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
+        self._masks = MaskComputer()
         self._running: _OpenStep | None = None
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * limits.max_num_seqs  # by row
         self._counters = _Counters()
@@ -183,7 +185,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         if len(self.grammars) > 0 and not self._start_compiled(outputs):
             return outputs
-        self.runner.record_graph()
+        self.executor.record()
         opened, self._running = self._running, None
         if opened is None:
             opened = self._start(self._plan(outputs))
@@ -203,12 +205,13 @@ class Engine:
     def rest(self) -> None:
         """Do what can wait until there is no work: record the decode graph that the last step was without."""
         if not self.has_work:
-            self.runner.record_graph()
+            self.executor.record()
 
     def close(self) -> None:
         """Wait for the step that runs, and let it go; no more are run."""
         self.grammars.close()
-        self.runner.close()
+        self.executor.close()
+        self._masks.close()
         if self._running is not None:
             self.scheduler.abandon(self._running.step)
             self._running = None
@@ -221,13 +224,13 @@ class Engine:
         ids = as_token_ids("token_ids", token_ids, self.info.vocab_size)
         if len(ids) > self.limits.max_model_len:
             raise ContextLengthExceededError(len(ids), self.limits.max_model_len)
-        return self.runner.logits(ids)
+        return self.executor.logits(ids)
 
     def stats(self) -> EngineStats:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
-        graphs = self.runner.graphs
+        graphs = self.executor.graph_stats()
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting) + len(self.grammars),
@@ -251,9 +254,9 @@ class Engine:
             swapped_in_blocks=counters.swapped_in_blocks,
             num_host_blocks=self.limits.num_host_blocks,
             num_free_host_blocks=0 if self.host_pool is None else self.host_pool.num_free,
-            num_decode_graphs=0 if graphs is None else graphs.num_graphs,
-            decode_graph_bytes=0 if graphs is None else graphs.reserved_bytes,
-            num_graph_steps=0 if graphs is None else graphs.num_steps,
+            num_decode_graphs=graphs.num_graphs,
+            decode_graph_bytes=graphs.size_bytes,
+            num_graph_steps=graphs.num_steps,
             num_waiting_tokens=self.num_unscheduled_tokens,
             iteration_token_counts=tuple(counters.steps_by_tokens),
             iteration_tokens=counters.step_tokens,
@@ -301,7 +304,7 @@ class Engine:
         record.schedule_s = planned - record.start_s
         record.num_free_blocks = self.pool.num_free
         opened = _OpenStep(step, None, record)
-        self._lay_out(opened, 0, outputs)
+        self._assemble(opened, outputs)
         record.prepare_s = time.monotonic() - planned
         return opened
 
@@ -312,8 +315,8 @@ class Engine:
         committed tokens, and whoever gets the blocks next writes after them. Those who wait for what they leave have to
         wait for one step more.
         """
-        step, prepared, waiting = following.step, following.prepared, self.scheduler.waiting
-        if prepared is None or step.has_transfers or not self.runner.can_lead(prepared):
+        assembled, waiting = following.assembled, self.scheduler.waiting
+        if assembled is None or not self.executor.can_lead(assembled.input):
             return False
         num_waiting = len(waiting)
         cancelled = poll()
@@ -331,32 +334,29 @@ class Engine:
         self.scheduler.extend(step)
         extended = time.monotonic()
         record.schedule_s += extended - begun
+        if step.chunks is not planned or len(step.chunks) > num_left:
+            self._assemble(opened, outputs)
+            record.prepare_s += time.monotonic() - extended
         if not step.chunks:  # the commit may have made room for sequences that had to pause
-            opened.prepared = None
             self._finish(self._start(opened), outputs)
             return self._plan(outputs)
-        if step.chunks is not planned or len(step.chunks) > num_left:
-            num_left = sum(not chunk.sequence.is_finished for chunk in planned[:num_left])
-            self._lay_out(opened, num_left, outputs)
-            record.prepare_s += time.monotonic() - extended
         return opened
 
-    def _lay_out(self, opened: _OpenStep, first_new: int, outputs: list[EngineOutput]) -> None:
-        """Load the rows of the chunks from ``first_new`` on, and make the step's arrays."""
+    def _assemble(self, opened: _OpenStep, outputs: list[EngineOutput]) -> None:
+        """Make the step's value."""
         step, record = opened.step, opened.record
-        self._load_rows(step, first_new, outputs)
-        opened.prepared = self.runner.prepare(step.chunks) if step.chunks else None
-        if opened.prepared is not None:
-            keys = [self._keys[row] for row in opened.prepared.rows]
-            record.set_chunks(keys, opened.prepared.starts, opened.prepared.counts)
+        loads = self._loads(step, outputs)
+        opened.assembled = self.assembler.assemble(step, loads) if step.has_work else None
+        if opened.assembled is not None:
+            made = opened.assembled.input
+            record.set_chunks([self._keys[row] for row in made.rows.tolist()], made.starts, made.counts)
 
-    def _load_rows(self, step: Step, first_new: int, outputs: list[EngineOutput]) -> None:
-        """Write the rows of sequences that start to run; one that cannot be written ends its request
-        alone."""
-        starting = [chunk.sequence for chunk in step.chunks[first_new:] if chunk.is_first]
+    def _loads(self, step: Step, outputs: list[EngineOutput]) -> list[RowLoad]:
+        """The rows of sequences that start to run; one that has none that can be made ends its request alone."""
+        starting = [chunk.sequence for chunk in step.chunks if chunk.is_first]
         if not starting:
-            return
-        now = time.monotonic()
+            return []
+        now, loads = time.monotonic(), []
         for sequence in starting:
             request, row = sequence.request, sequence.row
             if sequence.is_finished:
@@ -369,29 +369,37 @@ class Engine:
                 request.request_id, sequence.index, sequence.num_prompt_tokens, request.arrival_s
             )
             try:
-                self.runner.load(sequence)
+                loads.append(self.assembler.load_of(sequence))
             except Exception:
                 logger.exception("request %s could not be started", request.request_id)
                 outputs += self.opened.end(request, "error", "the request could not be started")
         step.drop_finished()
+        if len(loads) < len(starting):
+            rows = {chunk.sequence.row for chunk in step.chunks}
+            loads = [load for load in loads if load.row in rows]
+        return loads
 
     def _start(self, opened: _OpenStep) -> _OpenStep:
         """Begin the step, all before which are over. Without chunks it is done already."""
-        step, record = opened.step, opened.record
+        step, record, assembled = opened.step, opened.record, opened.assembled
         opened.started_s = time.monotonic()
         if self.overlaps:
             record.start_s = opened.started_s
-        if step.has_transfers:
-            self._move_blocks(step, record)
-        if opened.prepared is not None:
-            opened.computation = self.runner.start(opened.prepared)
-            record.prepare_s += opened.prepared.started_s - opened.started_s
-            opened.started_s = opened.prepared.started_s
-            self._running = opened
+        if assembled is None:
+            return opened
+        made = assembled.input
+        if made.has_transfers:  # those of sequences that have ended since were dropped
+            made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
+            self._count_transfers(step, record)
+        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws))
+        self.assembler.sent(made)
+        if step.chunks:
+            opened.computation, self._running = computation, opened
+            record.prepare_s += computation.started_s - opened.started_s
+            opened.started_s = computation.started_s
         return opened
 
-    def _move_blocks(self, step: Step, record: StepRecord) -> None:
-        self.transfer.run(step.swap_out, step.swap_in, step.copies)
+    def _count_transfers(self, step: Step, record: StepRecord) -> None:
         record.swapped_out, record.swapped_in = len(step.swap_out), len(step.swap_in)
         record.copied = len(step.copies)
         self._counters.swapped_out_blocks += record.swapped_out
@@ -417,11 +425,11 @@ class Engine:
                 outputs += self.opened.end(chunk.sequence.request, "error", "the model failed in this step")
         else:
             self.scheduler.commit(step)
-            if drawn is not None:
-                self.opened.append(drawn, ended, outputs)
+            if drawn is not None and opened.assembled is not None:
+                self.opened.append(opened.assembled, drawn, ended, outputs)
                 self.scheduler.observe(record.num_tokens, record.run_s)
                 self._counters.count_tokens(record.num_tokens)
-            num_blocks, seconds = self.transfer.take_timed()
+            num_blocks, seconds = self.executor.take_timed()
             if num_blocks:
                 self.scheduler.observe_transfer(num_blocks, seconds)
         record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]

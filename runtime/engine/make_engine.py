@@ -23,6 +23,7 @@ from runtime.engine.config import (
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
+from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.text.load import load_tokenizer
@@ -107,7 +108,8 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         ),
     )
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
-    return Engine(loaded, kv_cache, limits, info, config.seed, vocabulary)
+    executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
+    return Engine(executor, limits, info, config.seed, vocabulary)
 
 
 def limits_of(model: Model, config: EngineConfig) -> EngineLimits:

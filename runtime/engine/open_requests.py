@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.matcher import GrammarMatcher, can_draw_end
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
-from runtime.engine.steps.runner import Drawn
-from runtime.engine.steps.sampler import forbidden_ids
+from runtime.engine.steps.assemble import Assembled
+from runtime.engine.steps.executor import Drawn
+from runtime.engine.steps.sampler import last_ids
 
 logger = logging.getLogger("xserv.engine")
 
@@ -94,24 +96,27 @@ class OpenRequests:
             self._release_held(request)
         return outputs
 
-    def append(self, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
+    def append(self, assembled: Assembled, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
         """Append and hand out the drawn tokens."""
-        for request, entries in drawn.prompt_logprobs:
+        for request, entries in zip(assembled.prompt_requests, drawn.prompt_logprobs):
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries
+        sequences: Iterable[Sequence] = assembled.drawing
+        if drawn.counts is not None:
+            sequences = chain.from_iterable(repeat(each, n) for each, n in zip(sequences, drawn.counts, strict=True))
         logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
         finished = State.FINISHED
         num_appended = 0
-        broken = [drawn.sequences[place] for place in drawn.broken]
-        for sequence, token_id, is_valid, entry in zip(drawn.sequences, drawn.token_ids, drawn.is_valid, logprobs):
+        for i, (sequence, token_id, is_valid, entry) in enumerate(
+            zip(sequences, drawn.token_ids, drawn.is_valid, logprobs)
+        ):
             if sequence.state is finished:
-                continue  # cancelled, or ended by a failure of a sibling in this very step
+                continue  # cancelled, ended by a token before, or by a failure of a sibling in this very step
             try:
-                if not is_valid and sequence in broken:
-                    outputs += self.end(sequence.request, "error", "its sampling parameters failed")
-                    continue
                 if not is_valid:
-                    reason, is_unsatisfiable = _reason(sequence), _is_unsatisfiable(sequence)
+                    reason, is_unsatisfiable = "its sampling parameters failed", False
+                    if i not in drawn.broken:
+                        reason, is_unsatisfiable = _reason(sequence), _is_unsatisfiable(sequence)
                     outputs += self.end(sequence.request, "error", reason, is_unsatisfiable=is_unsatisfiable)
                     continue
                 request = sequence.request
@@ -236,7 +241,16 @@ def _is_unsatisfiable(sequence: Sequence) -> bool:
     if sequence.matcher is not None:
         has_more = allowed is not None or params.bad_words_token_ids is not None or params.min_tokens > 0
         return sequence.matcher.error is not None or has_more
-    return allowed is not None and not set(allowed).difference(forbidden_ids(sequence))
+    return allowed is not None and not set(allowed).difference(_forbidden_ids(sequence))
+
+
+def _forbidden_ids(sequence: Sequence) -> set[int]:
+    """The ids that ``min_tokens`` and bad words forbid to be drawn next."""
+    request, params = sequence.request, sequence.request.params
+    forbidden = set(last_ids(params.bad_words_token_ids or [], sequence.output_ids).tolist())
+    if sequence.num_output_tokens < params.min_tokens:
+        forbidden.update(request.eos_token_ids, params.stop_token_ids or ())
+    return forbidden
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:

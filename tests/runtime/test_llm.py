@@ -217,7 +217,7 @@ def test_a_fault_ends_its_request_with_an_error(llm: LLM, monkeypatch: pytest.Mo
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.client._engine.runner.model, "forward", fail)  # type: ignore[attr-defined]
+        patch.setattr(llm.client._engine.executor.model, "forward", fail)  # type: ignore[attr-defined]
         (result,) = llm.generate("a prompt of more than a token, which none before it began with", GREEDY)
     assert (result.outputs[0].finish_reason, result.outputs[0].token_ids) == ("error", [])
     assert result.outputs[0].error

@@ -14,28 +14,33 @@ from typing import Any
 
 from runtime.engine.process.main import ProcessServer, main
 from runtime.engine.process.supervisor import Supervision
-from runtime.engine.steps.sampler import Sampler
+from runtime.engine.steps.assemble import Assembler
+from runtime.engine.steps.sampler import SamplingRows
 
 LOADING, SAMPLING = 666, 667
 
 
-class PlantedSampler(Sampler):
-    def load(self, row: int, sequence: Any) -> None:
+class PlantedAssembler(Assembler):
+    def load_of(self, sequence: Any) -> Any:
         if sequence.request.params.seed == LOADING:
             raise RuntimeError("planted: no parameters of this request")
-        super().load(row, sequence)
+        return super().load_of(sequence)
 
-    def gather(self, sequences: Any, rows: Any) -> Any:
-        if any(each.request.params.seed == SAMPLING and each.num_output_tokens == 2 for each in sequences):
+
+class PlantedRows(SamplingRows):
+    def gather(self, rows: Any, positions: Any) -> Any:
+        if ((self._seeds[rows] == SAMPLING) & (positions == 2)).any():
             raise RuntimeError("planted: no token for this request")
-        return super().gather(sequences, rows)
+        return super().gather(rows, positions)
 
 
 class PlantedProcess(ProcessServer):
     def make_engine(self, start: Any) -> Any:
-        import runtime.engine.steps.runner as runner
+        import runtime.engine.engine as engine
+        import runtime.engine.steps.rows as rows
 
-        runner.Sampler = PlantedSampler  # type: ignore[misc]
+        engine.Assembler = PlantedAssembler  # type: ignore[misc]
+        rows.SamplingRows = PlantedRows  # type: ignore[misc]
         return super().make_engine(start)
 
 

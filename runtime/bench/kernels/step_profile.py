@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.bench.environment import describe_engine
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.bench.scheduling.engines import Stepper
+from runtime.bench.scheduling.engines import Stepper, local
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -146,7 +146,7 @@ def _counted_launches(gpu: Gpu, ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _watched(engine: Engine, ledger: Ledger) -> Iterator[None]:
-    device = engine.runner.model.device
+    device = local(engine).model.device
     if device.kind == "cpu":
         with _clocked(ledger):
             yield
@@ -173,7 +173,7 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
         if value < 1:
             raise BenchmarkError(f"{name} is {value}, must be at least 1")
     limits = engine.limits
-    if engine.overlaps or engine.runner.graphs is not None:
+    if engine.overlaps or local(engine).graphs is not None:
         raise BenchmarkError('a profile needs the plain loop without graphs: overlap="off", decode_graphs="off"')
     output_len = num_steps + 4
     if prompt_len + output_len > limits.max_model_len or batch > limits.max_num_seqs:
@@ -204,7 +204,7 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
         raise BenchmarkError("a step that was to decode all sequences did something else")
     phases["decode"] = _phase(engine, ledger, records)
     stepper.cancel_all()
-    device = engine.runner.model.device
+    device = local(engine).model.device
     report = {
         "batch": batch, "prompt_len": prompt_len, "num_steps": num_steps, "phases": phases,
         "measured_by": {"cpu": "clocks", "emulated": "counts"}.get(device.kind, "events"),
@@ -247,7 +247,7 @@ def _bound_ms(engine: Engine, counted: dict[str, int]) -> float:
     issue the PTX's instructions."""
     from runtime.device.emulator.driver.architectures import model_of
 
-    device = engine.runner.model.device
+    device = local(engine).model.device
     assert device.arch is not None
     model = model_of(device.arch)
     issued = counted["warp_instructions"] / (ISSUES_PER_CLOCK * model.num_sms * model.clock_khz * 1e3)

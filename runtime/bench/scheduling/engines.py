@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from runtime.engine.engine import Engine
     from runtime.engine.messages import EngineOutput
     from runtime.engine.process.client import EngineClient
+    from runtime.engine.steps.local_executor import LocalExecutor
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -43,6 +44,7 @@ def like(engine: Engine, **settings: Any) -> Engine:
     """An engine on the same model and the same KV pages, with other settings: fields of `EngineLimits` or of its
     `scheduling`. The given engine must be idle, and stay so while this one works."""
     from runtime.engine.engine import Engine
+    from runtime.engine.steps.local_executor import LocalExecutor
 
     if engine.has_work:
         raise BenchmarkError("the engine has work: another on its KV pages would overwrite them")
@@ -52,7 +54,17 @@ def like(engine: Engine, **settings: Any) -> Engine:
     limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, limits.max_num_batched_tokens))
     changed = {"max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens}
     info = msgspec.structs.replace(engine.info, **changed)
-    return Engine(engine.runner.model, engine.runner.kv_cache, limits, info, seed=0)
+    executor = local(engine)
+    return Engine(LocalExecutor(executor.model, executor.kv_cache, limits, info.vocab_size), limits, info, seed=0)
+
+
+def local(engine: Engine) -> LocalExecutor:
+    """The engine's executor. Raises BenchmarkError where it is not of this process."""
+    from runtime.engine.steps.local_executor import LocalExecutor
+
+    if not isinstance(engine.executor, LocalExecutor):
+        raise BenchmarkError(f"the engine's steps run in {type(engine.executor).__name__}, must run in LocalExecutor")
+    return engine.executor
 
 
 @contextmanager

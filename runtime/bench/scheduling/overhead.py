@@ -86,6 +86,7 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
     from runtime.engine.engine import Engine
     from runtime.engine.make_engine import free_memory_bytes
     from runtime.engine.messages import EngineInfo
+    from runtime.engine.steps.local_executor import LocalExecutor
     from runtime.kv.cache import KVCache
 
     model = HollowModel(Device.parse(device))
@@ -122,7 +123,7 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=0,
     )
-    return Engine(model, kv_cache, limits, info, seed=0)
+    return Engine(LocalExecutor(model, kv_cache, limits, VOCAB_SIZE), limits, info, seed=0)
 
 
 def loaded_engine(num_seqs: int, context_len: int, num_steps: int, seed: int, device: str) -> Engine:

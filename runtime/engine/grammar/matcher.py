@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.sampling_arrays import SamplingArrays
-
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
@@ -45,37 +43,34 @@ class GrammarMatcher:
 
 
 class PendingMasks:
-    """The masks of one step, under way.
+    """The masks of one step, under way; see `DrawMasks`.
 
-    places  the rows of the step's draw that they belong to
+    draws  the step's draws that they belong to
     """
 
     def __init__(
-        self, places: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
+        self, draws: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
     ) -> None:
-        self._places = places
+        self._draws = draws
         self._sequences = sequences
         self._buffer = buffer
         self._done = done
 
-    def apply(self, arrays: SamplingArrays) -> list[int]:
-        """Wait for them and narrow ``arrays.allowed_mask`` by them. The places where there is none: their matchers
-        have failed."""
+    def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
+        """The draws ``[m]``, the ids that each allows ``[m, words]``, and the draws without any: their matchers have
+        failed."""
         self._done.result()
-        mask = arrays.allowed_mask
-        assert mask is not None, "a step with grammars has a mask"
-        words = mask.shape[1]
         failed = []
-        for place, sequence, row in zip(self._places, self._sequences, self._buffer):
+        for draw, sequence, mask in zip(self._draws, self._sequences, self._buffer):
             matcher = sequence.matcher
             assert matcher is not None
             if matcher.ll_matcher.is_error():
-                failed.append(place)
+                mask.fill(0)
+                failed.append(draw)
                 continue
-            mask[place] &= row[:words]
             for token_id in idle_ends(sequence.request, matcher.vocabulary):
-                mask[place, token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-        return failed
+                mask[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        return np.array(self._draws, np.intp), self._buffer, failed
 
 
 class MaskComputer:
@@ -85,16 +80,18 @@ class MaskComputer:
         self._thread: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
-    def start(self, sequences: Sequences[Sequence]) -> PendingMasks | None:
-        """Begin with those of the sequences that have a grammar; None: none has.
+    def start(self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64]) -> PendingMasks | None:
+        """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: how many draws
+        each makes; with a grammar it is one.
 
-        Until the masks are applied nobody may touch the matchers.
+        Until the masks were waited for nobody may touch the matchers.
         """
-        places = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
-        if not places:
+        chosen = [sequence for sequence in sequences if sequence.matcher is not None]
+        if not chosen:
             return None
-        chosen = [sequences[place] for place in places]
         matchers = [sequence.matcher for sequence in chosen if sequence.matcher is not None]
+        firsts = (np.cumsum(num_draws) - num_draws).tolist()
+        places = [first for first, sequence in zip(firsts, sequences) if sequence.matcher is not None]
         buffer = np.empty((len(places), matchers[0].vocabulary.num_mask_words), np.uint32)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "xserv-masks")

@@ -286,7 +286,7 @@ class ThreadEngineClient:
         except BaseException:
             logger.exception("the engine's loop has died")
             self._has_died = True
-            self._engine.runner.close()
+            self._engine.executor.close()
         with self._condition:
             self._is_closing = True
         self._end_all("error" if self._has_died else "abort")

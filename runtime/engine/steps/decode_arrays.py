@@ -1,10 +1,10 @@
 """What decode steps are given, in arrays that stay where they are, since a decode graph reads the same addresses in
 each step.
 
-A sequence has a place in them, which it keeps from step to step. On the device lie its block table, to which only what
-was added goes up, and the columns: one number a place of position, slot, sampling parameters and so on. All of a step
-goes up in one copy: the columns, then the added blocks, then the token lists of penalties. Ids,
-statuses and the flag for bad ids come down in one.
+A row of the executor's has a place in them, which it keeps from step to step. On the device lie its block tables, to
+which only what was added goes up, and the columns: one number a place of position, slot, sampling parameters and so on.
+All of a step goes up in one copy: the columns, then the added blocks, then the token lists of penalties. Ids, statuses
+and the flag for bad ids come down in one.
 
 A graph is for a number of places, which may be more than the step has sequences. An empty place is harmless: its token
 is stored nowhere and sees no keys, and what it draws is nobody's.
@@ -23,9 +23,10 @@ from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType, float32, int32, int64, uint8
 from runtime.engine.config import EngineLimits
-from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.steps.decode_device import DecodeDevice, StepBuffers, StepGraph
-from runtime.engine.steps.sampler import PenaltyLists, Sampler
+from runtime.engine.steps.ragged import slots_of
+from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.sampler import PenaltyLists
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 
@@ -35,13 +36,13 @@ TAIL_WORDS = 1 << 18
 _PROGRESS = ("positions", "seq_lens", "position")
 """Neighbouring columns that advance with each step; position: of the token to be drawn, in the output."""
 
-_NEUTRAL = {"slot_mapping": -1, "sources": -1, "top_p": 1, "repetition_penalty": 1}
-"""What an empty place holds; in all other columns 0."""
+_NEUTRAL = {"sources": -1, "top_p": 1, "repetition_penalty": 1}
+"""What an empty place holds; in slots -1, in all other columns 0."""
 
 
-def _columns_of(num_places: int) -> list[tuple[str, DType, int]]:
+def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int]]:
     """Name, type and length of each column, in their order in memory."""
-    whole = [(name, int64) for name in ("slot_mapping", "seed")]
+    whole = [(name, int64) for name in (*slots, "seed")]
     whole += [
         (name, int32) for name in (
             "token_ids", "sources", "top_k", "choice_index",  # sources: the place in the step before that draws the
@@ -59,16 +60,16 @@ def _columns_of(num_places: int) -> list[tuple[str, DType, int]]:
 
 @dataclass(slots=True)
 class Placement:
-    """Where a step's sequences lie.
+    """Where a step's rows lie.
 
-    places      of each sequence, in the order of the step
+    places      of each row, in the order of the step
     num_places  of the graph that shall run: 0 ... num_places - 1
-    additions   (place, first entry, blocks): what block tables on the device lack
+    additions   (group, place, first entry, blocks): what block tables on the device lack
     """
 
     places: NDArray[np.intp]
     num_places: int
-    additions: list[tuple[int, int, list[int]]]
+    additions: list[tuple[int, int, int, NDArray[np.int32]]]
 
 
 class DecodeArrays:
@@ -80,14 +81,15 @@ class DecodeArrays:
     Raises OutOfMemoryError where the device or the system has no room.
     """
 
-    def __init__(self, device: Device, runs_on: DecodeDevice, limits: EngineLimits, sampler: Sampler) -> None:
+    def __init__(self, device: Device, runs_on: DecodeDevice, limits: EngineLimits, rows: Rows) -> None:
         self.runs_on = runs_on
-        self.sampler = sampler
+        self._row_data = rows
         self._block_size = limits.block_size
         self._exact = limits.exact
         self._num_places = places = limits.max_num_seqs
         self._table_width = width = -(-limits.max_model_len // limits.block_size)
-        columns = _columns_of(places)
+        self._slots = slots = [f"slot_mapping_{group}" for group in range(len(rows.tables))]
+        columns = _columns_of(places, slots)
         self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count in columns) // 16) * 16
         inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
         self._inputs = Tensor(inputs, uint8, (inputs.size_bytes,), (1,))
@@ -107,20 +109,21 @@ class DecodeArrays:
         self._tail = {
             dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)
         }
-        self._tables = Tensor.zeros((places, width), int32, device)
+        self._tables = Tensor.zeros((len(slots) * places, width), int32, device)  # a group's behind another's
         self._flat_tables = self._tables.view(-1)
+        self._group_starts = range(0, len(slots) * places, places)
         self._results = Tensor.zeros(2 * places + 1, int32, device)
         self._zeros = Tensor.zeros(places + 1, int32, device)
         self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
         self._buffers = [runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1) for _ in range(2)]
-        self._host_tables = np.zeros((places, width), np.int32)
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
-        self._num_known = [0] * places  # by place: entries of the block table that the device has
+        self._num_known = np.zeros((len(slots), places), np.int64)  # by place: table entries that the device has
         self._has_sources = False  # whether the column holds any
-        self._step: tuple[list[int], int] = ([], 0)  # rows and number of places of the step placed last
-        self._rows = self._places = np.zeros(0, np.intp)  # its rows and places
-        self._place_list: list[int] = []
+        self._rows: NDArray[np.int64] | None = None  # of the step placed last, and its places
+        self._places = np.zeros(0, np.intp)
+        self._num_used = 0  # of these, the number
+        self._is_behind = True  # whether the device's tables may lack blocks of that step
         self._ahead = np.zeros((len(_PROGRESS), 0), np.int64)  # those columns less ``starts``
 
     @property
@@ -136,42 +139,39 @@ class DecodeArrays:
         place = self._place_of[row]
         if place >= 0:
             self._place_of[row] = self._row_at[place] = -1
-            self._step = ([], 0)
+            self._rows = None
 
-    def place(
-        self, sequences: list[Sequence], rows: list[int], starts: NDArray[np.int64], num_places: int
-    ) -> Placement:
-        """Lay out the step that computes the token at ``starts [n]`` of each sequence, in places below ``num_places``:
-        those that they have, where possible."""
-        if self._step != (rows, num_places):
+    def change(self, group: int, row: int, first: int) -> None:
+        """The row's table in this group changes from entry ``first`` on."""
+        self._is_behind = True
+        place = self._place_of[row]
+        if place >= 0 and first < self._num_known[group, place]:
+            self._num_known[group, place] = first
+
+    def place(self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int) -> Placement:
+        """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: those
+        that they have, where possible."""
+        if rows is not self._rows or num_places != self._num_used:
             self._assign(rows, num_places)
-            self._step = (rows, num_places)
-        places, known = self._places, self._num_known
-        additions = []
-        for sequence, place in zip(sequences, self._place_list):
-            first = known[place]
-            if len(sequence.blocks[0]) != first:
-                added = sequence.blocks[0][first:]
-                additions.append((place, first, added))
-                self._host_tables[place, first : first + len(added)] = added
-        columns = self._columns
-        block, offset = np.divmod(starts, self._block_size)
-        columns["slot_mapping"][places] = self._host_tables[places, block] * np.int64(self._block_size) + offset
+            self._rows, self._num_used, self._is_behind = rows, num_places, True
+        places, columns = self._places, self._columns
+        for slots, tables in zip(self._slots, self._row_data.tables):
+            columns[slots][places] = slots_of(tables.table, rows, starts, self._block_size)
         self._progress[:, places] = self._ahead + starts
-        return Placement(places, num_places, additions)
+        return Placement(places, num_places, self._missing_blocks(rows) if self._is_behind else [])
 
     def send(
         self,
         placement: Placement,
-        token_ids: list[int],
+        token_ids: NDArray[np.int32],
         sources: NDArray[np.intp] | None = None,
         lists: list[PenaltyLists] | None = None,
     ) -> StepBuffers:
         """Queue the copy of all that the step is given.
 
-        token_ids  of each sequence, its last, or anything where the device has it
-        sources    of each sequence: the place where the step before draws its token, or -1; None: of none
-        lists      of each sequence, where penalties count
+        token_ids  of each row, its last, or anything where the device has it
+        sources    of each row: the place where the step before draws its token, or -1; None: of none
+        lists      of each row, where penalties count
         """
         self._buffers.reverse()
         buffers = self._buffers[0]
@@ -190,8 +190,9 @@ class DecodeArrays:
             end = self._write_lists(placement, lists, tail, end)
         buffers.upload[:size] = self._host
         self.runs_on.upload(self._inputs, buffers, size + 4 * end)
-        for place, first, added in placement.additions:
-            self._num_known[place] = first + len(added)
+        for group, place, first, added in placement.additions:
+            self._num_known[group, place] = first + len(added)
+        self._is_behind = False
         return buffers
 
     def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
@@ -220,8 +221,8 @@ class DecodeArrays:
             positions=device["positions"][:num_places],
             query_start=self._numbers[: num_places + 1],
             seq_lens=device["seq_lens"][:num_places],
-            slot_mappings=(device["slot_mapping"][:num_places],),
-            block_tables=(self._tables[:num_places],),
+            slot_mappings=tuple(device[name][:num_places] for name in self._slots),
+            block_tables=tuple(self._tables[start : start + num_places] for start in self._group_starts),
             logits_indices=self._numbers[:num_places],
             max_query_len=1,
             max_seq_len=max_seq_len,
@@ -252,11 +253,19 @@ class DecodeArrays:
 
     def _empty_places(self) -> None:
         for name, column in self._columns.items():
-            column.fill(_NEUTRAL.get(name, 0))
+            column.fill(-1 if name in self._slots else _NEUTRAL.get(name, 0))
 
-    def _assign(self, row_list: list[int], num_places: int) -> None:
+    def _missing_blocks(self, rows: NDArray[np.int64]) -> list[tuple[int, int, int, NDArray[np.int32]]]:
+        missing = []
+        for group, tables in enumerate(self._row_data.tables):
+            known, lengths = self._num_known[group, self._places], tables.num_blocks[rows]
+            for i in np.flatnonzero(known != lengths).tolist():
+                first = min(int(known[i]), int(lengths[i]))
+                missing.append((group, int(self._places[i]), first, tables.table[rows[i], first : lengths[i]]))
+        return missing
+
+    def _assign(self, rows: NDArray[np.int64], num_places: int) -> None:
         """Give each row a place, and write its parameters there."""
-        rows = np.array(row_list, np.intp)
         places = self._place_of[rows]
         is_new = (places < 0) | (places >= num_places)
         if is_new.any():
@@ -270,21 +279,21 @@ class DecodeArrays:
             places[is_new] = new
             self._place_of[rows] = places
             self._row_at[new] = rows[is_new]
-            for place in new.tolist():
-                self._num_known[place] = 0
-        self._rows, self._places, self._place_list = rows, places, places.tolist()
+            self._num_known[:, new] = 0
+        self._places = places
         self._ahead = np.zeros((len(_PROGRESS), len(rows)), np.int64)
-        self._ahead[1], self._ahead[2] = 1, 1 - self.sampler.num_prompt_tokens[rows]
+        sampling = self._row_data.sampling
+        self._ahead[1], self._ahead[2] = 1, 1 - sampling.num_prompt_tokens[rows]
         self._empty_places()
-        self.sampler.write_columns(self._columns, places, rows)
+        sampling.write_columns(self._columns, places, rows)
 
     def _write_additions(self, placement: Placement, tail: NDArray[np.int32]) -> int:
         """Write the added blocks as pairs; how many. What finds no room goes up by itself."""
         count = 0
-        for place, first, added in placement.additions:
-            entry, end = place * self._table_width + first, count + len(added)
+        for group, place, first, added in placement.additions:
+            entry, end = (self._group_starts[group] + place) * self._table_width + first, count + len(added)
             if 2 * end > len(tail):
-                self.runs_on.write(self._flat_tables[entry:], np.array(added, np.int32))
+                self.runs_on.write(self._flat_tables[entry:], added)
                 continue
             pairs = tail[2 * count : 2 * end].reshape(-1, 2)
             pairs[:, 0] = np.arange(entry, entry + len(added))

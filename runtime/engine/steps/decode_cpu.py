@@ -1,6 +1,6 @@
 """Decode graphs on the cpu: recorded launches that one compiled call replays, in memory that they share.
 
-A step runs when it is waited for: in the runner's own thread where the loop is overlapped.
+A step runs when it is waited for: in the executor's own thread where the loop is overlapped.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class CpuDecodes:
 
     can_lead = False
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, num_groups: int) -> None:
         self._arena = Arena()
         lengths = self.sequence_lengths(limits.max_model_len, exact=limits.exact)
-        self._forwards = RecordedForwards(limits, lengths)  # another thread's than captures, where loops overlap
+        # Another thread's than captures, where loops overlap.
+        self._forwards = RecordedForwards(limits, lengths, num_groups)
         self._recorded_bytes = 0
 
     @property

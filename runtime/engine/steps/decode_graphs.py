@@ -15,7 +15,6 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +23,15 @@ from runtime import ops
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
 from runtime.engine.config import EngineLimits
-from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.decode_device import DecodeDevice, Forward, StepBuffers, StepGraph
+from runtime.engine.steps.executor import Model
 from runtime.engine.steps.ragged import Layout
-from runtime.engine.steps.sampler import Sampler
+from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.step_input import StepInput
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
-
-if TYPE_CHECKING:
-    from runtime.engine.steps.runner import Model
 
 logger = logging.getLogger("xserv.engine")
 
@@ -42,12 +39,12 @@ MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
 
 
-def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int) -> DecodeDevice:
-    """What graphs over ``vocab_size`` ids need of this device."""
+def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int, num_groups: int) -> DecodeDevice:
+    """What graphs over ``vocab_size`` ids and so many KV cache groups need of this device."""
     if device.kind == "cpu":
         from runtime.engine.steps.decode_cpu import CpuDecodes
 
-        return CpuDecodes(limits)
+        return CpuDecodes(limits, num_groups)
     from runtime.engine.steps.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
 
     return GpuDecodes(device, limits, vocab_size)
@@ -63,54 +60,57 @@ class GraphKey:
     keeps_logits: bool
 
 
-@dataclass(slots=True)
-class DecodeStep:
-    """A step that a graph will run."""
-
-    key: GraphKey
-    rows: NDArray[np.intp]
-    starts: NDArray[np.int64]
-    placement: Placement
-
-
 class DecodeRun:
     """A step that a graph runs."""
 
-    def __init__(self, graphs: DecodeGraphs, step: DecodeStep, buffers: StepBuffers, logits: Tensor | None) -> None:
-        self.places = step.placement.places
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        placement: Placement,
+        buffers: StepBuffers,
+        logits: Tensor | None,
+        *,
+        number: int,
+        keeps_outputs: bool,
+    ) -> None:
+        self.places = placement.places
         self.logits = logits
         """``[num_places, vocab_size]``, where they are kept: until the next graph is launched."""
+        self.number = number
+        self.keeps_outputs = keeps_outputs
         self._graphs = graphs
-        self._num_places = step.key.num_places
+        self._num_places = placement.num_places
         self._buffers = buffers
 
-    def wait(self) -> tuple[list[int], list[bool]]:
-        """Of each sequence the drawn id, and whether there is one. Raises LaunchError where the device failed,
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Of each row the drawn id, and whether there is one. Raises LaunchError where the device failed,
         InvalidArgumentError where a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
         count = self._num_places
-        results: list[int] = self._buffers.results[: 2 * count + 1].tolist()
+        results = self._buffers.results
         if self._graphs.device.kind != "cpu" and results[2 * count]:  # the cpu's kernels check ids where they are
             ops.check_ids(self._graphs.device)
-        places: list[int] = self.places.tolist()
-        return [results[place] for place in places], [results[count + place] == 0 for place in places]
+        return results[self.places], results[count + self.places] == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The sequences of a step, as far as it stays the same from step to step.
+    """The rows of a step, as far as they stay the same from step to step.
 
+    version   the rows', when this was found
     is_plain  none of them has penalties or anything that may forbid ids
+    keeps_outputs  one of them has what looks at its output
     """
 
-    rows: list[int]
-    row_array: NDArray[np.intp]
+    rows: NDArray[np.int64]
+    version: int
     num_places: int
     keeps_logits: bool
     is_plain: bool
+    keeps_outputs: bool
 
 
 class DecodeGraphs:
@@ -119,14 +119,16 @@ class DecodeGraphs:
     num_steps  that graphs have run
     """
 
-    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, sampler: Sampler) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows) -> None:
         self.device = model.device
         self.num_steps = 0
         self._model = model
         self._kv_cache = kv_cache
         self._limits = limits
-        self._sampler = sampler
-        self._runs_on = runs_on = open_decode_device(model.device, limits, sampler.vocab_size)
+        self._rows = rows
+        self._runs_on = runs_on = open_decode_device(
+            model.device, limits, rows.sampling.vocab_size, len(rows.tables)
+        )
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}
@@ -134,10 +136,10 @@ class DecodeGraphs:
         self._has_given_up = False  # of graphs of decodes
         self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
-        self._wants_logprobs = np.zeros(limits.max_num_seqs, np.bool_)  # by row
-        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the latest step
+        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that drew it last
+        self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
         self._running: DecodeRun | None = None
-        self._members: _Members | None = None  # of the step prepared last, while its rows are its sequences'
+        self._members: _Members | None = None  # of the step that came last
 
     @property
     def num_graphs(self) -> int:
@@ -148,38 +150,42 @@ class DecodeGraphs:
         """Of the device's memory, for all that is recorded and its arrays."""
         return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
 
-    def load(self, row: int, sequence: Sequence) -> None:
-        """The sequence was given the row."""
-        self._wants_logprobs[row] = sequence.request.params.logprobs is not None
-        self._members = None
+    def apply(self, step: StepInput) -> None:
+        """Forget what the step changes in the rows; to be called before it is written to them."""
+        for load in step.loads:
+            self._drawn_by[load.row] = -1
+            if self._arrays is not None:
+                self._arrays.forget(load.row)
         if self._arrays is not None:
-            self._arrays.forget(row)
+            for addition in step.additions:
+                self._arrays.change(addition.group, addition.row, addition.first)
 
-    def prepare(self, sequences: list[Sequence], rows: list[int], starts: NDArray[np.int64]) -> DecodeStep | None:
-        """Lay out the step that computes the token at ``starts [n]`` of each sequence; None: it has to run without a
-        graph."""
-        members = self._members
-        if members is None or members.rows != rows:
+    def key_of(self, step: StepInput) -> GraphKey | None:
+        """The graph that a step of decodes needs, whose rows are loaded; None: there can be none."""
+        rows, sampling, members = step.rows, self._rows.sampling, self._members
+        if members is None or members.rows is not rows or members.version != self._rows.version:
             members = self._members = self._members_of(rows)
-        row_array = members.row_array
         num_listed = None
         if not members.is_plain:
-            if self._sampler.masks(sequences, row_array, starts + 1 - self._sampler.num_prompt_tokens[row_array]):
+            positions = step.starts + 1 - sampling.num_prompt_tokens[rows]
+            if sampling.masks(rows, positions):
                 return None
-            num_listed = self._sampler.num_penalty_ids(sequences, row_array)
+            num_listed = sampling.num_penalty_ids(rows, positions)
             if num_listed is not None and num_listed > MOST_LISTED:
                 return None
-        key = GraphKey(
+        return GraphKey(
             num_places=members.num_places,
-            max_seq_len=self._lengths[bisect_left(self._lengths, int(starts.max()) + 1)],
+            max_seq_len=self._lengths[bisect_left(self._lengths, int(step.starts.max()) + 1)],
             has_penalties=num_listed is not None,
             keeps_logits=members.keeps_logits,
         )
-        if key not in self._graphs:
-            self._wanted = None if self._has_given_up else key
-            return None
-        assert self._arrays is not None
-        return DecodeStep(key, row_array, starts, self._arrays.place(sequences, rows, starts, key.num_places))
+
+    def has(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def want(self, key: GraphKey) -> None:
+        """Record this graph behind the step."""
+        self._wanted = None if self._has_given_up else key
 
     def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None] | None:
         """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot be recorded."""
@@ -191,34 +197,40 @@ class DecodeGraphs:
             self._say_what_cannot_be_recorded(error)
             return None
 
-    def can_lead(self, step: DecodeStep) -> bool:
-        """Whether the step may be started while the latest one runs: what it lacks is on the device, and what that one
+    def can_lead(self, key: GraphKey) -> bool:
+        """Whether a step may be started while the latest one runs: what it lacks is on the device, and what that one
         still needs there it leaves alone."""
         running = self._running
         return (
             self._runs_on.can_lead
             and running is not None
             and running.logits is None
-            and not step.key.has_penalties
+            and not key.has_penalties
+            and key in self._graphs
         )
 
-    def start(self, step: DecodeStep, sequences: list[Sequence]) -> DecodeRun:
+    def start(self, step: StepInput, key: GraphKey) -> DecodeRun:
         """Queue the step: one copy, one launch, one copy."""
         assert self._arrays is not None
-        assert self._running is None or self.can_lead(step), "the step before has to be waited for"
+        assert self._running is None or self.can_lead(key), "the step before has to be waited for"
         self._kv_cache.wait_for_arrivals()
-        sources = lists = None
-        if self._running is not None:
-            is_known = np.array([sequence.num_tokens for sequence in sequences]) > step.starts
-            sources = np.where(is_known, -1, self._drawn_at[step.rows])
-        if step.key.has_penalties:
-            lists = self._sampler.penalty_lists(sequences, step.rows)
-        graph = self._graphs[step.key]
-        token_ids = [sequence.last_token_id for sequence in sequences]
-        buffers = self._arrays.send(step.placement, token_ids, sources, lists)
-        self._arrays.launch(graph, step.placement, buffers)
-        self._drawn_at[step.rows] = step.placement.places
-        self._running = DecodeRun(self, step, buffers, graph.result)
+        rows, running, sources, lists = step.rows, self._running, None, None
+        if running is not None:
+            sources = np.where(self._drawn_by[rows] == running.number, self._drawn_at[rows], -1)
+        if key.has_penalties:
+            sampling = self._rows.sampling
+            lists = sampling.penalty_lists(rows, step.starts + 1 - sampling.num_prompt_tokens[rows])
+        graph = self._graphs[key]
+        token_ids = self._rows.tokens_of(step.token_ids, rows)
+        placement = self._arrays.place(rows, step.starts, key.num_places)
+        buffers = self._arrays.send(placement, token_ids, sources, lists)
+        self._arrays.launch(graph, placement, buffers)
+        if self._runs_on.can_lead:
+            self._drawn_at[rows], self._drawn_by[rows] = placement.places, step.number
+        assert self._members is not None
+        self._running = DecodeRun(
+            self, placement, buffers, graph.result, number=step.number, keeps_outputs=self._members.keeps_outputs
+        )
         self.num_steps += 1
         return self._running
 
@@ -263,19 +275,20 @@ class DecodeGraphs:
         self._has_given_up = self._cannot_record = True
         logger.warning("the model's operations cannot be recorded, each is done at once from now on: %s", error)
 
-    def _members_of(self, rows: list[int]) -> _Members:
-        row_array = np.array(rows, np.intp)
+    def _members_of(self, rows: NDArray[np.int64]) -> _Members:
+        sampling = self._rows.sampling
         return _Members(
             rows,
-            row_array,
+            self._rows.version,
             num_places=self._sizes[bisect_left(self._sizes, len(rows))],
-            keeps_logits=bool(self._wants_logprobs[row_array].any()),
-            is_plain=self._sampler.are_plain(row_array),
+            keeps_logits=bool((sampling.num_alternatives[rows] >= 0).any()),
+            is_plain=sampling.are_plain(rows),
+            keeps_outputs=bool(sampling.keeps_outputs[rows].any()),
         )
 
     def _recorded(self, key: GraphKey) -> StepGraph:
         if self._arrays is None:
-            self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._sampler)
+            self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._rows)
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
         return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=key.keeps_logits)

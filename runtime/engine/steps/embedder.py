@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +23,8 @@ from runtime.engine.admission import as_token_ids
 from runtime.engine.checks import check_one_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import RequestError
-from runtime.engine.steps.ragged import lay_out
-from runtime.engine.steps.runner import Model
+from runtime.engine.steps.executor import Executor, SidePass
 from runtime.errors import XservError
-from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
@@ -65,18 +63,15 @@ class Embedding:
 class Embedder:
     """The prompts that wait for their embedding, in the order in which they came.
 
-    synchronize  waits until no step runs
-
     ``prepare`` may be called on any thread; the rest belongs to the engine's loop.
     """
 
-    def __init__(self, model: Model, limits: EngineLimits, vocab_size: int, synchronize: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(self, executor: Executor, limits: EngineLimits, vocab_size: int) -> None:
+        self._executor = executor
         self._limits = limits
         self._vocab_size = vocab_size
-        self._synchronize = synchronize
         self._waiting: deque[Embedding] = deque()
-        self._pages: KVCache | None = None  # of a prompt that takes several passes: the first that waits
+        self._pass: SidePass | None = None  # of a prompt that takes several: the first that waits
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +98,6 @@ class Embedder:
         if not chosen:
             return
         try:
-            self._synchronize()
             self._run(chosen)
         except Exception:
             logger.exception("the embedding of %d prompts failed", len(chosen))
@@ -114,13 +108,13 @@ class Embedder:
         while self._waiting and not self._waiting[0].num_left:
             self._waiting.popleft()
         if not (self._waiting and self._waiting[0].num_computed):
-            self._pages = None
+            self._pass = None
 
     def _choose(self) -> list[Embedding]:
         """The prompts of the next pass: the first alone, or as many whole ones as fit."""
         while self._waiting and self._waiting[0].future.cancelled():
             self._waiting.popleft()
-            self._pages = None
+            self._pass = None
         if not self._waiting:
             return []
         chosen, room = [self._waiting[0]], self._limits.max_num_batched_tokens - self._waiting[0].num_left
@@ -134,25 +128,18 @@ class Embedder:
         return chosen
 
     def _run(self, chosen: list[Embedding]) -> None:
-        block_size, most = self._limits.block_size, self._limits.max_num_batched_tokens
-        starts = np.array([embedding.num_computed for embedding in chosen])
-        counts = np.array([min(embedding.num_left, most) for embedding in chosen])
-        num_blocks = np.array([-(-len(embedding.token_ids) // block_size) for embedding in chosen])
-        first_blocks = np.cumsum(num_blocks) - num_blocks
-        if self._pages is None:
-            self._pages = KVCache(self._model.kv_cache_spec(block_size), int(num_blocks.sum()))
-        # A row that has fewer blocks than another ends with numbers that nobody reads.
-        tables = first_blocks[:, None] + np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
+        starts = [embedding.num_computed for embedding in chosen]
         ids = [
-            embedding.token_ids[start : start + count] for embedding, start, count in zip(chosen, starts, counts)
+            embedding.token_ids[start : start + self._limits.max_num_batched_tokens]
+            for embedding, start in zip(chosen, starts)
         ]
+        if self._pass is None:
+            self._pass = self._executor.side_pass([len(embedding.token_ids) for embedding in chosen])
+        hidden = self._pass.run(ids, starts)  # [num_tokens, hidden_size]
+        counts = np.array([len(each) for each in ids])
         ends = np.cumsum(counts)
-        layout = lay_out(
-            np.concatenate(ids), starts, counts, tables.astype(np.int32), block_size, (ends - 1).astype(np.int32)
-        )
-        batch = layout.batch(self._model.device, exact=self._limits.exact)
-        hidden = self._model.forward(batch, self._pages)  # [num_tokens, hidden_size]
-        last = _on_host(ops.gather_rows(hidden, batch.logits_indices))
+        indices = Tensor.from_numpy((ends - 1).astype(np.int32)).to(hidden.device)
+        last = _on_host(ops.gather_rows(hidden, indices))
         sums = None
         if any(embedding.pooling == "mean" for embedding in chosen):
             sums = np.add.reduceat(_on_host(hidden), ends - counts, axis=0, dtype=np.float64)

@@ -24,9 +24,6 @@ from runtime.tensor.tensor import Tensor
 NUM_KEPT = 32
 """Recordings, about 100 KB each; the one that was used longest ago goes first."""
 
-_ARRAYS = ("token_ids", "positions", "query_start", "seq_lens", "slot_mapping", "logits_indices")
-"""Of a layout, those whose sizes its shape tells; block tables may have any width."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
@@ -54,7 +51,7 @@ class RecordedForwards:
     sequence_lengths  to which the longest sequence is rounded up, ascending
     """
 
-    def __init__(self, limits: EngineLimits, sequence_lengths: list[int]) -> None:
+    def __init__(self, limits: EngineLimits, sequence_lengths: list[int], num_groups: int) -> None:
         self._limits = limits
         self._lengths = sequence_lengths
         self._arena = Arena()
@@ -62,9 +59,9 @@ class RecordedForwards:
         tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some styles compute a prompt whole
         seqs = limits.max_num_seqs
         self._token_ids, self._positions = np.zeros((2, tokens), np.int32)
-        self._slot_mapping = np.zeros(tokens, np.int64)
+        self._slot_mappings = np.zeros((num_groups, tokens), np.int64)
         self._query_start, self._seq_lens, self._logits_indices = np.zeros((3, seqs + 1), np.int32)
-        self._tables = np.zeros(seqs * -(-limits.max_model_len // limits.block_size), np.int32)
+        self._tables = np.zeros((num_groups, seqs * -(-limits.max_model_len // limits.block_size)), np.int32)
 
     @property
     def size_bytes(self) -> int:
@@ -84,10 +81,11 @@ class RecordedForwards:
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
             del self._kept[next(iter(self._kept))]
-        for name in _ARRAYS:
-            getattr(kept.inputs, name)[...] = getattr(layout, name)
-        width = min(layout.block_tables.shape[1], kept.inputs.block_tables.shape[1])
-        kept.inputs.block_tables[:, :width] = layout.block_tables[:, :width]  # all that the sequences have
+        for recorded, given in zip(kept.inputs.shaped, layout.shaped):
+            recorded[...] = given
+        for recorded, given in zip(kept.inputs.block_tables, layout.block_tables):
+            width = min(given.shape[1], recorded.shape[1])
+            recorded[:, :width] = given[:, :width]  # all that the sequences have
         kept.recording.replay()
         return kept.hidden, kept.logits
 
@@ -104,8 +102,8 @@ class RecordedForwards:
             positions=self._positions[:tokens],
             query_start=self._query_start[: seqs + 1],
             seq_lens=self._seq_lens[:seqs],
-            slot_mapping=self._slot_mapping[:tokens],
-            block_tables=self._tables[: seqs * width].reshape(seqs, width),
+            slot_mappings=[slots[:tokens] for slots in self._slot_mappings],
+            block_tables=[tables[: seqs * width].reshape(seqs, width) for tables in self._tables],
             logits_indices=self._logits_indices[: shape.num_logits],
             max_query_len=tokens - seqs + 1,
             max_seq_len=shape.max_seq_len,

@@ -1,15 +1,13 @@
 """From logits to token ids: the sampling parameters of the running sequences, kept as columns by row.
 
-A sequence's parameters are written once, when it is given its row; a step gathers the rows that it samples.
-Only sequences with penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. The draw
-itself is ``ops.sample``.
+A sequence's parameters are written once, when it is given its row; a step gathers the rows of its draws. Only rows with
+penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. The draw itself is ``ops.sample``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,76 +16,108 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
-from runtime.engine.scheduling.sequence import Sequence
-from runtime.sampling_arrays import SampledTokens, SamplingArrays
+from runtime.engine.steps.step_input import RowLoad
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The parameters that are kept as rows of one array, so that one call gathers them."""
+
+Rows = NDArray[np.int64]
 
 PenaltyLists = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The ids of a prompt and of an output that penalties count."""
 
+_FIRST_OUTPUTS = 64
 
-class Sampler:
-    """Parameters of up to ``max_num_seqs`` running sequences over a vocabulary of ``vocab_size`` ids.
 
-    num_prompt_tokens  by row, int64
+class SamplingRows:
+    """Parameters of ``max_num_seqs`` rows over a vocabulary of ``vocab_size`` ids.
+
+    num_prompt_tokens  by row
+    num_alternatives   by row: log probabilities wanted beside each token; -1: none
+    keeps_outputs      by row: whether penalties or bad words look at what was drawn
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
-        self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
+        self.num_alternatives = np.full(max_num_seqs, -1, np.int64)
+        self.keeps_outputs = np.zeros(max_num_seqs, np.bool_)
+        self._floats = np.zeros((len(FLOATS), max_num_seqs), np.float32)
         self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids
         # or a grammar.
         self._flags = np.zeros((3, max_num_seqs), np.bool_)
+        self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._outputs: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
-        self._masked_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._end_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bad_words: list[list[list[int]]] = [[]] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
+        self._broken: set[int] = set()
 
-    def load(self, row: int, sequence: Sequence) -> None:
-        """Write a sequence's parameters into its row."""
-        request, params = sequence.request, sequence.request.params
-        self.num_prompt_tokens[row] = sequence.num_prompt_tokens
-        self._floats[:, row] = [getattr(params, name) for name in _FLOATS]
-        self._integers[:, row] = params.top_k, sequence.index
-        self._seeds[row] = request.seed
-        # A repetition penalty counts an id once, however often the prompt has it.
-        self._prompt_ids[row] = np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else _NO_IDS
-        bias = params.logit_bias or {}
-        self._bias_ids[row] = np.fromiter(bias.keys(), np.int32, len(bias))
-        self._bias_values[row] = np.fromiter(bias.values(), np.float32, len(bias))
-        masked = {*request.eos_token_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
-        self._masked_ids[row] = np.fromiter(masked, np.int32, len(masked))
-        self._bad_words[row] = params.bad_words_token_ids or []
-        allowed = params.allowed_token_ids
-        self._allowed[row] = None if allowed is None else _bit_mask(allowed, self.vocab_size)
-        has_bias = bool(bias or masked or params.bad_words_token_ids)
-        self._flags[:, row] = params.has_penalties, has_bias, allowed is not None or params.grammar is not None
+    def load(self, load: RowLoad) -> None:
+        """Write a row's parameters."""
+        row, numbers = load.row, load.numbers
+        self._broken.discard(row)
+        self.num_prompt_tokens[row] = load.num_prompt_tokens
+        self.num_alternatives[row] = -1 if load.logprobs is None else load.logprobs
+        self._floats[:, row] = [numbers[name] for name in FLOATS]
+        self._integers[:, row] = int(numbers["top_k"]), load.choice_index
+        self._seeds[row] = load.seed
+        self._prompt_ids[row] = _NO_IDS if load.prompt_ids is None else load.prompt_ids
+        self._bias_ids[row] = np.array(load.bias_ids, np.int32)
+        self._bias_values[row] = np.array(load.bias_values, np.float32)
+        self._min_tokens[row] = load.min_tokens
+        self._end_ids[row] = np.array(load.end_ids, np.int32)
+        self._bad_words[row] = load.bad_words
+        self._allowed[row] = None if load.allowed_ids is None else _bit_mask(load.allowed_ids, self.vocab_size)
+        has_penalties = any(numbers[name] != neutral for name, neutral in _PENALTIES)
+        has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids))
+        self._flags[:, row] = has_penalties, has_bias, load.allowed_ids is not None or load.has_masks
+        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words)
+        self._outputs[row] = _NO_IDS
+        if keeps:
+            known = _NO_IDS if load.output_ids is None else load.output_ids
+            self._outputs[row] = np.empty(len(known) + _FIRST_OUTPUTS, np.int32)
+            self._outputs[row][: len(known)] = known
 
-    def gather(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> SamplingArrays:
-        """The parameters of one step, for running sequences whose tokens are all known and their ``rows [n]``.
+    def break_row(self, load: RowLoad) -> None:
+        """The row draws nothing until its next load."""
+        self._broken.add(load.row)
+        self.num_prompt_tokens[load.row] = load.num_prompt_tokens
+        self.num_alternatives[load.row] = -1
+        self.keeps_outputs[load.row] = False
+        self._flags[:, load.row] = True
 
-        Where one has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
+    def write_outputs(self, rows: Rows, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """The tokens at ``positions [n]`` of the rows' outputs; what is behind them counts no more."""
+        for row, position, token_id in zip(rows.tolist(), positions.tolist(), token_ids.tolist()):
+            if self.keeps_outputs[row]:
+                if position >= len(self._outputs[row]):
+                    self._outputs[row] = np.resize(self._outputs[row], 2 * position)
+                self._outputs[row][position] = token_id
+
+    def gather(self, rows: Rows, positions: NDArray[np.int64]) -> SamplingArrays:
+        """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
+
+        Where a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
         no_entries = np.zeros(len(rows) + 1, np.int32)
-        floats = dict(zip(_FLOATS, self._floats.take(rows, axis=1)))  # each contiguous
+        floats = dict(zip(FLOATS, self._floats.take(rows, axis=1)))  # each contiguous
         top_k, choice_index = self._integers.take(rows, axis=1)
-        flags = self._flags.take(rows, axis=1)
-        any_penalties, any_bias, any_allowed = np.logical_or.reduce(flags, axis=1)
+        any_penalties, any_bias, any_allowed = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
         arrays = SamplingArrays(
             **floats,
             top_k=top_k,
             seed=self._seeds.take(rows),
             choice_index=choice_index,
-            position=np.array([sequence.num_output_tokens for sequence in sequences], np.int32),
+            position=positions.astype(np.int32),
             prompt_ids=_NO_IDS,
             prompt_start=no_entries,
             output_ids=_NO_IDS,
@@ -97,96 +127,92 @@ class Sampler:
             bias_start=no_entries,
         )
         if any_penalties:
-            prompts, outputs = zip(*self.penalty_lists(sequences, rows))
+            prompts, outputs = zip(*self.penalty_lists(rows, positions))
             arrays.prompt_ids, arrays.prompt_start = _ragged(prompts, np.int32)
             arrays.output_ids, arrays.output_start = _ragged(outputs, np.int32)
         if any_bias:
-            self._gather_bias(arrays, sequences, rows)
+            self._gather_bias(arrays, rows, positions)
         if any_allowed:
             everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
         return arrays
 
-    def gather_sound(
-        self, sequences: Sequences[Sequence], rows: NDArray[np.intp]
-    ) -> tuple[SamplingArrays, list[int]]:
-        """The same, and the places of those whose own parameters raise an error: what stands there is another's, for
-        a draw that is for nobody. Raises an error that no single one of them raises."""
-        try:
-            return self.gather(sequences, rows), []
-        except Exception:
-            broken = [place for place in range(len(rows)) if self._is_broken(sequences[place], rows[place : place + 1])]
-            if not broken:
-                raise
+    def gather_sound(self, rows: Rows, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
+        """The same, and the draws whose own parameters raise an error: what stands there is another's, for a draw that
+        is for nobody. Raises an error that no single one of them raises."""
+        if not self._broken:
+            try:
+                return self.gather(rows, positions), []
+            except Exception:
+                pass
+        broken = [i for i in range(len(rows)) if self._is_broken(rows[i : i + 1], positions[i : i + 1])]
+        if not broken:
+            return self.gather(rows, positions), []
         sound = sorted(set(range(len(rows))).difference(broken))
         if not sound:
             return SamplingArrays.neutral(len(rows)), broken
-        places = [sound[0] if place in broken else place for place in range(len(rows))]
-        return self.gather([sequences[place] for place in places], rows[places]), broken
+        chosen = [sound[0] if i in broken else i for i in range(len(rows))]
+        return self.gather(rows[chosen], positions[chosen]), broken
 
-    def _is_broken(self, sequence: Sequence, row: NDArray[np.intp]) -> bool:
+    def _is_broken(self, row: Rows, position: NDArray[np.int64]) -> bool:
+        if int(row[0]) in self._broken:
+            return True
         try:
-            self.gather([sequence], row)
+            self.gather(row, position)
         except Exception:
-            logger.exception("request %s: its sampling parameters failed", sequence.request.request_id)
+            logger.exception("the sampling parameters of row %d failed", row[0])
             return True
         return False
 
-    def penalty_lists(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> list[PenaltyLists]:
-        """What penalties count, of each of these sequences, whose tokens are all known; empty without penalties."""
+    def penalty_lists(self, rows: Rows, positions: NDArray[np.int64]) -> list[PenaltyLists]:
+        """What penalties count in each of these draws; empty without penalties."""
         return [
-            (self._prompt_ids[row], sequence.output_ids) if wanted else (_NO_IDS, _NO_IDS)
-            for sequence, row, wanted in zip(sequences, rows, self._flags[0].take(rows))
+            (self._prompt_ids[row], self._outputs[row][:position]) if wanted else (_NO_IDS, _NO_IDS)
+            for row, position, wanted in zip(rows.tolist(), positions.tolist(), self._flags[0].take(rows).tolist())
         ]
 
-    def num_penalty_ids(self, sequences: Sequences[Sequence], rows: NDArray[np.intp]) -> int | None:
-        """At least as many as `penalty_lists` will hold, one more token of each known by then; None: no penalties."""
+    def num_penalty_ids(self, rows: Rows, positions: NDArray[np.int64]) -> int | None:
+        """At least as many as `penalty_lists` will hold; None: no penalties."""
         (wanted,) = self._flags[0].take(rows).nonzero()
         if not wanted.size:
             return None
-        chosen: list[int] = wanted.tolist()
-        return sum(len(self._prompt_ids[rows[i]]) + sequences[i].num_output_tokens + 1 for i in chosen)
+        return sum(len(self._prompt_ids[rows[i]]) + int(positions[i]) for i in wanted.tolist())
 
-    def are_plain(self, rows: NDArray[np.intp]) -> bool:
-        """Whether none of these sequences has penalties, logit bias, bad words, ``min_tokens``, allowed ids or a
-        grammar."""
+    def are_plain(self, rows: Rows) -> bool:
+        """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids or a grammar."""
         return not self._flags.take(rows, axis=1).any()
 
-    def masks(self, sequences: Sequences[Sequence], rows: NDArray[np.intp], positions: NDArray[np.int64]) -> bool:
-        """Whether the draw of one of these sequences, at ``positions [n]`` of their outputs, is under a logit bias,
-        allowed ids, a grammar, bad words (which may forbid none), or ids that ``min_tokens`` forbids."""
+    def masks(self, rows: Rows, positions: NDArray[np.int64]) -> bool:
+        """Whether one of these draws is under a logit bias, allowed ids, a grammar, bad words (which may forbid none),
+        or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
             len(self._bias_ids[rows[i]]) > 0
             or len(self._bad_words[rows[i]]) > 0
-            or positions[i] < sequences[i].request.params.min_tokens
+            or positions[i] < self._min_tokens[rows[i]]
             for i in may_mask.nonzero()[0].tolist()
         )
 
-    def write_columns(
-        self, columns: Mapping[str, NDArray[Any]], places: NDArray[np.intp], rows: NDArray[np.intp]
-    ) -> None:
+    def write_columns(self, columns: Mapping[str, NDArray[Any]], places: NDArray[np.intp], rows: Rows) -> None:
         """Write the numbers of these rows to their ``places [n]`` in columns that bear the parameters' names."""
-        for name, values in zip(_FLOATS, self._floats):
+        for name, values in zip(FLOATS, self._floats):
             columns[name][places] = values.take(rows)
         for name, numbers in zip(("top_k", "choice_index"), self._integers):
             columns[name][places] = numbers.take(rows)
         columns["seed"][places] = self._seeds.take(rows).view(columns["seed"].dtype)
 
-    def _gather_bias(
-        self, arrays: SamplingArrays, sequences: Sequences[Sequence], rows: NDArray[np.intp]
-    ) -> None:
+    def _gather_bias(self, arrays: SamplingArrays, rows: Rows, positions: NDArray[np.int64]) -> None:
         ids: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []
-        for sequence, row in zip(sequences, rows):
+        for row, position in zip(rows.tolist(), positions.tolist()):
             ids.append(self._bias_ids[row])
             values.append(self._bias_values[row])
             forbidden = []
-            if sequence.num_output_tokens < sequence.request.params.min_tokens:
-                forbidden.append(self._masked_ids[row])
+            if position < self._min_tokens[row]:
+                forbidden.append(self._end_ids[row])
             if self._bad_words[row]:
-                forbidden.append(_last_ids(self._bad_words[row], sequence.output_ids))
+                forbidden.append(last_ids(self._bad_words[row], self._outputs[row][:position]))
             if forbidden:
                 masked = np.concatenate(forbidden)
                 ids[-1] = np.concatenate((ids[-1], masked))
@@ -195,13 +221,8 @@ class Sampler:
         arrays.bias_values = np.concatenate(values)
 
 
-def sample(logits: Tensor, arrays: SamplingArrays) -> SampledTokens:
-    """One token a row of ``logits [n, vocab_size]`` float32, which stay as they are."""
-    return ops.sample(logits, arrays)
-
-
 def token_logprobs(
-    logits: Tensor, token_ids: NDArray[np.int32], num_alternatives: Sequences[int]
+    logits: Tensor, token_ids: NDArray[np.int32], num_alternatives: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Log probability and rank of ``token_ids [n]`` under the raw ``logits [n, vocab_size]``, each with as
     many of the most probable ids as ``num_alternatives`` says."""
@@ -222,18 +243,10 @@ def token_logprobs(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
+_PENALTIES = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
 
 
-def forbidden_ids(sequence: Sequence) -> set[int]:
-    """The ids that ``min_tokens`` and bad words forbid to be drawn next."""
-    request, params = sequence.request, sequence.request.params
-    forbidden = set(_last_ids(params.bad_words_token_ids or [], sequence.output_ids).tolist())
-    if sequence.num_output_tokens < params.min_tokens:
-        forbidden.update(request.eos_token_ids, params.stop_token_ids or ())
-    return forbidden
-
-
-def _last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+def last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """The last ids of those words whose other ids the output ends with."""
     tail: list[int] = output_ids[-MAX_BAD_WORD_TOKENS:].tolist()
     last = [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
@@ -248,7 +261,7 @@ def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
 
 
 def _ragged(
-    parts: Sequences[NDArray[np.int32]], dtype: type[np.int32]
+    parts: Sequence[NDArray[np.int32]], dtype: type[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The parts in one row, and ``[len(parts) + 1]`` offsets."""
     start = np.zeros(len(parts) + 1, np.int32)

@@ -20,6 +20,7 @@ from runtime.engine.config import EngineConfig, EngineSettings, resolve
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor.tensor import Tensor
 
@@ -166,7 +167,7 @@ def make_engine(
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=0,
     )
-    return Engine(model, kv_cache, limits, info, seed)
+    return Engine(LocalExecutor(model, kv_cache, limits, VOCAB_SIZE), limits, info, seed)
 
 
 def request(

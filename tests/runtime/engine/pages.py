@@ -40,8 +40,8 @@ class PageChecker:
 
     def check(self) -> None:
         engine = self.engine
-        engine.runner.synchronize()
-        sums = slot_sums(engine.runner.kv_cache)
+        engine.executor.synchronize()
+        sums = slot_sums(engine.executor.kv_cache)
         block_size = engine.limits.block_size
         seen: dict[Sequence, NDArray[np.uint64]] = {}
         for sequence in engine.scheduler.waiting:

@@ -13,6 +13,7 @@ from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Chunk
+from runtime.engine.steps.step_input import RowLoad
 from tests.runtime.engine.fakes import (
     VOCAB_SIZE,
     Collected,
@@ -65,14 +66,14 @@ def test_decodes_come_first_and_several_prompts_share_a_step() -> None:
     engine = make_engine(model=model, max_num_batched_tokens=32)
     engine.add(request("a", [1], max_tokens=10))
     engine.step()
-    engine.runner.synchronize()
+    engine.executor.synchronize()
     shapes: list[list[int]] = []
     model.before_forward = lambda batch: shapes.append(np.diff(batch.query_start.array).tolist())
     for name in "bcd":
         engine.add(request(name, random_prompt(random.Random(name), 20), max_tokens=10))
     engine.step()
     engine.step()
-    engine.runner.synchronize()
+    engine.executor.synchronize()
     assert shapes[:2] == [[1, 20, 11], [1, 1, 9, 20]]
 
 
@@ -202,7 +203,7 @@ def check_logprobs(entry: object, context: list[int], num_top: int) -> None:
 def test_prompt_logprobs_whatever_the_chunks(
     prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.engine.steps.runner.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
+    monkeypatch.setattr("runtime.engine.steps.side_pass.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
     prompt = random_prompt(random.Random(3), prompt_len)
     engine = make_engine(max_num_batched_tokens=budget)
     result = one(engine, prompt, max_tokens=2, prompt_logprobs=2, n=2)
@@ -429,14 +430,14 @@ def test_nan_logits_end_one_request() -> None:
 
 def test_a_request_that_cannot_be_loaded_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    original = engine.runner.load
+    original = engine.assembler.load_of
 
-    def load(sequence: Sequence) -> None:
+    def load(sequence: Sequence) -> RowLoad:
         if sequence.request.request_id == "bad":
             raise RuntimeError("planted")
-        original(sequence)
+        return original(sequence)
 
-    monkeypatch.setattr(engine.runner, "load", load)
+    monkeypatch.setattr(engine.assembler, "load_of", load)
     engine.add(request("good", [1, 2, 3], max_tokens=8))
     engine.add(request("bad", [1, 2, 3], max_tokens=8, n=3))
     results = run_to_end(engine)
@@ -507,7 +508,7 @@ def test_logits_of_every_position_in_chunks() -> None:
 
 
 def test_a_decode_step_does_not_depend_on_the_context() -> None:
-    """The runner copies nothing that grows with the context: the batch's block table is a view of one of its own."""
+    """The executor copies nothing that grows with the context: the batch's block table is a view of one of its own."""
     model = FakeModel()
     engine = make_engine(model=model, max_model_len=128, max_num_batched_tokens=128)
     tables: list[object] = []
@@ -515,8 +516,8 @@ def test_a_decode_step_does_not_depend_on_the_context() -> None:
     for name in "abc":
         engine.add(request(name, [1] * 30, max_tokens=5))
     run_to_end(engine)
-    own = [each.table for each in engine.runner._tables]
-    assert all(any(np.shares_memory(table, each) for each in own) for table in tables)
+    (own,) = engine.executor.rows.tables
+    assert all(np.shares_memory(table, own.table) for table in tables)
 
 
 def test_rows_with_holes_give_the_same_tokens() -> None:

@@ -88,8 +88,8 @@ class Failing:
     which would have to do without from then on."""
 
     def __init__(self, engine: Engine, rng: random.Random, rate: float) -> None:
-        model = engine.runner.model
-        forward, record_graph = model.forward, engine.runner.record_graph
+        model = engine.executor.model
+        forward, record_graph = model.forward, engine.executor.record
         self.num_failures = 0
         is_recording = False
 
@@ -99,7 +99,7 @@ class Failing:
             record_graph()
             is_recording = False
 
-        engine.runner.record_graph = record  # type: ignore[method-assign]
+        engine.executor.record = record  # type: ignore[method-assign]
 
         def fail(batch: object, kv_cache: KVCache) -> Tensor:
             hidden = forward(batch, kv_cache)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_two_thousand_steps_of_the_demo_model(
     settings: EngineSettings, num_steps: int, demo_answers: Answers
 ) -> None:
     """`swap_space_bytes` counts blocks here."""
-    block_bytes = demo_answers.lone.runner.kv_cache.spec.bytes_per_block
+    block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
     settings = {**settings, "swap_space_bytes": settings.get("swap_space_bytes", 0) * block_bytes}
     engine = build_engine(**TINY, **settings)
     pages = fuzz(engine, demo_answers, num_steps=num_steps, seed=3, failure_rate=0.01)
@@ -205,7 +205,7 @@ def test_two_hundred_steps_on_the_emulated_gpu(tmp_path: Path) -> None:
         **TINY,
         exact=True,
         preemption="swap",
-        swap_space_bytes=16 * lone.runner.kv_cache.spec.bytes_per_block,
+        swap_space_bytes=16 * lone.executor.kv_cache.spec.bytes_per_block,
     )
     assert engine.overlaps
     pages = fuzz(engine, answers, num_steps=200, seed=5, failure_rate=0.01)
@@ -228,7 +228,7 @@ def test_a_page_written_by_a_stranger_is_found(overlap: Literal["on", "off"]) ->
         pages.check()
     victim = engine.requests["two"].sequences[0]
     position = victim.num_computed - 3
-    keys = engine.runner.kv_cache.layer(3)[0].array  # [num_blocks, num_kv_heads, head_dim, block_size]
+    keys = engine.executor.kv_cache.layer(3)[0].array  # [num_blocks, num_kv_heads, head_dim, block_size]
     lane = keys[victim.blocks[0][position // 8], 1, 17, position % 8 : position % 8 + 1]
     before = lane.copy()
     lane.view(f"u{lane.itemsize}")[0] ^= 1  # the last bit of one number

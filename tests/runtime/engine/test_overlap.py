@@ -65,7 +65,7 @@ def test_who_is_cancelled_between_plan_and_start_is_left_out() -> None:
     shapes = shapes_of(model)
     collect(engine.step(), results)
     collect(engine.step(once(lambda: engine.cancel("b"))), results)
-    engine.runner.synchronize()
+    engine.executor.synchronize()
     assert shapes == [[2, 2, 2], [1, 1, 1], [1, 1]]
     assert (results["b"].finish_reason(), results["b"].token_ids()) == ("abort", greedy([48, 1], 2))
     engine.check_invariants()
@@ -87,7 +87,7 @@ def test_who_arrives_between_plan_and_start_joins_the_step() -> None:
         return []
 
     collect(engine.step(once(arrive)), results)
-    engine.runner.synchronize()
+    engine.executor.synchronize()
     assert shapes == [[2], [1], [1, 3]]
     run_to_end(engine, results)
     assert results["old"].token_ids() == greedy([1, 2], 8)
@@ -104,7 +104,7 @@ def test_a_step_that_loses_all_its_chunks_makes_room_for_another() -> None:
     shapes = shapes_of(model)
     results: dict[str, Collected] = {}
     collect(engine.step(once(lambda: engine.cancel("first"))), results)
-    engine.runner.synchronize()
+    engine.executor.synchronize()
     assert shapes == [[2], [1]], "all but the last token of the second's prompt is found in the cache"
     run_to_end(engine, results)
     assert results["first"].finish_reason() == "abort"

@@ -64,7 +64,7 @@ def test_a_failed_request_is_no_measurement() -> None:
     make = engine_maker({"device": "cpu", "seed": 0}, exact=True)
     engine = make({"max_model_len": 64, "num_blocks": 64})
     requests = make_requests(2, 64, engine.info.vocab_size)
-    engine.runner.model = None  # type: ignore[assignment]
+    engine.executor.model = None  # type: ignore[assignment]
     with pytest.raises(BenchmarkError, match="request r0 ended with error"):
         serve(engine, requests, "together")
     with pytest.raises(BenchmarkError, match="--num-schedules 1 must be 2 to"):

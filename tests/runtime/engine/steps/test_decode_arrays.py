@@ -7,14 +7,18 @@ import random
 import numpy as np
 import pytest
 
+from runtime import ops
 from runtime.device.device import Device
 from runtime.engine.config import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.step import Chunk, Step
 from runtime.engine.steps import decode_arrays
+from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.decode_arrays import DecodeArrays
 from runtime.engine.steps.decode_graphs import open_decode_device
-from runtime.engine.steps.sampler import Sampler
+from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.step_input import RowLoad, StepInput
 from runtime.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
@@ -31,46 +35,81 @@ LIMITS = EngineLimits(
 )
 
 
+class Running:
+    """Rows, the arrays over them, and what each sequence is expected to have there."""
+
+    def __init__(self, device: Device) -> None:
+        self.rows = Rows(NUM_PLACES, 8, 1, 50)
+        self.arrays = DecodeArrays(device, open_decode_device(device, LIMITS, 50, 1), LIMITS, self.rows)
+        self.sequences: dict[int, Sequence] = {}
+        self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
+        self._assembler = Assembler(NUM_PLACES, 1, "record")
+
+    def load(self, row: int, rng: random.Random, **params: object) -> Sequence:
+        """A sequence whose prompt is computed: it decodes next."""
+        prompt = np.array([rng.randrange(50) for _ in range(rng.randrange(1, 40))], np.int32)
+        request = Request("r", prompt, SamplingParams(**params), max_tokens=20, arrival_s=0.0)  # type: ignore[arg-type]
+        request.seed = rng.getrandbits(64)
+        sequence = Sequence(request, rng.randrange(3))
+        sequence.num_pending = 1
+        sequence.append(rng.randrange(50))
+        sequence.num_pending = 0
+        sequence.blocks = [[rng.randrange(100) for _ in range(-(-sequence.num_tokens // BLOCK_SIZE))]]
+        sequence.first_pages = [0]
+        sequence.row = row
+        self.sequences[row] = sequence
+        self._apply(self._step([row]), [self._assembler.load_of(sequence)])
+        self.arrays.forget(row)
+        return sequence
+
+    def step(self) -> StepInput:
+        """The decode step of all, whose additions are written."""
+        return self._apply(self._step(sorted(self.sequences)), [])
+
+    def _step(self, rows: list[int]) -> Step:
+        step = Step(0, 64)
+        for row in rows:
+            step.chunks.append(Chunk(self.sequences[row], self.sequences[row].num_tokens - 1, 1, False, True))
+        step.num_tokens = len(rows)
+        return step
+
+    def _apply(self, step: Step, loads: list[RowLoad]) -> StepInput:
+        made = self._assembler.assemble(step, loads).input
+        for addition in made.additions:
+            self.arrays.change(addition.group, addition.row, addition.first)
+        self.rows.apply(made)
+        self._assembler.sent(made)
+        return made
+
+
 @pytest.fixture(params=["cpu", "emulated:sm_80"])
-def arrays(request: pytest.FixtureRequest) -> DecodeArrays:
-    device = Device.parse(request.param)
-    return DecodeArrays(device, open_decode_device(device, LIMITS, 50), LIMITS, Sampler(NUM_PLACES, 50))
+def device(request: pytest.FixtureRequest) -> Device:
+    return Device.parse(request.param)
 
 
-def new_sequence(arrays: DecodeArrays, row: int, rng: random.Random, **params: object) -> Sequence:
-    """One whose prompt is computed: it decodes next."""
-    prompt = np.array([rng.randrange(50) for _ in range(rng.randrange(1, 40))], np.int32)
-    request = Request("r", prompt, SamplingParams(**params), max_tokens=20, arrival_s=0.0)  # type: ignore[arg-type]
-    request.seed = rng.getrandbits(64)
-    sequence = Sequence(request, rng.randrange(3))
-    sequence.num_pending = 1
-    sequence.append(rng.randrange(50))
-    sequence.num_pending = 0
-    sequence.blocks = [[rng.randrange(100) for _ in range(-(-sequence.num_tokens // BLOCK_SIZE))]]
-    sequence.first_pages = [0]
-    sequence.row = row
-    arrays.sampler.load(row, sequence)
-    arrays.forget(row)
-    return sequence
+@pytest.fixture
+def running(device: Device) -> Running:
+    return Running(device)
 
 
 def numpy_of(tensor: Tensor) -> np.ndarray:
     return tensor.to("cpu").array
 
 
-def run_step(arrays: DecodeArrays, running: dict[int, Sequence], num_places: int) -> np.ndarray:
+def run_step(running: Running, num_places: int) -> np.ndarray:
     """Place and send a step of all running sequences and check what lies on the device; their places."""
-    rows = sorted(running)
-    sequences = [running[row] for row in rows]
-    starts = np.array([sequence.num_tokens - 1 for sequence in sequences])
-    placement = arrays.place(sequences, rows, starts, num_places)
-    arrays.place(sequences[:1], rows[:1], starts[:1], num_places)  # not sent, so without effect
-    placement = arrays.place(sequences, rows, starts, num_places)
-    buffers = arrays.send(placement, [sequence.last_token_id for sequence in sequences])
+    arrays, step = running.arrays, running.step()
+    sequences, starts = [running.sequences[row] for row in step.rows.tolist()], step.starts
+    arrays.place(step.rows, starts, num_places)
+    arrays.place(step.rows[:1].copy(), starts[:1], num_places)  # not sent, so without effect
+    placement = arrays.place(step.rows, starts, num_places)
+    token_ids = np.array([sequence.last_token_id for sequence in sequences], np.int32)
+    assert running.rows.last_tokens[step.rows].tolist() == token_ids.tolist()
+    buffers = arrays.send(placement, token_ids)
 
     def work() -> Tensor:
         arrays.take_inputs(num_places)
-        return arrays._zeros  # any
+        return ops.gather_rows(running.nothing, arrays._numbers[:num_places])  # any
 
     graph = arrays.runs_on.capture(work, num_rows=num_places, keeps_logits=False)
     arrays.launch(graph, placement, buffers)
@@ -95,65 +134,81 @@ def run_step(arrays: DecodeArrays, running: dict[int, Sequence], num_places: int
 
 
 @pytest.mark.parametrize("tail_words", [decode_arrays.TAIL_WORDS, 8])
-def test_random_steps(arrays: DecodeArrays, monkeypatch: pytest.MonkeyPatch, tail_words: int) -> None:
+def test_random_steps(device: Device, monkeypatch: pytest.MonkeyPatch, tail_words: int) -> None:
     """Sequences come, grow and go; with hardly any room for changes most go up by themselves."""
     monkeypatch.setattr(decode_arrays, "TAIL_WORDS", tail_words)
+    running = Running(device)
     rng = random.Random(1)
-    running: dict[int, Sequence] = {}
     place_of: dict[Sequence, int] = {}
     num_kept = 0
     for _ in range(40):
         for row in range(NUM_PLACES):
             if rng.random() < 0.15:
-                running.pop(row, None)
+                running.sequences.pop(row, None)
                 if rng.random() < 0.7:
-                    running[row] = new_sequence(arrays, row, rng)
-        if not running:
+                    running.load(row, rng)
+        if not running.sequences:
             continue
-        least = len(running)
-        num_places = next(size for size in (1, 2, 4, 8) if size >= least)
-        places = run_step(arrays, running, num_places)
-        for row, place in zip(sorted(running), places.tolist()):
-            sequence = running[row]
+        num_places = next(size for size in (1, 2, 4, 8) if size >= len(running.sequences))
+        places = run_step(running, num_places)
+        for row, place in zip(sorted(running.sequences), places.tolist()):
+            sequence = running.sequences[row]
             if place_of.get(sequence, num_places) < num_places:
                 assert place_of[sequence] == place, "a sequence moved without need"
                 num_kept += 1
             place_of[sequence] = place
             sequence.num_pending = 1
             sequence.append(rng.randrange(50))
+            running.rows.last_tokens[row] = sequence.last_token_id
             if sequence.num_tokens > len(sequence.blocks[0]) * BLOCK_SIZE:
                 sequence.blocks[0].append(rng.randrange(100))
             if sequence.num_tokens == 64:
-                del running[row]
+                del running.sequences[row]
     assert num_kept > 50
 
 
-def test_only_what_is_new_goes_up(arrays: DecodeArrays) -> None:
+def test_only_what_is_new_goes_up(running: Running) -> None:
     rng = random.Random(2)
-    running = {row: new_sequence(arrays, row, rng) for row in range(3)}
-    run_step(arrays, running, 4)
-    rows, sequences = sorted(running), [running[row] for row in sorted(running)]
-    starts = np.array([sequence.num_tokens - 1 for sequence in sequences])
-    assert arrays.place(sequences, rows, starts, 4).additions == []
+    sequences = [running.load(row, rng) for row in range(3)]
+    run_step(running, 4)
+    arrays, step = running.arrays, running.step()
+    assert arrays.place(step.rows, step.starts, 4).additions == []
     sequences[1].blocks[0] += [77, 78]
-    (addition,) = arrays.place(sequences, rows, starts, 4).additions
-    assert addition[1:] == (len(sequences[1].blocks[0]) - 2, [77, 78])
+    step = running.step()
+    (addition,) = arrays.place(step.rows, step.starts, 4).additions
+    assert addition[2] == len(sequences[1].blocks[0]) - 2
+    assert addition[3].tolist() == [77, 78]
 
 
-def test_parameters_and_lists_lie_at_the_places(arrays: DecodeArrays) -> None:
-    rng = random.Random(3)
+def test_blocks_that_are_given_back_and_replaced_go_up(running: Running) -> None:
+    """As after tokens that were reserved and not kept: the table is as long as before, with another block."""
+    rng = random.Random(4)
+    sequence = running.load(0, rng)
+    run_step(running, 1)
+    last = sequence.blocks[0].pop()
+    running.step()
+    sequence.blocks[0].append((last + 1) % 100)
+    run_step(running, 1)
+
+
+def test_parameters_and_lists_lie_at_the_places(running: Running) -> None:
+    rng, arrays = random.Random(3), running.arrays
     kinds: list[dict[str, object]] = [
         {"temperature": 0.5, "top_k": 7, "frequency_penalty": 0.5},
         {"temperature": 0.0},
         {"top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -0.5},
     ]
-    arrays.place([new_sequence(arrays, 5, rng)], [5], np.array([0]), 8)  # row 5 takes place 0
-    running = {2 * i: new_sequence(arrays, 2 * i, rng, **kind) for i, kind in enumerate(kinds)}
-    rows, sequences = sorted(running), [running[row] for row in sorted(running)]
-    starts = np.array([sequence.num_tokens - 1 for sequence in sequences])
-    placement = arrays.place(sequences, rows, starts, 4)
-    lists = arrays.sampler.penalty_lists(sequences, np.array(rows))
-    arrays.send(placement, [0, 0, 0], np.array([-1, 4, -1]), lists)
+    running.load(5, rng)
+    arrays.place(np.array([5]), np.array([0]), 8)  # row 5 takes place 0
+    running.sequences.clear()
+    sequences = [running.load(2 * i, rng, **kind) for i, kind in enumerate(kinds)]
+    step = running.step()
+    placement = arrays.place(step.rows, step.starts, 4)
+    positions = step.starts + 1 - running.rows.sampling.num_prompt_tokens[step.rows]
+    lists = running.rows.sampling.penalty_lists(step.rows, positions)
+    outputs = [ids.tolist() for _, ids in lists]
+    assert outputs == [sequences[0].output_ids.tolist(), [], sequences[2].output_ids.tolist()]
+    arrays.send(placement, np.zeros(3, np.int32), np.array([-1, 4, -1]), lists)
     held = {name: numpy_of(tensor) for name, tensor in arrays._on_device.items()}
     tail = numpy_of(arrays._tail[decode_arrays.int32])
     for sequence, place, (prompt, output) in zip(sequences, placement.places.tolist(), lists):

@@ -71,9 +71,9 @@ def test_what_a_kernel_finds_wrong_is_raised_by_the_replay(
 ) -> None:
     """A block outside the pages, as if the bookkeeping were broken; the next request finds all in order."""
     engine = one_graph(write_model(tmp_path, load_golden("llama_default")), overlap=overlap)
-    engine.runner.synchronize()
-    assert engine.runner.graphs is not None
-    arrays = engine.runner.graphs._arrays
+    engine.executor.synchronize()
+    assert engine.executor.graphs is not None
+    arrays = engine.executor.graphs._arrays
     assert arrays is not None
     arrays._tables.array[:] = 1 << 20
     with caplog.at_level(logging.ERROR, "xserv.engine"):
@@ -108,7 +108,7 @@ def test_what_no_kernel_does_is_not_recorded(
     answers = {}
     for mode in ("auto", "off"):
         engine = new_engine(folder, "cpu", decode_graphs=mode)
-        model: Any = engine.runner.model
+        model: Any = engine.executor.model
         plain = model.compute_logits
         model.compute_logits = lambda hidden, plain=plain: change(plain(hidden))
         for i in range(3):
@@ -168,8 +168,8 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
                 engine.add(request(f"p{length}", [20 + length] * length, max_tokens=1))
                 run_to_end(engine)
             assert len(made) == 3 + 5
-            assert engine.runner.graphs is not None
-            assert len(engine.runner.graphs._runs_on._forwards._kept) == 4  # type: ignore[attr-defined]
+            assert engine.executor.graphs is not None
+            assert len(engine.executor.graphs._runs_on._forwards._kept) == 4  # type: ignore[attr-defined]
         engine.close()
     check_equal(answers["on"], answers["off"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections import Counter
@@ -64,27 +63,6 @@ def test_replay_gives_the_golden_tokens(tmp_path: Path) -> None:
     for i in range(3):
         assert results[f"r{i}"].token_ids() == expected
     engine.close()
-
-
-def test_odd_widths(tmp_path: Path) -> None:
-    """Rows of the weights are not aligned; kernels of a graph read them before the kernels in front have ended."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 250,
-        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 401,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 2, "bos_token_id": 1,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt, tokens = [7, 300, 41, 400, 13], {}
-    for device in ("cpu", "emulated:sm_90a"):
-        engine = new_engine(tmp_path, device, dtype="float32", load_format="dummy")
-        engine.add(request("r", prompt, max_tokens=6, ignore_eos=True))
-        engine.add(request("s", prompt[::-1], max_tokens=6, ignore_eos=True))
-        results = run_to_end(engine)
-        assert engine.stats().num_graph_steps >= 3
-        tokens[device] = [results[name].token_ids() for name in "rs"]
-        engine.close()
-    assert tokens["emulated:sm_90a"] == tokens["cpu"]
 
 
 def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:
@@ -251,8 +229,8 @@ def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkey
         collect(engine.step(), results)
     assert leads[-1]
     block = engine.requests["r1"].sequences[0].blocks[0][0]
-    keys, _ = engine.runner.kv_cache.layer(0)
-    page_bytes = engine.runner.kv_cache.spec.planes[0].size_bytes
+    keys, _ = engine.executor.kv_cache.layer(0)
+    page_bytes = engine.executor.kv_cache.spec.planes[0].size_bytes
     Gpu.of("emulated:sm_80").fill(keys.address + block * page_bytes, 0xFF, page_bytes)
     run_to_end(engine, results)
     assert [results[f"r{i}"].finish_reason() for i in range(3)] == ["length", "error", "length"]
@@ -317,7 +295,7 @@ def test_what_graphs_hold(
 
 def test_off_means_eager(tmp_path: Path) -> None:
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", decode_graphs="off")
-    assert engine.runner.graphs is None
+    assert engine.executor.graphs is None
     assert engine.stats().num_decode_graphs == 0
 
 
@@ -328,7 +306,7 @@ def test_without_memory_for_a_graph_steps_stay_eager(
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), gpu.device.type, num_blocks=24)
     with monkeypatch.context() as without_recording:
-        without_recording.setattr(engine.runner, "record_graph", lambda: None)
+        without_recording.setattr(engine.executor, "record", lambda: None)
         engine.add(request("warm-up", range(3, 9), max_tokens=2, ignore_eos=True))
         run_to_end(engine)
     gpu.allocator.trim()
@@ -349,7 +327,7 @@ def test_without_memory_for_a_graph_steps_stay_eager(
 
 def test_a_model_that_cannot_be_recorded_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
-    model: Any = engine.runner.model
+    model: Any = engine.executor.model
     forward = model.forward
 
     def waits(batch: Any, kv_cache: KVCache) -> Any:

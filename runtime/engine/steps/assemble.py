@@ -1,0 +1,146 @@
+"""From the scheduler's plan to a `StepInput`: the one place that reads sequences for a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.step import Chunk, Step
+from runtime.engine.steps.sampler import FLOATS
+from runtime.engine.steps.step_input import LAST_TOKEN, BlockAddition, Mode, PromptLogprobs, RowLoad, StepInput
+
+_ROW, _IS_LAST = attrgetter("sequence.row"), attrgetter("is_last")
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A step's value, and whose rows these are.
+
+    drawing          the sequence of each chunk that draws
+    prompt_requests  the request of each of the input's ``prompt_logprobs``
+    """
+
+    input: StepInput
+    drawing: list[Sequence]
+    prompt_requests: list[Request]
+
+
+class Assembler:
+    """Knows what the executor's rows hold. A step that was assembled and is not `sent` is forgotten."""
+
+    def __init__(self, max_num_seqs: int, num_groups: int, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._num_blocks = [[0] * max_num_seqs for _ in range(num_groups)]  # by row
+        self._first_unknown = [0] * max_num_seqs  # by row: position whose prompt log probabilities come next
+        self._last_tokens = np.full(max_num_seqs, LAST_TOKEN, np.int32)
+        self._ones = np.ones(max_num_seqs, np.int64)
+        self._row_list: list[int] = []  # of the step before
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def assemble(self, step: Step, loads: list[RowLoad]) -> Assembled:
+        """The value of a plan, with the ``loads`` of the sequences whose first chunk it has."""
+        chunks = sorted(step.chunks, key=_ROW)
+        sequences = [chunk.sequence for chunk in chunks]
+        row_list: list[int] = [sequence.row for sequence in sequences]  # type: ignore[misc]  # all of them run
+        if row_list != self._row_list:
+            self._row_list, self._rows = row_list, np.array(row_list, np.int64)
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        count, drawing = len(chunks), sequences
+        made = StepInput(
+            number=step.number,
+            rows=self._rows,
+            starts=starts,
+            counts=self._ones[:count],
+            num_draws=self._ones[:count],
+            token_ids=self._last_tokens[:count],
+            mode=self._mode,
+            additions=self._additions(sequences, row_list),
+            loads=loads,
+        )
+        prompt_requests: list[Request] = []
+        if step.num_tokens != count or not all(map(_IS_LAST, chunks)):
+            made.counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+            made.num_draws = np.array([chunk.is_last for chunk in chunks], np.int64)
+            made.token_ids = _tokens_of(chunks, step.num_tokens)
+            drawing = [chunk.sequence for chunk in chunks if chunk.is_last]
+            prompt_requests = self._want_prompt_logprobs(made, chunks)
+        if step.has_transfers:
+            made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
+        return Assembled(made, drawing, prompt_requests)
+
+    def sent(self, step: StepInput) -> None:
+        """The executor has started this step."""
+        for addition in step.additions:
+            self._num_blocks[addition.group][addition.row] = addition.first + len(addition.block_ids)
+
+    def load_of(self, sequence: Sequence) -> RowLoad:
+        """What a row needs of a sequence that starts to run, whose tokens are all known."""
+        request, params, row = sequence.request, sequence.request.params, sequence.row
+        assert row is not None
+        for num_blocks in self._num_blocks:
+            num_blocks[row] = 0
+        known = request.prompt_logprobs if sequence.needs_prompt_logprobs else None
+        self._first_unknown[row] = sequence.num_prompt_tokens if known is None else len(known) - 1
+        bias, ends = params.logit_bias or {}, {*request.eos_token_ids, *(params.stop_token_ids or ())}
+        has_outputs = params.has_penalties or bool(params.bad_words_token_ids)
+        return RowLoad(
+            row=row,
+            seed=request.seed,
+            choice_index=sequence.index,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            last_token_id=sequence.last_token_id,
+            numbers={name: getattr(params, name) for name in (*FLOATS, "top_k")},
+            logprobs=params.logprobs,
+            # A repetition penalty counts an id once, however often the prompt has it.
+            prompt_ids=np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else None,
+            output_ids=sequence.output_ids.copy() if has_outputs else None,
+            bias_ids=list(bias),
+            bias_values=list(bias.values()),
+            min_tokens=params.min_tokens,
+            end_ids=sorted(ends) if params.min_tokens else [],
+            bad_words=params.bad_words_token_ids or [],
+            allowed_ids=params.allowed_token_ids,
+            has_masks=sequence.matcher is not None,
+        )
+
+    def _additions(self, sequences: list[Sequence], rows: list[int]) -> list[BlockAddition]:
+        additions = []
+        for group, num_blocks in enumerate(self._num_blocks):
+            for sequence, row in zip(sequences, rows):
+                block_ids, known = sequence.blocks[group], num_blocks[row]
+                if len(block_ids) != known:
+                    first = min(known, len(block_ids))
+                    additions.append(BlockAddition(group, row, first, block_ids[first:]))
+        return additions
+
+    def _want_prompt_logprobs(self, made: StepInput, chunks: list[Chunk]) -> list[Request]:
+        """Ask for what this step can tell of prompts: the token at position ``p + 1`` is predicted at ``p``."""
+        requests, first_token = [], 0
+        for chunk in chunks:
+            request, row = chunk.sequence.request, chunk.sequence.row
+            assert row is not None
+            first = max(chunk.start, self._first_unknown[row])
+            end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
+            if first < end:  # else not wanted, or recomputed after a preemption: known already
+                targets = request.prompt_ids[first + 1 : end + 1]
+                wanted = PromptLogprobs(first_token + first - chunk.start, targets, request.params.prompt_logprobs or 0)
+                made.prompt_logprobs = [*made.prompt_logprobs, wanted]
+                requests.append(request)
+            first_token += chunk.num_tokens
+        return requests
+
+
+def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:
+    """The chunks' tokens; where a chunk computes its sequence's last alone, the row knows it."""
+    token_ids = np.full(num_tokens, LAST_TOKEN, np.int32)
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.num_tokens
+        if chunk.num_tokens > 1 or not chunk.is_last:
+            chunk.sequence.copy_tokens(chunk.start, token_ids[first:end])
+        first = end
+    return token_ids

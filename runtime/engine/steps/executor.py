@@ -1,0 +1,153 @@
+"""What the engine needs of whoever runs its steps, and what that needs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Batch
+from runtime.device.device import Device
+from runtime.engine.messages import TokenLogprobs
+from runtime.engine.steps.step_input import StepInput
+from runtime.errors import XservError
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
+
+
+class UnsupportedStepError(XservError):
+    """A step asks for what its executor's model cannot do; the message names the field."""
+
+
+class Model(Protocol):
+    """What an executor needs of a model; ``models.base.Model`` is one."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """``[num_tokens, hidden_size]`` float32. By operations of ``runtime.ops`` alone: unless ``decode_graphs`` is
+        "off" they may not have been done yet when they return, so that nobody may look into a tensor."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[n, hidden_size]`` → ``[n, vocab_size]`` float32."""
+        ...
+
+
+class SidePass(Protocol):
+    """Prompts that are computed beside the steps."""
+
+    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+        """The hidden states ``[num_tokens, hidden_size]`` of the tokens at ``starts`` of each prompt, all before which
+        were computed. Waits until no step runs."""
+        ...
+
+
+class Drawn(msgspec.Struct, kw_only=True):
+    """What a step drew, token by token in the order of its chunks.
+
+    counts           tokens of each chunk that draws: at least 1, at most its draws; None: one each
+    is_valid         False where the logits held NaN or allowed no token, or the row's parameters failed. With several
+                     draws a chunk's last one may be so.
+    broken           tokens of the latter
+    logprobs         an entry a token, None where its row asked for none; None: no row asked
+    prompt_logprobs  entries for each of the step's ``prompt_logprobs``
+    """
+
+    token_ids: list[int] = []
+    is_valid: list[bool] = []
+    counts: list[int] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[list[TokenLogprobs]] = []
+    broken: list[int] = []
+
+
+class DrawMasks(Protocol):
+    """The masks of a step's draws that are under a grammar: computed beside the step, and sent behind it."""
+
+    def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
+        """Those draws ``[m]``; the ids that each allows, ``[m, words]``, bit ``t % 32`` of word ``t // 32``; and draws
+        that have none, since their grammar failed."""
+        ...
+
+
+class Computation(Protocol):
+    """A step under way.
+
+    started_s  when all was ready and its computation began, of ``time.monotonic()``
+    """
+
+    @property
+    def started_s(self) -> float: ...
+
+    def result(self) -> Drawn:
+        """Waits for it. Raises what the model raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Decode graphs that are recorded, the device's memory that they hold, and steps that they have run."""
+
+    num_graphs: int = 0
+    size_bytes: int = 0
+    num_steps: int = 0
+
+
+class Executor(Protocol):
+    """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are asked for in
+    the order of the steps.
+
+    depth       steps that may be open, each with sequences of its own: started, and their results not asked for
+    overlaps    whether ``start`` returns while the step runs, so that the next one is best planned meanwhile
+    num_groups  KV cache groups
+    """
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def overlaps(self) -> bool: ...
+
+    @property
+    def num_groups(self) -> int: ...
+
+    def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
+        """Move blocks, write rows, and begin the computation. Raises where blocks could not be moved: pages are in
+        doubt then. What else fails, the computation's result raises."""
+        ...
+
+    def can_lead(self, step: StepInput) -> bool:
+        """Whether the step may be started while the one before it runs, though both have the same rows."""
+        ...
+
+    def record(self) -> None:
+        """Make the recording that the last step lacked, if there is one; to be called between two steps."""
+        ...
+
+    def side_pass(self, lengths: Sequence[int]) -> SidePass:
+        """Forward passes over pages of their own, for prompts of these lengths."""
+        ...
+
+    def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The logits after each of ``token_ids [num_tokens]``: ``[num_tokens, vocab_size]``."""
+        ...
+
+    def take_timed(self) -> tuple[int, float]:
+        """Blocks and seconds of the swaps that are over and were not given here before."""
+        ...
+
+    def graph_stats(self) -> GraphStats:
+        """Thread-safe."""
+        ...
+
+    def close(self) -> None:
+        """Wait until no step runs, and run none any more."""
+        ...

@@ -1,0 +1,354 @@
+"""Runs steps on one device of this process: step → arrays → model → sampled ids.
+
+Everything is ragged: all tokens of all chunks in one row, no padding, a decode is a chunk of length one. What a row
+holds (block tables, sampling parameters) is written when it changes, so that a decode step costs a few vectorised numpy
+calls whatever the context's length. Steps of decodes alone run as graphs (`decode_graphs`), which keep arrays of their
+own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.batch import Batch
+from runtime.engine.config import EngineLimits
+from runtime.engine.messages import TokenLogprobs
+from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
+from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
+from runtime.engine.steps.ragged import Layout, lay_out
+from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.sampler import token_logprobs
+from runtime.engine.steps.side_pass import PagedSidePass, logits_in_slices
+from runtime.engine.steps.step_input import PromptLogprobs, StepInput
+from runtime.kv.cache import HostPages, KVCache
+from runtime.kv.transfer import KVTransfer
+from runtime.sampling_arrays import SamplingArrays
+from runtime.tensor.tensor import Tensor
+
+_UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")
+"""Fields of a step that no model of floor 5 takes yet."""
+
+
+class _Run:
+    """See `Computation`; a computation whose second half runs when its result is asked for."""
+
+    def __init__(self, compute: Callable[[], Drawn]) -> None:
+        self.started_s = time.monotonic()
+        self.result = compute
+
+
+@dataclass(slots=True)
+class _Draws:
+    """Which draws a step makes.
+
+    rows, positions  of each draw: its row, and its place in the row's output
+    counts           of each chunk that draws; None: one each
+    proposals        tokens that the draws are held against, by draw; None: there are none
+    version          the rows', when the step began
+    """
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    counts: list[int] | None
+    proposals: NDArray[np.int32] | None
+    version: int
+
+
+class LocalExecutor:
+    """See `Executor`. Runs steps of a model against one KV cache.
+
+    Where it overlaps, a step runs on the cpu in a thread of the executor's own, on a GPU in its stream.
+
+    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
+    """
+
+    depth = 1
+
+    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.limits = limits
+        self.vocab_size = vocab_size
+        num_slots = limits.num_host_blocks
+        self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
+        max_blocks = -(-limits.max_model_len // limits.block_size)
+        self.num_groups = len(kv_cache.spec.group_windows)
+        self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, vocab_size)
+        is_cpu = model.device.kind == "cpu"
+        self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
+        self._worker: ThreadPoolExecutor | None = None
+        if self.overlaps and is_cpu:
+            self._worker = ThreadPoolExecutor(1, "xserv-step")
+        self.graphs: DecodeGraphs | None = None
+        if limits.decode_graphs != "off":
+            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows)
+
+    def start(self, step: StepInput, masks: DrawMasks | None = None) -> _Run:
+        """See `Executor`. The step before is over, unless this one `can_lead`. Raises UnsupportedStepError."""
+        if step.loads or step.hidden_layers or step.features or step.uncut_spans or step.rotary_positions is not None:
+            self._check(step)
+        if step.has_transfers:
+            self.transfer.run(step.swap_out, step.swap_in, step.copies)
+        if not step.num_seqs:
+            return _Run(Drawn)
+        try:
+            return self._start(step, masks)
+        except Exception as error:  # as if it had come a moment later
+            return _Run(partial(_raise, error))
+
+    def can_lead(self, step: StepInput) -> bool:
+        if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
+            return False
+        key = self.graphs.key_of(step)
+        return key is not None and self.graphs.can_lead(key)
+
+    def record(self) -> None:
+        if self.graphs is not None:
+            self.graphs.record()
+
+    def synchronize(self) -> None:
+        """Wait until no step runs, where one runs in a thread."""
+        if self._worker is not None:
+            self._worker.submit(int).result()
+
+    def side_pass(self, lengths: Sequence[int]) -> PagedSidePass:
+        return PagedSidePass(self.model, self.limits, lengths, self.synchronize)
+
+    def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        side_pass, most = self.side_pass([len(token_ids)]), self.limits.max_num_batched_tokens
+        result = np.empty((len(token_ids), self.vocab_size), np.float32)
+        for start in range(0, len(token_ids), most):
+            ids = token_ids[start : start + most]
+            hidden = side_pass.run([ids], [start])
+            for first, logits in logits_in_slices(self.model, self.vocab_size, hidden, 0, len(ids)):
+                result[start + first : start + first + logits.shape[0]] = logits.to("cpu").array
+        return result
+
+    def take_timed(self) -> tuple[int, float]:
+        return self.transfer.take_timed()
+
+    def graph_stats(self) -> GraphStats:
+        if self.graphs is None:
+            return GraphStats()
+        return GraphStats(self.graphs.num_graphs, self.graphs.reserved_bytes, self.graphs.num_steps)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self.graphs is not None:
+            self.graphs.release()
+
+    def _check(self, step: StepInput) -> None:
+        for name in _UNSUPPORTED:
+            value = getattr(step, name)
+            if value is not None and len(value):
+                raise UnsupportedStepError(f"{name}: {type(self.model).__name__} takes none, got {len(value)}")
+        if any(load.rotary_offset for load in step.loads):
+            raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has none")
+        if step.uncut_spans:
+            ends = np.cumsum(step.counts)
+            for span in step.uncut_spans:
+                last = span.first_token + span.count - 1
+                chunks = np.searchsorted(ends, [span.first_token, last], side="right")
+                if chunks[0] != chunks[1] or last >= step.num_tokens:
+                    raise UnsupportedStepError(
+                        f"uncut_spans: the {span.count} tokens from {span.first_token} on are not of one chunk"
+                    )
+
+    def _start(self, step: StepInput, masks: DrawMasks | None) -> _Run:
+        graphs, rows = self.graphs, self.rows
+        if graphs is not None:
+            graphs.apply(step)
+        rows.apply(step)
+        are_decodes = step.are_decodes
+        if are_decodes and graphs is not None and step.mode != "eager":
+            key = graphs.key_of(step)
+            if key is not None and graphs.has(key):
+                return self._start_graph(graphs, step, key)
+            if key is not None and step.mode == "record":
+                graphs.want(key)
+        draws = self._draws_of(step, are_decodes)
+        layout = self._lay_out(step, draws, are_decodes)
+        if draws.proposals is not None:
+            rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
+        arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
+        compute = partial(self._draw, step, draws, arrays, broken, masks)
+        forward = partial(self._forward, layout, step.mode)
+        if self._worker is not None:
+            return _Run(self._worker.submit(lambda: compute(*forward())).result)
+        if not self.overlaps:
+            return _Run(lambda: compute(*forward()))
+        hidden, logits = forward()
+        return _Run(lambda: compute(hidden, logits))
+
+    def _start_graph(self, graphs: DecodeGraphs, step: StepInput, key: GraphKey) -> _Run:
+        draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
+        return _Run(draw if self._worker is None else self._worker.submit(draw).result)
+
+    def _draws_of(self, step: StepInput, are_decodes: bool) -> _Draws:
+        num_prompt, version = self.rows.sampling.num_prompt_tokens, self.rows.version
+        if are_decodes:
+            return _Draws(step.rows, step.starts + 1 - num_prompt[step.rows], None, None, version)
+        draws_each = step.num_draws
+        ends, is_drawing = step.starts + step.counts, draws_each > 0
+        rows = np.repeat(step.rows, draws_each)
+        first = np.repeat(ends - draws_each + 1 - num_prompt[step.rows], draws_each)
+        if len(rows) == np.count_nonzero(is_drawing):
+            return _Draws(rows, first, None, None, version)
+        counts: list[int] = draws_each[is_drawing].tolist()
+        within = np.concatenate([np.arange(count) for count in counts])
+        # A draw that is not its chunk's last is held against the token behind its own.
+        proposals = np.append(step.token_ids, np.int32(0))[self._drawing_tokens(step) + 1]
+        return _Draws(rows, first + within, counts, proposals, version)
+
+    @staticmethod
+    def _drawing_tokens(step: StepInput) -> NDArray[np.int64]:
+        """The tokens of the step behind which one is drawn."""
+        ends, draws_each = np.cumsum(step.counts), step.num_draws
+        if draws_each.max() <= 1:
+            return ends[draws_each > 0] - 1
+        return np.concatenate([np.arange(end - count, end) for end, count in zip(ends, draws_each)])
+
+    def _lay_out(self, step: StepInput, draws: _Draws, are_decodes: bool) -> Layout:
+        rows = step.rows
+        if are_decodes:
+            indices = np.arange(len(rows), dtype=np.int32)
+            token_ids = self.rows.tokens_of(step.token_ids, rows)
+        else:
+            indices = self._drawing_tokens(step).astype(np.int32)
+            token_ids = self.rows.tokens_of(step.token_ids, np.repeat(rows, step.counts))
+        tables = [tables.of(rows) for tables in self.rows.tables]
+        return lay_out(token_ids, step.starts, step.counts, tables, self.limits.block_size, indices)
+
+    def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
+        """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""
+        if self.graphs is not None and mode != "eager":
+            found = self.graphs.run_forward(layout, self._run_model)
+            if found is not None:
+                return found
+        return self._run_model(layout.batch(self.model.device, exact=self.limits.exact))
+
+    def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        hidden = self.model.forward(batch, self.kv_cache)
+        if not batch.logits_indices.shape[0]:
+            return hidden, None
+        return hidden, self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
+
+    def _draw(
+        self,
+        step: StepInput,
+        draws: _Draws,
+        arrays: SamplingArrays,
+        broken: list[int],
+        masks: DrawMasks | None,
+        hidden: Tensor,
+        logits: Tensor | None,
+    ) -> Drawn:
+        prompt_logprobs = [self._prompt_logprobs(hidden, wanted) for wanted in step.prompt_logprobs]
+        if logits is None:
+            return Drawn(prompt_logprobs=prompt_logprobs)
+        failed: list[int] = []
+        if masks is not None:
+            places, words, failed = masks.wait()
+            assert arrays.allowed_mask is not None, "rows with masks were loaded so"
+            arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
+        token_ids, is_valid = ops.sample(logits, arrays)
+        is_valid[[*failed, *broken]] = False
+        logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)
+        drawn = Drawn(
+            token_ids=token_ids.tolist(),
+            is_valid=is_valid.tolist(),
+            counts=draws.counts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            broken=broken,
+        )
+        rows, positions = draws.rows, draws.positions
+        if draws.proposals is not None:
+            drawn, kept = _accepted(drawn, draws.proposals.tolist())
+            rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
+        self.rows.note(rows, token_ids)
+        if self.rows.sampling.keeps_outputs[rows].any():
+            self.rows.note_outputs(rows, positions, token_ids, draws.version)
+        return drawn
+
+    def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
+        token_ids, is_valid = run.wait()
+        rows = self.rows
+        rows.note(step.rows, token_ids)
+        if run.keeps_outputs:
+            positions = step.starts + 1 - rows.sampling.num_prompt_tokens[step.rows]
+            rows.note_outputs(step.rows, positions, token_ids, version)
+        logprobs = None
+        if run.logits is not None:
+            logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.places)
+        return Drawn(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
+
+    def _logprobs(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int32],
+        is_valid: NDArray[np.bool_],
+        logits: Tensor,
+        places: NDArray[np.intp] | None = None,
+    ) -> list[TokenLogprobs | None] | None:
+        """``rows``: of each draw; ``places``: the rows of the logits that are the draws', unless all are, in order."""
+        counts = self.rows.sampling.num_alternatives[rows]
+        wanted = np.flatnonzero((counts >= 0) & is_valid)
+        if not wanted.size:
+            return None
+        if places is not None or len(wanted) < len(counts):
+            indices = wanted if places is None else places[wanted]
+            logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
+        found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
+        logprobs: list[TokenLogprobs | None] = [None] * len(counts)
+        for i, entry in zip(wanted.tolist(), found):
+            logprobs[i] = entry
+        return logprobs
+
+    def _prompt_logprobs(self, hidden: Tensor, wanted: PromptLogprobs) -> list[TokenLogprobs]:
+        entries, first = [], wanted.first
+        end = first + len(wanted.targets)
+        for row, logits in logits_in_slices(self.model, self.vocab_size, hidden, first, end):
+            count = logits.shape[0]
+            targets = wanted.targets[row - first : row - first + count]
+            entries += token_logprobs(logits, targets, [wanted.num_alternatives] * count)
+        return entries
+
+
+def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
+    """The tokens of each chunk up to the first draw that differs from the proposal that the next one stood behind; and
+    which draws these are."""
+    assert drawn.counts is not None
+    kept: list[int] = []
+    counts: list[int] = []
+    first = 0
+    for most in drawn.counts:
+        last, end = first, first + most
+        while last + 1 < end and drawn.is_valid[last] and drawn.token_ids[last] == proposals[last]:
+            last += 1
+        kept += range(first, last + 1)
+        counts.append(last + 1 - first)
+        first = end
+    accepted = Drawn(
+        token_ids=[drawn.token_ids[i] for i in kept],
+        is_valid=[drawn.is_valid[i] for i in kept],
+        counts=counts,
+        logprobs=None if drawn.logprobs is None else [drawn.logprobs[i] for i in kept],
+        prompt_logprobs=drawn.prompt_logprobs,
+        broken=[at for at, i in enumerate(kept) if i in drawn.broken],
+    )
+    return accepted, kept
+
+
+def _raise(error: Exception) -> Never:
+    raise error

@@ -1,0 +1,93 @@
+"""What an executor keeps of each running sequence between steps, by row: its block tables, its last token, its sampling
+parameters. Eager steps, recorded steps and decode graphs all read it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.steps.sampler import SamplingRows
+from runtime.engine.steps.step_input import LAST_TOKEN, RowLoad, StepInput
+
+logger = logging.getLogger("xserv.engine")
+
+
+class BlockTables:
+    """Each row's blocks in one KV cache group: ``table [max_num_seqs, max_blocks]``, of which ``num_blocks[row]`` are
+    written."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+
+    def add(self, row: int, first: int, block_ids: list[int]) -> None:
+        """Write a row's blocks from entry ``first`` on; what was behind them is forgotten."""
+        end = first + len(block_ids)
+        self.table[row, first:end] = block_ids
+        self.num_blocks[row] = end
+
+    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tables of rows that ascend: a view where they are dense."""
+        count = len(rows)
+        if rows[-1] == count - 1:
+            return self.table[:count]
+        return self.table[:, : self.num_blocks[rows].max()].take(rows, axis=0)
+
+
+class Rows:
+    """``max_num_seqs`` rows. Belongs to the engine's loop.
+
+    tables       block tables by KV cache group
+    last_tokens  the last token of each row, as far as the steps that drew one are over
+    version      rises with each load: what is known of rows is then out of date
+    versions     of each row: the version when it was loaded last
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, num_groups: int, vocab_size: int) -> None:
+        self.tables = [BlockTables(max_num_seqs, max_blocks) for _ in range(num_groups)]
+        self.last_tokens = np.zeros(max_num_seqs, np.int32)
+        self.sampling = SamplingRows(max_num_seqs, vocab_size)
+        self.version = 0
+        self.versions = np.zeros(max_num_seqs, np.int64)
+
+    def apply(self, step: StepInput) -> None:
+        """Write what the step brings. A row whose parameters cannot be written draws nothing until its next load."""
+        for load in step.loads:
+            self._load(load)
+        for addition in step.additions:
+            self.tables[addition.group].add(addition.row, addition.first, addition.block_ids)
+
+    def tokens_of(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
+        is_known = token_ids != LAST_TOKEN
+        filled = self.last_tokens[rows]
+        if is_known.any():
+            filled[is_known] = token_ids[is_known]
+        return filled
+
+    def note(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """A step has drawn these tokens, each the last of its row so far."""
+        self.last_tokens[rows] = token_ids
+
+    def note_outputs(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32], version: int
+    ) -> None:
+        """A step that began at ``version`` has drawn these tokens, at these positions of the rows' outputs."""
+        is_same = self.versions[rows] <= version
+        self.sampling.write_outputs(rows[is_same], positions[is_same], token_ids[is_same])
+
+    def _load(self, load: RowLoad) -> None:
+        row = load.row
+        self.version += 1
+        self.versions[row] = self.version
+        for tables in self.tables:
+            tables.num_blocks[row] = 0
+        self.last_tokens[row] = load.last_token_id
+        try:
+            self.sampling.load(load)
+        except Exception:
+            logger.exception("the sampling parameters of row %d cannot be written", row)
+            self.sampling.break_row(load)

@@ -1,0 +1,57 @@
+"""Forward passes beside the steps, over pages of their own: for embeddings and for the logits of whole prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.config import EngineLimits
+from runtime.engine.steps.executor import Model
+from runtime.engine.steps.ragged import lay_out
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+LOGITS_SLICE_ELEMENTS = 1 << 23
+"""Most logits (float32 elements) held at once for log probabilities of prompts: 32 MiB."""
+
+
+class PagedSidePass:
+    """See `SidePass`. Prompts of ``lengths`` tokens, and the pages that their keys and values are written to.
+
+    synchronize  waits until no step runs
+    """
+
+    def __init__(
+        self, model: Model, limits: EngineLimits, lengths: Sequence[int], synchronize: Callable[[], None]
+    ) -> None:
+        self._synchronize = synchronize
+        self._model = model
+        self._limits = limits
+        num_blocks = -(-np.array(lengths) // limits.block_size)
+        first_blocks = np.cumsum(num_blocks) - num_blocks
+        spec, total = model.kv_cache_spec(limits.block_size), int(num_blocks.sum())
+        num_groups = len(spec.group_windows)
+        self._pages = KVCache(spec, num_groups * total)
+        # A row that has fewer blocks than another ends with numbers that nobody reads.
+        tables = first_blocks[:, None] + np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
+        self._tables = [(tables + group * total).astype(np.int32) for group in range(num_groups)]
+
+    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+        self._synchronize()
+        counts = np.array([len(ids) for ids in token_ids])
+        no_logits = np.empty(0, np.int32)
+        layout = lay_out(
+            np.concatenate(token_ids), np.array(starts), counts, self._tables, self._limits.block_size, no_logits
+        )
+        return self._model.forward(layout.batch(self._model.device, exact=self._limits.exact), self._pages)
+
+
+def logits_in_slices(
+    model: Model, vocab_size: int, hidden: Tensor, first: int, end: int
+) -> Iterator[tuple[int, Tensor]]:
+    """The logits of ``hidden[first:end]``, a bounded number of rows at a time, each with its first row."""
+    num_rows = max(1, LOGITS_SLICE_ELEMENTS // vocab_size)
+    for row in range(first, end, num_rows):
+        yield row, model.compute_logits(hidden[row : min(row + num_rows, end)])

@@ -1,0 +1,182 @@
+"""One step as one value: plain numbers and arrays that msgspec can send to whoever runs the step.
+
+The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and knows nothing else. What an executor
+keeps between steps, it keeps by row: a row's block tables, its last token, its sampling parameters. A step names what
+has changed in them. Arrays are read only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_origin
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+LAST_TOKEN = -1
+"""In ``token_ids``: the last token of the row, which its load named or the latest step that has the row draws."""
+
+Mode = Literal["eager", "replay", "record"]
+"""How the model's operations run: one by one; as a recording, where there is one that fits; or so, and a recording that
+is missing is made behind the step. Every rank of an executor reads the same mode."""
+
+
+class RowLoad(msgspec.Struct, kw_only=True, gc=False):
+    """A row is another sequence's from this step on.
+
+    numbers         the parameters of ``runtime.sampling_table``, by name
+    last_token_id   the last of its known tokens
+    num_prompt_tokens  its output begins behind them
+    rotary_offset   rotary position less KV position of what comes behind the known tokens
+    logprobs        alternatives wanted beside each drawn token; None: no log probabilities
+    prompt_ids      each id of the prompt once, where penalties count them
+    output_ids      what was drawn so far, where penalties or bad words look at it
+    bias_ids, bias_values  logit bias
+    min_tokens      outputs before which none of ``end_ids`` may be drawn
+    bad_words       the last id of each may not be drawn behind the others
+    allowed_ids     no other may be drawn; None: all
+    has_masks       each draw has a mask of a grammar, which comes beside the step
+    """
+
+    row: int
+    seed: int
+    choice_index: int
+    num_prompt_tokens: int
+    last_token_id: int
+    numbers: dict[str, float]
+    rotary_offset: int = 0
+    logprobs: int | None = None
+    prompt_ids: NDArray[np.int32] | None = None
+    output_ids: NDArray[np.int32] | None = None
+    bias_ids: list[int] = []
+    bias_values: list[float] = []
+    min_tokens: int = 0
+    end_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    allowed_ids: list[int] | None = None
+    has_masks: bool = False
+
+
+class BlockAddition(msgspec.Struct, array_like=True, gc=False):
+    """The blocks from entry ``first`` on of a row's table in one KV cache group."""
+
+    group: int
+    row: int
+    first: int
+    block_ids: list[int]
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """The tokens from ``first`` on of the step's row of tokens predict ``targets``; ``num_alternatives`` are wanted
+    beside each."""
+
+    first: int
+    targets: NDArray[np.int32]
+    num_alternatives: int
+
+
+class FeatureSpan(msgspec.Struct, array_like=True, gc=False):
+    """The embeddings of ``count`` tokens from ``first_token`` on are rows from ``first_row`` on of what an encoder left
+    in ``slot``."""
+
+    slot: int
+    first_row: int
+    first_token: int
+    count: int
+
+
+class UncutSpan(msgspec.Struct, array_like=True, gc=False):
+    """``count`` tokens from ``first_token`` on that one chunk has to hold."""
+
+    first_token: int
+    count: int
+
+
+class StepInput(msgspec.Struct, kw_only=True):
+    """A step of ``n`` chunks, one a row, ``num_tokens`` tokens in all. Done in the order of ``swap_out``, ``swap_in``,
+    ``copies``, ``loads``, ``additions``, chunks.
+
+    number        of the step
+    rows          [n] int64, ascending
+    starts        [n] int64, the first position of each chunk, in the KV cache
+    counts        [n] int64, its tokens
+    num_draws     [n] int64: of how many of its last tokens the next one is drawn. With several, all but the first of
+                  those tokens are proposals, kept as far as the draws before them agree.
+    token_ids     [num_tokens] int32, or `LAST_TOKEN`
+    mode          see `Mode`
+    additions     what block tables lack
+    loads         rows that are new
+    swap_out      (block, host slot)
+    swap_in       (host slot, block)
+    copies        (source block, target block)
+    prompt_logprobs  what is wanted of prompts
+    hidden_layers layers whose hidden states are wanted
+    rotary_positions  [3, num_tokens] int32; None: the KV positions and each row's offset
+    features      embeddings that come from an encoder
+    uncut_spans   tokens that attend to each other
+    """
+
+    number: int
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    num_draws: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+    mode: Mode = "eager"
+    additions: list[BlockAddition] = []
+    loads: list[RowLoad] = []
+    swap_out: list[tuple[int, int]] = []
+    swap_in: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    hidden_layers: list[int] = []
+    rotary_positions: NDArray[np.int32] | None = None
+    features: list[FeatureSpan] = []
+    uncut_spans: list[UncutSpan] = []
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+    @property
+    def are_decodes(self) -> bool:
+        """Whether each chunk is one token, behind which one is drawn."""
+        return len(self.token_ids) == len(self.rows) and bool(self.num_draws.all())
+
+
+def encode(step: StepInput) -> bytes:
+    """As MessagePack."""
+    return _ENCODER.encode(step)
+
+
+def decode(data: bytes) -> StepInput:
+    """Raises msgspec.DecodeError, msgspec.ValidationError."""
+    return _DECODER.decode(data)
+
+
+def _from_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    raise NotImplementedError(f"a step holds no {type(value).__name__}")
+
+
+def _to_array(kind: Any, value: Any) -> NDArray[Any]:
+    if get_origin(kind) is not np.ndarray:
+        raise NotImplementedError(f"a step holds no {kind}")
+    dtype, shape, data = value
+    array = np.frombuffer(data, dtype).reshape(shape)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"a step holds no arrays of {array.dtype}")
+    return array
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
+_DECODER = msgspec.msgpack.Decoder(StepInput, dec_hook=_to_array)
