@@ -26,7 +26,6 @@ from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import Vocabulary
-from runtime.sampling_arrays import SamplingArrays
 from tests.runtime.engine.schema_cases import schema_case
 from tokenizer import Tokenizer
 
@@ -97,15 +96,15 @@ def steps(
             matcher.ll_matcher.reset()
             sequences.append(SimpleNamespace(request=request, matcher=matcher))
             waiting.append(matcher)
-        arrays = SamplingArrays.neutral(num_seqs)
         begun, cpu = time.perf_counter(), time.process_time()
-        arrays.allowed_mask = np.full((num_seqs, num_words), 0xFFFFFFFF, np.uint32)
-        pending = computer.start(sequences)
+        allowed = np.full((num_seqs, num_words), 0xFFFFFFFF, np.uint32)
+        pending = computer.start(sequences, np.ones(num_seqs, np.int64))
         assert pending is not None
-        failed = pending.apply(arrays)
+        draws, masks, failed = pending.wait()
+        allowed[draws] &= masks[:, :num_words]
         computing.append(time.perf_counter() - begun)
         working.append(time.process_time() - cpu)
-        tokens = [drawn(row.view(np.uint8), rng) for row in arrays.allowed_mask]
+        tokens = [drawn(row.view(np.uint8), rng) for row in allowed]
         begun = time.perf_counter()
         alive = [
             sequence.matcher.consume(token) and not sequence.matcher.is_complete

@@ -391,7 +391,8 @@ class Engine:
         if made.has_transfers:  # those of sequences that have ended since were dropped
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
-        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws))
+        num_draws = made.num_draws[made.num_draws > 0]
+        computation = self.executor.start(made, self._masks.start(assembled.drawing, num_draws))
         self.assembler.sent(made)
         if step.chunks:
             opened.computation, self._running = computation, opened

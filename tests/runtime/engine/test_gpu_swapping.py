@@ -87,8 +87,8 @@ def test_kernels_that_do_not_wait_for_the_blocks_are_found(
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
     engine = new_engine(folder, fragile_gpu.device.type, num_blocks=10, swap_slots=20)
 
-    def without_waiting(kv_cache: KVCache, index: int) -> tuple[Tensor, Tensor]:
-        return kv_cache._layers[index]
+    def without_waiting(kv_cache: KVCache, index: int) -> tuple[Tensor, ...]:
+        return kv_cache.storages[kv_cache._places[index][1]]
 
     monkeypatch.setattr(KVCache, "layer", without_waiting)
     for each in requests():
