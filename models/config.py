@@ -9,10 +9,11 @@ Defaults of absent fields are those of transformers' configuration classes. The 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from models.errors import ConfigError
 from models.json_fields import REQUIRED, Fields, config_path, read_json_object
 from runtime.dtype import DType, bfloat16, float16, float32
 
@@ -56,6 +57,19 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
+
+    def of_a_rank(self, num_ranks: int) -> Self:
+        """The config of one of so many ranks, each with its share of the heads and of the MLP's width.
+
+        Raises `ConfigError` where they cannot be divided.
+        """
+        shares = {}
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            count = getattr(self, name)
+            if count % num_ranks:
+                raise ConfigError(f"{self.architecture}: {name} = {count} cannot be split over {num_ranks} ranks")
+            shares[name] = count // num_ranks
+        return replace(self, **shares)
 
 
 def read_common(

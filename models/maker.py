@@ -17,12 +17,12 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from models.checkpoint import TensorLayout
-from models.errors import WeightsError
+from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table
 from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.dtype import DType, float16, float32, promote
-from runtime.linear.linear import Linear
+from runtime.linear.linear import Linear, Split
 from runtime.linear.options import LoadOptions
 from runtime.linear.weight import LinearWeight, packed_bytes
 from runtime.ops import RopeTable
@@ -48,30 +48,57 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearDeclaration:
-    """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`."""
+    """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
+
+    `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole.
+    """
 
     names: tuple[str, ...]
     outputs: tuple[int, ...]
     inputs: int
     has_bias: bool
     is_transposed: bool
+    split: Split | None
+    rank: int
+    num_ranks: int
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole map, (N, K)."""
+        """Of this rank's map, (N, K)."""
         return sum(self.outputs), self.inputs
 
     @property
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each tensor's name and shape in the checkpoint."""
         outputs = self.outputs if len(self.names) > 1 else (sum(self.outputs),)
-        for name, count in zip(self.names, outputs, strict=True):
-            yield f"{name}.weight", (self.inputs, count) if self.is_transposed else (count, self.inputs)
+        inputs = self.inputs * (self.num_ranks if self.split == "inputs" else 1)
+        for name, each in zip(self.names, outputs, strict=True):
+            count = each * (self.num_ranks if self.split == "outputs" else 1)
+            yield f"{name}.weight", (inputs, count) if self.is_transposed else (count, inputs)
             if self.has_bias:
                 yield f"{name}.bias", (count,)
+
+    @property
+    def parts(self) -> Iterator[tuple[str, slice, slice]]:
+        """For each of the outputs its tensor's name, and the rows and columns that this rank takes of it."""
+        columns = slice(None)
+        if self.split == "inputs":
+            columns = slice(self.rank * self.inputs, (self.rank + 1) * self.inputs)
+        ranks, rank = (self.num_ranks, self.rank) if self.split == "outputs" else (1, 0)
+        names = self.names if len(self.names) > 1 else self.names * len(self.outputs)
+        first = 0
+        for name, count in zip(names, self.outputs, strict=True):
+            start = first + rank * count
+            yield name, slice(start, start + count), columns
+            first = 0 if len(self.names) > 1 else first + ranks * count
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the bias: one does, where the ranks' results are added."""
+        return self.has_bias and (self.split != "inputs" or self.rank == 0)
 
 
 class Maker(ABC):
@@ -113,11 +140,13 @@ class Maker(ABC):
         inputs: int,
         has_bias: bool = False,
         is_transposed: bool = False,
+        split: Split | None = None,
     ) -> Linear:
         """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
         `has_bias`, `name.bias [outputs]`.
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
+        `split` says which side is cut between ranks; sizes are then this rank's, and the stored ones larger.
         """
         names = (names,) if isinstance(names, str) else names
         declaration = LinearDeclaration(
@@ -126,8 +155,19 @@ class Maker(ABC):
             inputs=inputs,
             has_bias=has_bias,
             is_transposed=is_transposed,
+            split=split,
+            rank=self.options.rank,
+            num_ranks=self.options.num_ranks,
         )
-        return Linear(self._matrix(declaration))
+        weight = self._linear(declaration)
+        self._sizes.append(weight.size_bytes)
+        is_added = split == "inputs" and self.options.num_ranks > 1
+        if is_added and inputs % weight.format.split:
+            raise ModelLoadError(
+                f"{', '.join(declaration.names)}: a rank would have {inputs} inputs, but {weight.format.name} is cut"
+                f" at multiples of {weight.format.split}"
+            )
+        return Linear(weight, self.options.communicator if is_added else None)
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
@@ -158,11 +198,6 @@ class Maker(ABC):
     @abstractmethod
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
-
-    def _matrix(self, declaration: LinearDeclaration) -> LinearWeight:
-        weight = self._linear(declaration)
-        self._sizes.append(weight.size_bytes)
-        return weight
 
     def _dtype_of(self, stored: Sequence[DType]) -> DType:
         """The one type of tensors that are stored in these."""
@@ -207,7 +242,7 @@ class DeclaringMaker(Maker):
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
         dtype = self._dtype_of([stored[f"{name}.weight"] for name in declaration.names])
         kept, device = self.options.format_of(dtype), self.options.device
-        size_bytes = packed_bytes(declaration.shape, kept, device, has_bias=declaration.has_bias)
+        size_bytes = packed_bytes(declaration.shape, kept, device, has_bias=declaration.adds_bias)
         return LinearWeight(declaration.shape, kept, device, size_bytes)
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
@@ -230,17 +265,17 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
-        weights = [f"{name}.weight" for name in declaration.names]
-        biases = [f"{name}.bias" for name in declaration.names] if declaration.has_bias else []
-        dtype = self._dtype_of([self._source.dtype(name) for name in weights])
-        arrays = [self._array(name, dtype) for name in weights]
-        packed = ops.prepare_linear(
-            [Tensor.from_numpy(array.T if declaration.is_transposed else array) for array in arrays],
-            [Tensor.from_numpy(self._rounded(name)) for name in biases] or None,
-            self.options,
-        )
-        del arrays
-        for name in (*weights, *biases):
+        dtype = self._dtype_of([self._source.dtype(f"{name}.weight") for name in declaration.names])
+        weights, biases = [], []
+        for name, rows, columns in declaration.parts:
+            places = (columns, rows) if declaration.is_transposed else (rows, columns)
+            array = self._array(f"{name}.weight", dtype, places)
+            weights.append(Tensor.from_numpy(array.T if declaration.is_transposed else array))
+            if declaration.adds_bias:
+                biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
+        packed = ops.prepare_linear(weights, biases or None, self.options)
+        del weights, array
+        for name, _ in declaration.stored_shapes:
             self._source.release(name)
         return packed
 
@@ -258,11 +293,11 @@ class LoadingMaker(Maker):
         self._source.release(name)
         return tensor
 
-    def _rounded(self, name: str) -> Array:
-        return np.array(self._array(name, self._dtype_of([self._source.dtype(name)])), np.float32)
+    def _rounded(self, name: str, places: tuple[slice, ...] = ()) -> Array:
+        return np.array(self._array(name, self._dtype_of([self._source.dtype(name)]), places), np.float32)
 
-    def _array(self, name: str, dtype: DType) -> Array:
-        array = self._source.array(name)
+    def _array(self, name: str, dtype: DType, places: tuple[slice, ...] = ()) -> Array:
+        array = self._source.array(name)[places]
         if self._source.dtype(name) is dtype:
             return array
         converted = cast_array(array, dtype)

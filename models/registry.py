@@ -79,7 +79,7 @@ def load_model(
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
-        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact.
+        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -112,6 +112,7 @@ def tensor_layout(config: ModelConfig) -> TensorLayout:
 
 
 def _built(config: ModelConfig, maker: Maker) -> Model:
+    config = config.of_a_rank(maker.options.num_ranks)
     model = known_architectures()[config.architecture].model_class(config, maker)
     model.weight_bytes = maker.size_bytes
     return model

@@ -22,7 +22,7 @@ from models.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.linear.linear import Linear
+from runtime.linear.linear import Linear, Split
 from runtime.tensor.tensor import Tensor
 
 
@@ -75,16 +75,18 @@ class Block:
         self.scale = config.attention_scales[index]
         self.gelu_kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
 
-        def conv1d(name: str, outputs: int, inputs: int) -> Linear:
-            return maker.linear(name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True)
+        def conv1d(name: str, outputs: tuple[int, ...], inputs: int, split: Split) -> Linear:
+            return maker.linear(
+                name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True, split=split
+            )
 
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         self.ln_1 = LayerNorm(config, maker.under("ln_1"))
-        self.c_attn = conv1d("attn.c_attn", 3 * hidden, hidden)
-        self.attn_proj = conv1d("attn.c_proj", hidden, hidden)
+        self.c_attn = conv1d("attn.c_attn", (heads, heads, heads), hidden, "outputs")
+        self.attn_proj = conv1d("attn.c_proj", (hidden,), heads, "inputs")
         self.ln_2 = LayerNorm(config, maker.under("ln_2"))
-        self.c_fc = conv1d("mlp.c_fc", inner, hidden)
-        self.mlp_proj = conv1d("mlp.c_proj", hidden, inner)
+        self.c_fc = conv1d("mlp.c_fc", (inner,), hidden, "outputs")
+        self.mlp_proj = conv1d("mlp.c_proj", (hidden,), inner, "inputs")
 
     def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""

@@ -92,17 +92,24 @@ class DecoderLayer:
             outputs=(q_size, kv_size, kv_size),
             inputs=hidden,
             has_bias=config.attention_bias,
+            split="outputs",
         )
         self.q_norm = attention.vector("q_norm.weight", head_dim) if config.qk_norm else None
         self.k_norm = attention.vector("k_norm.weight", head_dim) if config.qk_norm else None
         self.o_proj = attention.linear(
-            "o_proj", outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias
+            "o_proj", outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias, split="inputs"
         )
         self.mlp_norm = maker.vector("post_attention_layernorm.weight", hidden)
         self.gate_up_proj = mlp.linear(
-            ("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=config.mlp_bias
+            ("gate_proj", "up_proj"),
+            outputs=(inner, inner),
+            inputs=hidden,
+            has_bias=config.mlp_bias,
+            split="outputs",
         )
-        self.down_proj = mlp.linear("down_proj", outputs=hidden, inputs=inner, has_bias=config.mlp_bias)
+        self.down_proj = mlp.linear(
+            "down_proj", outputs=hidden, inputs=inner, has_bias=config.mlp_bias, split="inputs"
+        )
 
     def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""

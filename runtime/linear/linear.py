@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from runtime import ops
+from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
 from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
 
+Split = Literal["outputs", "inputs"]
+"""Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
+are added."""
+
 
 class Linear:
-    """``x [T, K] . weight [N, K]^T + bias``.
+    """``x [T, K] . weight [N, K]^T + bias``, or this rank's part of it.
 
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
+        communicator: adds the ranks' results where the matrix is split over its inputs; else None.
     """
 
-    __slots__ = ("weight",)
+    __slots__ = ("communicator", "weight")
 
-    def __init__(self, weight: LinearWeight) -> None:
+    def __init__(self, weight: LinearWeight, communicator: Communicator | None = None) -> None:
         self.weight = weight
+        self.communicator = communicator
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -32,7 +41,12 @@ class Linear:
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
-        return ops.linear(x, self.weight, residual=residual, out=out)
+        if self.communicator is None:
+            return ops.linear(x, self.weight, residual=residual, out=out)
+        added = residual if self.communicator.rank == 0 else None
+        result = ops.linear(x, self.weight, residual=added, out=out)
+        self.communicator.all_reduce(result)
+        return result
 
     def glu(self, x: Tensor, activation: ops.GluActivation) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
+from runtime.communicator import Communicator
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
@@ -21,6 +22,7 @@ class LoadSettings(TypedDict, total=False):
     quantization: str
     gemm: str
     exact: bool
+    communicator: Communicator | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class LoadOptions:
         format: what the matrices of linear maps are made into after that; None leaves them floats.
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others. On the cpu it always has.
+        communicator: the rank that this is, of several that the model is split over; None: there is one alone.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format or kernel that the device has
@@ -44,6 +47,7 @@ class LoadOptions:
     format: WeightFormat | None = None
     gemm: str = "auto"
     exact: bool = False
+    communicator: Communicator | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in STORED:
@@ -64,7 +68,18 @@ class LoadOptions:
             format=quantized_format(settings.get("quantization", "none")),
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
+            communicator=settings.get("communicator"),
         )
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the model is split over."""
+        return 1 if self.communicator is None else self.communicator.num_ranks
 
     @property
     def quantization(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from models.checkpoint import Checkpoint, open_checkpoint
+from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.maker import DeclaringMaker, LoadingMaker
 from models.registry import declare_model, load_config, load_model, tensor_layout
@@ -18,6 +21,7 @@ from runtime.dtype import DType, bfloat16, float32
 from runtime.linear.format import quantized_format
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.tensor.tensor import Tensor
+from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
 
 
@@ -152,3 +156,57 @@ def test_a_number_is_added_in_float32_after_rounding() -> None:
     maker = LoadingMaker(LoadOptions(dtype=bfloat16), 1, ArraySource({"norm.weight": stored}))
     np.testing.assert_array_equal(maker.vector("norm.weight", 3, add=1.0).numpy(), stored + np.float32(1.0))
     assert maker.size_bytes == 12
+
+
+# ---------------------------------------------------------------- split over ranks
+
+
+class ThreadCommunicator:
+    """Ranks in threads of one process: each waits for all, then adds what they have, in the order of ranks."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.num_ranks = rank, len(shared)
+        self._shared, self._barrier = shared, barrier
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Communicator`."""
+        self._shared[self.rank] = tensor.numpy().copy()
+        self._barrier.wait(60)
+        tensor.array[...] = sum(self._shared)
+        self._barrier.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks"), [("llama_default", 3), ("qwen2_tied", 2), ("qwen3_layer_types", 2), ("gpt2_gelu_erf", 5)]
+)
+def test_ranks_together_are_the_model(tmp_path: Path, case: str, num_ranks: int) -> None:
+    golden = load_golden(case)
+    folder = write_model(tmp_path, golden)
+    whole = load_model(folder)
+    shared: list[Any] = [None] * num_ranks
+    barrier = threading.Barrier(num_ranks)
+
+    def run(rank: int) -> tuple[Array, int]:
+        communicator = ThreadCommunicator(rank, shared, barrier)
+        model = load_model(folder, communicator=communicator)
+        assert declare_model(folder, communicator=communicator).weight_bytes == model.weight_bytes
+        assert model.kv_cache_spec(16).num_kv_heads * num_ranks == whole.kv_cache_spec(16).num_kv_heads
+        return logits_of(model, golden.prompt_ids), model.weight_bytes
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        found = list(pool.map(run, range(num_ranks)))
+    expected = logits_of(whole, golden.prompt_ids)
+    for logits, weight_bytes in found:
+        assert relative_error(logits, expected) <= 1e-5
+        assert weight_bytes < whole.weight_bytes
+
+
+def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, load_golden("llama_default"))
+    for num_ranks, settings, words in (
+        (2, {}, "num_heads = 3 cannot be split over 2 ranks"),
+        (3, {"quantization": "int8"}, "o_proj: a rank would have 16 inputs, but int8 is cut at multiples of 64"),
+    ):
+        communicator = ThreadCommunicator(0, [None] * num_ranks, threading.Barrier(num_ranks))
+        with pytest.raises(ModelLoadError, match=words):
+            load_model(folder, communicator=communicator, **settings)  # type: ignore[arg-type]

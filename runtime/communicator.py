@@ -1,0 +1,23 @@
+"""What the ranks of a split model say to each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from runtime.tensor.tensor import Tensor
+
+
+class Communicator(Protocol):
+    """One rank of several that compute a model together, each on a device of its own.
+
+    Attributes:
+        rank: this one's number, from 0.
+        num_ranks: how many there are.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Puts the sum of all ranks' tensors into each; every rank calls it in the same order."""
+        ...
