@@ -11,7 +11,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -21,7 +20,7 @@ from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table
 from models.rope_config import RopeConfig
 from runtime import ops
-from runtime.dtype import DType, float16, float32, promote
+from runtime.dtype import DType, float16, float32
 from runtime.linear.linear import Linear, Split
 from runtime.linear.options import LoadOptions
 from runtime.linear.weight import LinearWeight, packed_bytes
@@ -199,9 +198,9 @@ class Maker(ABC):
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
 
-    def _dtype_of(self, stored: Sequence[DType]) -> DType:
-        """The one type of tensors that are stored in these."""
-        return self.options.dtype or reduce(promote, stored)
+    def _dtype_of(self, stored: DType) -> DType:
+        """The type of a tensor that is stored in this one."""
+        return self.options.dtype or stored
 
     @abstractmethod
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight: ...
@@ -240,17 +239,20 @@ class DeclaringMaker(Maker):
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
-        dtype = self._dtype_of([stored[f"{name}.weight"] for name in declaration.names])
-        kept, device = self.options.format_of(dtype), self.options.device
-        size_bytes = packed_bytes(declaration.shape, kept, device, has_bias=declaration.adds_bias)
-        return LinearWeight(declaration.shape, kept, device, size_bytes)
+        kept = [
+            (count, self.options.format_of(stored[f"{name}.weight"]))
+            for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
+        ]
+        device = self.options.device
+        size_bytes = packed_bytes(kept, declaration.inputs, device, has_bias=declaration.adds_bias)
+        return LinearWeight(declaration.shape, kept[0][1], device, size_bytes)
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         self._stored(name, (size,))
         return _nothing((size,), float32)
 
     def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
-        return _nothing(shape, self._dtype_of([self._stored(name, shape)]))
+        return _nothing(shape, self._dtype_of(self._stored(name, shape)))
 
 
 class LoadingMaker(Maker):
@@ -265,11 +267,10 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
-        dtype = self._dtype_of([self._source.dtype(f"{name}.weight") for name in declaration.names])
         weights, biases = [], []
         for name, rows, columns in declaration.parts:
             places = (columns, rows) if declaration.is_transposed else (rows, columns)
-            array = self._array(f"{name}.weight", dtype, places)
+            array = self._array(f"{name}.weight", places)
             weights.append(Tensor.from_numpy(array.T if declaration.is_transposed else array))
             if declaration.adds_bias:
                 biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
@@ -283,7 +284,7 @@ class LoadingMaker(Maker):
         return self._keep(self._rounded(name) + np.float32(add), name)
 
     def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
-        array = self._array(name, self._dtype_of([self._source.dtype(name)]))
+        array = self._array(name)
         is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there
         return self._keep(array if is_own else array.copy(), name)
 
@@ -294,10 +295,10 @@ class LoadingMaker(Maker):
         return tensor
 
     def _rounded(self, name: str, places: tuple[slice, ...] = ()) -> Array:
-        return np.array(self._array(name, self._dtype_of([self._source.dtype(name)]), places), np.float32)
+        return np.array(self._array(name, places), np.float32)
 
-    def _array(self, name: str, dtype: DType, places: tuple[slice, ...] = ()) -> Array:
-        array = self._source.array(name)[places]
+    def _array(self, name: str, places: tuple[slice, ...] = ()) -> Array:
+        array, dtype = self._source.array(name)[places], self._dtype_of(self._source.dtype(name))
         if self._source.dtype(name) is dtype:
             return array
         converted = cast_array(array, dtype)

@@ -38,8 +38,8 @@ _AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 
 FIELDS = Fields(
-    "*x *panels *scales *bias *residual *out *operands num_rows depth width panels_a_ticket rows_a_ticket tile_rows "
-    "num_arranging num_tickets arranged finished"
+    "*x *panels *scales *bias *residual *out *operands num_rows depth width out_width panels_a_ticket rows_a_ticket "
+    "tile_rows num_arranging num_tickets arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 
@@ -107,11 +107,11 @@ def linear_kernel(stored: type) -> Kernel:
                 partial = address(partial_rows)
                 for row in range(first_row, last_row, a.tile_rows):
                     height = min(a.tile_rows, last_row - row)
-                    at = row * a.width + column
+                    at = row * a.out_width + column
                     gemm_tile(
                         stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4, count,
                         weight, panel_stride, a.scales + column * 4, a.bias + column * 4, _moved(a.residual, at * 4),
-                        a.out + at * 4, a.width * 4, columns, partial, start == 0, start + count >= words,
+                        a.out + at * 4, a.out_width * 4, columns, partial, start == 0, start + count >= words,
                         ahead, step, panels, height,
                     )  # fmt: skip
                     ahead += count * step
@@ -139,10 +139,11 @@ def linear_kernel(stored: type) -> Kernel:
 
 def multiply(
     stored: type, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
-    rows: int, depth: int, width: int, num_workers: int,
+    rows: int, depth: int, width: int, out_width: int, num_workers: int,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
-    threads; results do not depend on their number, nor on the other rows."""
+    threads; results do not depend on their number, nor on the other rows. Rows of out and residual are ``out_width``
+    elements apart."""
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
@@ -154,10 +155,10 @@ def multiply(
             memory = new_array((count * row_words,), np.float32)
             operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows)
         total = num_arranging + tickets.count
-        added = residual + first * width * 4 if residual else 0
+        added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
-            total, tickets.num_workers, start, panels, scales, bias, added, out + first * width * 4, operands, count,
-            depth, width, tickets.panels, tickets.rows, tickets.tile_rows, num_arranging, total, 0, 0,
+            total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands,
+            count, depth, width, out_width, tickets.panels, tickets.rows, tickets.tile_rows, num_arranging, total, 0, 0,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from runtime.backends.cpu_checks import check, checked_address
 from runtime.batch import Batch
 from runtime.dtype import STORED, DType, float32, int32
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import LinearWeight, PanelWeight
+from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
@@ -35,7 +35,7 @@ MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_ATTENTION_MACS = 64_000
 ACTIVATIONS = float32
-WEIGHT = PanelWeight
+WEIGHT = (PanelWeight, JoinedWeight)
 NORM_WEIGHTS = tuple(STORED)
 _num_workers = MAX_WORKERS
 
@@ -74,17 +74,21 @@ def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
 
 
 def linear(
-    x: Tensor, weight: PanelWeight, residual: Tensor | None, out: Tensor | None, dtype: DType
+    x: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None, dtype: DType
 ) -> Tensor:
     """See `ops.linear`; `dtype` is that of the result."""
     rows, (width, depth) = x.shape[0], weight.shape
     result = Tensor.over(new_array((rows, width), dtype.numpy), dtype) if out is None else out
     if rows and width:
-        hold(weight.panels, weight.scales, weight.bias)
-        _linear.multiply(
-            weight.stored, x.address, weight.panels_address, weight.scales_address, weight.bias_address,
-            0 if residual is None else residual.address, result.address, rows, depth, width, _num_workers,
-        )  # fmt: skip
+        first = 0  # of the part's outputs, in bytes
+        for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+            hold(part.panels, part.scales, part.bias)
+            _linear.multiply(
+                part.stored, x.address, part.panels_address, part.scales_address, part.bias_address,
+                0 if residual is None else residual.address + first, result.address + first, rows, depth,
+                part.shape[0], width, _num_workers,
+            )  # fmt: skip
+            first += part.shape[0] * dtype.itemsize
     return result
 
 
@@ -208,7 +212,7 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     return result
 
 
-def linear_glu(x: Tensor, weight: PanelWeight, activation: str) -> Tensor:
+def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
     return glu(linear(x, weight, None, None, float32), activation)
 

@@ -16,6 +16,7 @@ from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
 from runtime.linear.options import LoadOptions
+from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
@@ -73,6 +74,22 @@ class PanelWeight(LinearWeight):
         super().__init__(shape, format, CPU, size_bytes)
 
 
+class JoinedWeight(LinearWeight):
+    """On the cpu: parts in formats of their own, their outputs one after another.
+
+    Attributes:
+        parts: the parts. `format` is that of the first.
+    """
+
+    activations = float32
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[PanelWeight]) -> None:
+        self.parts = tuple(parts)
+        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        super().__init__(shape, parts[0].format, CPU, sum(part.size_bytes for part in parts))
+
+
 class RowWeight(LinearWeight):
     """On a GPU: rows one after another, as they are stored.
 
@@ -111,12 +128,26 @@ def stored_class(format: WeightFormat) -> Any:
     return STORED.get(format.element, format.element.numpy.type)
 
 
-def packed_bytes(shape: tuple[int, int], format: WeightFormat, device: Device, *, has_bias: bool) -> int:
-    """`size_bytes` of the weight that `prepare_linear` will make, padding included."""
-    width, depth = shape
+def runs_of(parts: Sequence[tuple[int, WeightFormat]]) -> list[tuple[int, WeightFormat]]:
+    """Rows and format of parts, neighbours of one format joined."""
+    runs: list[tuple[int, WeightFormat]] = []
+    for width, kept in parts:
+        if runs and runs[-1][1] is kept:
+            width += runs.pop()[0]
+        runs.append((width, kept))
+    return runs
+
+
+def packed_bytes(
+    parts: Sequence[tuple[int, WeightFormat]], depth: int, device: Device, *, has_bias: bool
+) -> int:
+    """`size_bytes` of the weight that `prepare_linear` will make of these parts, padding included."""
     if device.kind != "cpu":
-        return round(width * depth / format.elements_per_byte) + 4 * width * has_bias
-    return panel_bytes(width, depth, np.dtype(stored_class(format)), has_scales=format.is_quantized)
+        return sum(round(width * depth / kept.elements_per_byte) + 4 * width * has_bias for width, kept in parts)
+    return sum(
+        panel_bytes(width, depth, np.dtype(stored_class(kept)), has_scales=kept.is_quantized)
+        for width, kept in runs_of(parts)
+    )
 
 
 def prepare_linear(
@@ -125,19 +156,19 @@ def prepare_linear(
     options: LoadOptions = DEFAULT_OPTIONS,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
-    several weights are joined over N without a copy between.
+    several weights are joined over N without a copy between. On the cpu, weights of several types keep them.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
     Raises:
         InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
-            different K or types, a bias of another size, or biases of another number than weights.
+            different K, different types on a GPU, a bias of another size, or biases of another number than weights.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     if options.dtype is not None:
         weights = [part.to(options.dtype) for part in weights]
-    _check(weights, biases)
+    _check(weights, biases, options.device)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
@@ -145,28 +176,35 @@ def prepare_linear(
         if part_bias is not None:
             joined_bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
         first += part.shape[0]
-    device = options.device
-    if device.kind == "cpu":
-        panels = PanelWeight(shape, options.format_of(weights[0].dtype))
-        panels.bias[: shape[0]] = joined_bias
-        first = 0
-        for part in weights:
-            pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), first, NUM_THREADS)
-            first += part.shape[0]
-        return panels
-    rows = Tensor.empty(shape, weights[0].dtype, device)
+    if options.device.kind == "cpu":
+        return _in_panels(weights, joined_bias, options)
+    rows = Tensor.empty(shape, weights[0].dtype, options.device)
     first = 0
     for part in weights:
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
     rows.storage.freeze()
     has_bias = any(part is not None for part in biases)
-    return RowWeight(
-        rows, Tensor.from_numpy(joined_bias).to(device) if has_bias else None, options.gemm, exact=options.exact
-    )
+    device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
+    return RowWeight(rows, device_bias, options.gemm, exact=options.exact)
 
 
-def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:
+def _in_panels(weights: list[Tensor], bias: NDArray, options: LoadOptions) -> LinearWeight:
+    joined, first, parts = [], 0, iter(weights)
+    for width, kept in runs_of([(part.shape[0], options.format_of(part.dtype)) for part in weights]):
+        panels = PanelWeight((width, weights[0].shape[1]), kept)
+        panels.bias[:width] = bias[first : first + width]
+        packed = 0
+        while packed < width:
+            part = next(parts)
+            pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), packed, NUM_THREADS)
+            packed += part.shape[0]
+        joined.append(panels)
+        first += width
+    return joined[0] if len(joined) == 1 else JoinedWeight(joined)
+
+
+def _check(weights: list[Tensor], biases: list[Tensor | None], device: Device) -> None:
     if not weights:
         raise InvalidArgumentError("prepare_linear: weight is an empty sequence", param="weight")
     if len(biases) != len(weights) or (len(weights) > 1 and any(b is biases[0] and b is not None for b in biases[1:])):
@@ -182,7 +220,7 @@ def _check(weights: list[Tensor], biases: list[Tensor | None]) -> None:
             )
         for name, ours, first in (
             ("K", part.shape[1], weights[0].shape[1]),
-            ("dtype", part.dtype, weights[0].dtype),
+            ("dtype", part.dtype, part.dtype if device.kind == "cpu" else weights[0].dtype),
             ("device", part.device, CPU),
         ):
             if ours != first:

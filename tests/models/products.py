@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from runtime import ops
-from runtime.ops import LinearWeight
+from runtime.linear.weight import JoinedWeight
+from runtime.ops import LinearWeight, linear
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.oracles.tiles import as_multiplied
@@ -40,6 +41,12 @@ def compared_products() -> Iterator[list[float]]:
         if id(weight) not in twins:
             twins[id(weight)] = weight, _in_float32(weight)
         twin = twins[id(weight)][1]
+        if isinstance(weight, JoinedWeight):  # each part rounds rows by its own type
+            for part in weight.parts:
+                compared(linear, x, part)
+            parts = [linear(x, part).numpy() for part in weight.parts]
+            np.testing.assert_array_equal(linear(x, weight).numpy(), np.concatenate(parts, 1))
+            return op(x, twin, *more, **rest)
         rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.format.element.numpy))
         errors.append(relative_error(op(x, weight, *more, **rest).numpy(), op(rounded, twin, *more, **rest).numpy()))
         return op(x, twin, *more, **rest)
@@ -50,6 +57,9 @@ def compared_products() -> Iterator[list[float]]:
 
 def _in_float32(weight: Any) -> LinearWeight:
     """The same numbers and bias, in float32."""
-    count = weight.shape[0]
-    rows = ops.embedding(Tensor.from_numpy(np.arange(count, dtype=np.int32)), weight)
-    return ops.prepare_linear(rows, Tensor.from_numpy(weight.bias[:count].copy()))
+    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+    counts = [part.shape[0] for part in parts]
+    return ops.prepare_linear(
+        [ops.embedding(Tensor.from_numpy(np.arange(n, dtype=np.int32)), part) for n, part in zip(counts, parts)],
+        [Tensor.from_numpy(part.bias[:n].copy()) for n, part in zip(counts, parts)],
+    )

@@ -83,10 +83,10 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
         return None
     chosen = TIERS[name]
     if not tile:
-        return chosen.plan(product, machine)  # type: ignore[no-any-return]
+        return chosen.plan(product, machine)
     if not hasattr(chosen, "tiles"):
         raise ValueError(f"gemm: tile is {tile!r}: tier {name} with these arrays has none to choose from")
-    return chosen.plan(product, machine, tile)  # type: ignore[no-any-return]
+    return chosen.plan(product, machine, tile)
 
 
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
@@ -97,7 +97,7 @@ def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
     if TIERS[name].why_not(product, machine):
         return None
     plain = plan(both, machine, name, tile)
-    return TIERS[name].plan_gated(product, machine, plain)  # type: ignore[no-any-return]
+    return TIERS[name].plan_gated(product, machine, plain)
 
 
 def _able(tier: str, product: Product, machine: Machine) -> str:

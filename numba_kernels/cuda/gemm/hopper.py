@@ -254,7 +254,8 @@ def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) ->
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
     weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
-    maps, way_out = ((0, x_map), (1, weight_map)), "rows"
+    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
+    way_out = "rows"
     if parts > 1:
         kernel, blocks, cluster_blocks = hopper_split.kernel(dtype, out_dtype, tile), tiles * parts, parts
     else:

@@ -195,3 +195,6 @@ def test_linear_glu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_that_the_device_has_not() -> None:
     with pytest.raises(InvalidArgumentError, match="gemm is 'hopper', which needs sm_90a: emulated:sm_80 is sm_80"):
         LoadOptions(device=Device("emulated:sm_80"), gemm="hopper")
+    mixed = [Tensor.zeros((8, 8), "bfloat16"), Tensor.zeros((8, 8))]
+    with pytest.raises(InvalidArgumentError, match="weight 1 has dtype float32, must have bfloat16"):
+        ops.prepare_linear(mixed, options=LoadOptions(device=Device(DEVICE)))
