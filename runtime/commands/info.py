@@ -21,12 +21,13 @@ def info(
 ) -> None:
     """Show the devices, the model, and the memory table: weights, KV blocks, how many tokens fit.
 
-    The model is loaded with the given flags, so the numbers are those that `serve` would have.
+    The numbers are those that `serve` would have with the given flags; of the model's files only headers are read.
     """
-    from runtime.llm import LLM
+    from runtime.engine.config import EngineConfig
+    from runtime.engine.make_engine import describe_engine
 
-    with LLM(**engine.arguments()) as llm:
-        facts = llm.client.info
+    settings = engine.arguments()
+    facts = describe_engine(settings.pop("model", None), EngineConfig(**settings))
     report: dict[str, Any] = {
         "devices": devices(facts.device),
         "model": {

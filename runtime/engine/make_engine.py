@@ -84,15 +84,36 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     spec, limits = loaded.kv_cache_spec(config.block_size), limits_of(loaded, config)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     kv_cache = KVCache(spec, limits.num_blocks)
-    info = EngineInfo(
+    info = _info(loaded, folder, config, limits, name)
+    vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
+    executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
+    return Engine(executor, limits, info, config.seed, vocabulary)
+
+
+def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:
+    """What the engine of this config would say of itself. Nothing is loaded: the headers of the model's files tell its
+    bytes. Raises as `engine_of`."""
+    settings = load_settings(config)
+    LoadOptions.parse(**settings)
+    folder = resolve_model(None if model is None else str(model))
+    declared = declare_model(
+        folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
+    )
+    limits = limits_of(declared, config, num_bytes_to_load=declared.weight_bytes)
+    return _info(declared, folder, config, limits, model_name(model, folder))
+
+
+def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str) -> EngineInfo:
+    spec = model.kv_cache_spec(config.block_size)
+    return EngineInfo(
         model_name=name,
         model_path=str(folder),
-        architecture=loaded.config.architecture,
-        device=str(loaded.device),
-        dtype=loaded.dtype.name,
-        quantization=loaded.quantization,
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=_eos_token_ids(folder, loaded.config.vocab_size),
+        architecture=model.config.architecture,
+        device=str(model.device),
+        dtype=model.dtype.name,
+        quantization=model.quantization,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=_eos_token_ids(folder, model.config.vocab_size),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -100,27 +121,25 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
         max_waiting_tokens=limits.max_waiting_tokens,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
-        kv_cache_bytes=kv_cache.size_bytes,
-        weight_bytes=loaded.weight_bytes,
+        kv_cache_bytes=limits.num_blocks * spec.bytes_per_block,
+        weight_bytes=model.weight_bytes,
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
         ),
     )
-    vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
-    executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
-    return Engine(executor, limits, info, config.seed, vocabulary)
 
 
-def limits_of(model: Model, config: EngineConfig) -> EngineLimits:
-    """What an engine over the model runs with, by the memory that is free now. Raises ``RequestError``."""
+def limits_of(model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0) -> EngineLimits:
+    """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded. Raises
+    ``RequestError``."""
     spec = model.kv_cache_spec(config.block_size)
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
         bytes_per_block=spec.bytes_per_block,
         group_windows=spec.group_windows,
-        available_bytes=free_memory_bytes(model.device),
+        available_bytes=max(0, free_memory_bytes(model.device) - num_bytes_to_load),
         has_own_memory=model.device.kind == "cuda",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from runtime.dtype import DType, bfloat16, float16, float32, uint8
@@ -35,6 +36,16 @@ class WeightFormat:
     activation_block: int = 0
     split: int = 1
     has_gpu_kernels: bool = True
+
+    def size_bytes(self, *shape: int) -> int:
+        """Of the elements and scales of a matrix ``[..., N, K]``, without padding."""
+        *stacked, width, depth = shape
+        scales = 0
+        if self.scale is not None:
+            rows, elements = self.block
+            scales = (-(-width // rows) if rows else 1) * (-(-depth // elements) if elements else 1)
+            scales *= self.scale.itemsize
+        return math.prod(stacked) * (round(width * depth / self.elements_per_byte) + scales)
 
     @property
     def is_quantized(self) -> bool:

@@ -143,7 +143,7 @@ def packed_bytes(
 ) -> int:
     """`size_bytes` of the weight that `prepare_linear` will make of these parts, padding included."""
     if device.kind != "cpu":
-        return sum(round(width * depth / kept.elements_per_byte) + 4 * width * has_bias for width, kept in parts)
+        return sum(kept.size_bytes(width, depth) + 4 * width * has_bias for width, kept in parts)
     return sum(
         panel_bytes(width, depth, np.dtype(stored_class(kept)), has_scales=kept.is_quantized)
         for width, kept in runs_of(parts)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from models.safetensors_file import SafetensorsFile
 from runtime.engine.admission import prepare
-from runtime.engine.make_engine import build_engine
+from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import write_tiny_qwen3
@@ -37,3 +39,19 @@ def test_position_tables_are_as_long_as_what_is_served(tmp_path: Path) -> None:
     write_tiny_qwen3(tmp_path, vocab_size=64, eos_token_id=1, max_position_embeddings=10**9)
     engine = build_engine(tmp_path, device="cpu", load_format="dummy", num_blocks=8)
     assert engine.info.max_model_len == 8 * engine.info.block_size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_blocks": 64}, {"num_blocks": 64, "quantization": "int8", "max_model_len": 128},
+     {"device": "emulated:sm_80", "kv_cache_bytes": 1 << 20, "dtype": "float16"}],
+    ids=str,
+)  # fmt: skip
+def test_an_engine_is_described_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings
+) -> None:
+    settings = {"device": "cpu", **settings}
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsFile, "array", lambda self, name: pytest.fail(f"{name} was read"))
+        described = describe_engine(None, EngineConfig(**settings))
+    assert described == build_engine(**settings).info
