@@ -20,7 +20,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     device = rng.choice(emulated) if emulated else None
     is_short = is_small or device is not None  # emulated steps are slow
     num_new = rng.randint(4, 6 if is_short else 14)
-    lengths = [rng.randint(1, 24 if is_small else 60) for _ in range(2 if is_short else rng.randint(2, 4))]
+    least, most = (8, 24) if is_small else (1, 60)
+    lengths = [rng.randint(least, most) for _ in range(2 if is_short else rng.randint(2, 4))]
     fields = _FAMILIES[family][2](Draw(rng, device is not None))
     if is_small:
         fields["vocab_size"] = rng.randint(23, 71)

@@ -29,6 +29,7 @@ import logging
 import multiprocessing
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,7 @@ class Checker:
         self._oracle = oracle
         self._pool: ProcessPoolExecutor | None = None
         self.total = Findings()
+        self.largest = 0.0  # relative error of logits in the latest case
 
     def check(self, case: Case) -> list[str]:
         """What is wrong with a case; empty if nothing is."""
@@ -109,6 +111,7 @@ class Checker:
             findings = Findings([f"the process died: {case['runs']}"])
         except TimeoutError:
             findings = Findings([f"no answer for {HANG_S} s"])
+        self.largest = max(findings.worst.values(), default=float("nan"))
         self.total.add(findings)
         if findings.failures:
             self.close()
@@ -215,6 +218,7 @@ def main() -> int:
         oracle.close()
         return 0
     checker = Checker(oracle)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
     num_failed, start = 0, time.monotonic()
     try:
         for index in range(options.first, options.first + (1 if options.case else options.num)):
@@ -227,7 +231,7 @@ def main() -> int:
             began = time.monotonic()
             said = checker.check(case)
             devices = ", ".join(run["device"] for run in case["runs"])
-            took = f"{time.monotonic() - began:.1f} s" + (", FAILED" if said else "")
+            took = f"{time.monotonic() - began:.1f} s, {checker.largest:.0e}" + (", FAILED" if said else "")
             print(f"{index} {case['family']} {case['dtype']} on {devices}: {took}", flush=True)
             if said:
                 num_failed += 1

@@ -69,7 +69,7 @@ class LlamaModel(Model):
         # The residual stream, [num_tokens, hidden_size] throughout.
         x = ops.embedding(batch.token_ids, self.embed_tokens)
         for index, layer in enumerate(self.layers):
-            x = layer(x, batch, kv_cache.group_of(index), *kv_cache.layer(index))
+            x = layer(x, batch, *kv_cache.layer(index))
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
 
@@ -111,7 +111,7 @@ class DecoderLayer:
             "down_proj", outputs=hidden, inputs=inner, has_bias=config.mlp_bias, split="inputs"
         )
 
-    def __call__(self, x: Tensor, batch: Batch, group: int, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""
         qkv = self.qkv_proj(ops.rms_norm(x, self.input_norm, self.norm_eps))
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
@@ -126,9 +126,9 @@ class DecoderLayer:
             norm_eps=self.norm_eps,
             k_cache=k_cache,
             v_cache=v_cache,
-            slot_mapping=batch.slot_mappings[group],
+            slot_mapping=batch.slot_mappings[0],
         )
-        attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window)
+        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, window=self.window)
         x = self.o_proj(attended, residual=x)
         hidden = self.gate_up_proj.glu(ops.rms_norm(x, self.mlp_norm, self.norm_eps), "silu")
         return self.down_proj(hidden, residual=x)

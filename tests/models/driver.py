@@ -34,27 +34,20 @@ class ModelDriver:
         self.model = model
         self.block_size = block_size
         blocks_each = -(-max_tokens // block_size)
-        spec = model.kv_cache_spec(block_size, kv_dtype)
-        shape = (len(spec.groups), num_sequences, blocks_each)
-        num_blocks = int(np.prod(shape)) + 5  # some are never used
-        self.kv_cache = KVCache(spec, num_blocks)
+        num_blocks = num_sequences * blocks_each + 5  # some are never used
+        self.kv_cache = KVCache(model.kv_cache_spec(block_size, kv_dtype), num_blocks)
         free = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
-        self.block_tables = free[: np.prod(shape)].reshape(shape)
+        self.block_tables = free[: num_sequences * blocks_each].reshape(num_sequences, blocks_each)
         self.num_tokens = [0] * num_sequences  # in the cache
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Array]:
         """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`."""
         starts = {sequence: self.num_tokens[sequence] for sequence in chunks}
         positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
-        slots = [  # by group
-            np.concatenate(
-                [
-                    tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size
-                    for s, at in positions.items()
-                ]
-            )
-            for tables in self.block_tables
-        ]
+        slots = {
+            s: self.block_tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size
+            for s, at in positions.items()
+        }
         lengths = [len(ids) for ids in chunks.values()]
         for sequence, ids in chunks.items():
             self.num_tokens[sequence] += len(ids)
@@ -69,8 +62,8 @@ class ModelDriver:
             positions=tensor(np.concatenate(list(positions.values())), np.int32),
             query_start=tensor(np.cumsum([0, *lengths]), np.int32),
             seq_lens=tensor(np.array(seq_lens), np.int32),
-            slot_mappings=tuple(tensor(each, np.int64) for each in slots),
-            block_tables=tuple(tensor(tables[list(chunks)], np.int32) for tables in self.block_tables),
+            slot_mappings=(tensor(np.concatenate(list(slots.values())), np.int64),),
+            block_tables=(tensor(self.block_tables[list(chunks)], np.int32),),
             logits_indices=tensor(np.arange(num_tokens), np.int32),
             max_query_len=max(lengths),
             max_seq_len=max(seq_lens),
@@ -84,7 +77,9 @@ class ModelDriver:
         return dict(zip(chunks, rows, strict=True))
 
 
-def logits_of(model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any) -> Array:
+def logits_of(
+    model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any
+) -> Array:
     """Logits `[len(ids), vocab_size]` of one sequence, fed at once or in chunks of the given sizes."""
     driver = ModelDriver(model, **options)
     rows, start = [], 0
@@ -95,7 +90,9 @@ def logits_of(model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | Non
     return np.concatenate(rows)
 
 
-def greedy(model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any) -> tuple[list[int], Array]:
+def greedy(
+    model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any
+) -> tuple[list[int], Array]:
     """The greedy continuation, and the logits `[num_new_tokens, vocab_size]` that each token was chosen
     from."""
     driver = ModelDriver(model, **options)
