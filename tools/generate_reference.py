@@ -1,7 +1,7 @@
 """Makes the goldens of tests/models from Hugging Face transformers; needs the extra `reference` (torch,
 transformers).
 
-    python tools/generate_reference.py            # writes tests/models/goldens/<case>/
+    python tools/generate_reference.py [CASE ...]  # writes tests/models/goldens/<case>/, all or those named
 
 Each case is a small random model of one family: `config.json` as transformers writes it now,
 `config_older.json` as it wrote it before version 5, `golden.json` (tensor names and shapes, the seed of the
@@ -76,6 +76,13 @@ def qwen2(**changes: Any) -> Any:
 
 def qwen3(**changes: Any) -> Any:
     return decoder(transformers.Qwen3Config, **changes)
+
+
+def small(family: str, hidden: int, inner: int, **changes: Any) -> Any:
+    """A config of the families whose goldens are kept small."""
+    config_class = getattr(transformers, f"{family}Config")
+    fields = {"vocab_size": 61, "pad_token_id": None, **sizes(hidden, inner)}
+    return decoder(config_class, **{**fields, **changes})
 
 
 def heads(queries: int, keys: int) -> dict[str, int]:
@@ -199,6 +206,86 @@ def cases() -> dict[str, tuple[Any, int]]:
             ),
             43,
         ),
+        **newer_cases(),
+    }
+
+
+def newer_cases() -> dict[str, tuple[Any, int]]:
+    """Those of phi3, smollm3, granite, olmo2, olmo3, gemma2, gemma3, ministral3, glm and glm4."""
+    theta, two = {"rope_type": "default", "rope_theta": 1e4}, {"head_dim": 16, "num_hidden_layers": 2}
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 24.0],
+    }
+    by_layer_type = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": theta,
+    }
+    yarn_of_full = {"full_attention": yarn_rope(8, 8.0, 5e5)["rope_parameters"]}
+    ministral_rope = yarn_rope(8, 16.0, 1e6, mscale=1.0, mscale_all_dim=1.0)["rope_parameters"]
+    return {
+        "phi3_window_odd": (
+            small("Phi3", 54, 41, **heads(9, 3), sliding_window=7, rope_parameters={**theta}),
+            19,
+        ),
+        "phi3_longrope": (
+            small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16),
+            21,
+        ),
+        "phi3_longrope_short": (
+            small("Phi3", 48, 60, **heads(3, 3), rope_parameters={**longrope}, original_max_position_embeddings=128),
+            21,
+        ),
+        "smollm3_odd": (
+            small("SmolLM3", 60, 37, **heads(6, 2), num_hidden_layers=4, no_rope_layer_interval=2, mlp_bias=True),
+            20,
+        ),
+        "granite_multipliers": (
+            small(
+                "Granite", 48, 52, **heads(6, 3), embedding_multiplier=12.0, residual_multiplier=0.22,
+                attention_multiplier=0.125, logits_scaling=8.0, attention_bias=True,
+            ),
+            20,
+        ),
+        "olmo2_odd": (small("Olmo2", 70, 45, **heads(5, 5), attention_bias=True), 18),
+        "olmo3_windows": (
+            small(
+                "Olmo3", 96, 44, **heads(6, 2), num_hidden_layers=4, sliding_window=5,
+                rope_parameters={**yarn_of_full, "sliding_attention": {**theta, "rope_theta": 5e5}},
+            ),
+            22,
+        ),
+        "gemma2_odd": (
+            small(
+                "Gemma2", 25, 37, **heads(5, 1), **two, sliding_window=6, query_pre_attn_scalar=24,
+                attn_logit_softcapping=5.0, final_logit_softcapping=10.0,
+            ),
+            19,
+        ),
+        "gemma2_wide_heads": (
+            small("Gemma2", 64, 48, **heads(2, 1), head_dim=256, sliding_window=9, tie_word_embeddings=False),
+            17,
+        ),
+        "gemma3_odd": (
+            small(
+                "Gemma3Text", 36, 37, **heads(6, 2), head_dim=16, num_hidden_layers=7, sliding_window=4,
+                tie_word_embeddings=False,
+                rope_parameters=by_layer_type,
+            ),
+            21,
+        ),
+        "ministral3_positions": (
+            small(
+                "Ministral3", 42, 51, **heads(6, 2), **two,
+                rope_parameters={**ministral_rope, "llama_4_scaling_beta": 0.5},
+            ),
+            21,
+        ),
+        "glm_odd": (small("Glm", 46, 35, **heads(6, 2), **two, eos_token_id=[2]), 19),
+        "glm4_odd": (small("Glm4", 46, 35, **heads(6, 3), **two, eos_token_id=[2], attention_bias=False), 19),
     }
 
 
@@ -207,10 +294,19 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
     older = dict(fields)
     older["torch_dtype"] = older.pop("dtype", None) or "float32"
     rope = older.pop("rope_parameters", None)
-    if rope is not None:
+    if rope is not None and "full_attention" in rope:  # an older file's scaling was meant for those layers
+        rope, local = rope["full_attention"], rope["sliding_attention"]
+        if older["model_type"] == "gemma3_text":
+            older["rope_local_base_freq"] = local["rope_theta"]
+    if rope is not None and rope["rope_type"] == "yarn" and "llama_4_scaling_beta" in rope:
+        older["rope_parameters"] = rope  # never written otherwise
+    elif rope is not None:
+        rope = dict(rope)
+        if "partial_rotary_factor" in rope:
+            older["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         older["rope_theta"] = rope["rope_theta"]
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if scaling["rope_type"] == "linear":
+        if scaling["rope_type"] == "linear" and "rope_local_base_freq" not in older:
             scaling = {"type": "linear", "factor": scaling["factor"]}
         older["rope_scaling"] = scaling if scaling.get("rope_type") != "default" else None
     kinds = older.get("layer_types")
@@ -253,6 +349,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     folder = GOLDENS / name
     folder.mkdir(parents=True, exist_ok=True)
     family = type(config).__name__.removesuffix("Config")
+    family = family.removesuffix("Text")  # Gemma 3's text model
     config.architectures = ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
     config.dtype = "float32"
     config.to_json_file(folder / "config.json", use_diff=False)
@@ -326,9 +423,12 @@ def make_rope_references() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    make_rope_references()
+    wanted = sys.argv[1:]
+    if not wanted:
+        make_rope_references()
     for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):
-        make_case(name, config, num_prompt_tokens, seed)
+        if not wanted or name in wanted:
+            make_case(name, config, num_prompt_tokens, seed)
 
 
 if __name__ == "__main__":
