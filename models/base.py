@@ -27,6 +27,7 @@ class Model(ABC):
             nothing else, and the KV cache, are of `dtype` then too.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
+        logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
     """
 
@@ -34,6 +35,8 @@ class Model(ABC):
     harmless: ClassVar[re.Pattern[str]]
     lm_head: Linear  # [vocab_size, hidden_size]
     weight_bytes: int
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
 
     def __init__(self, config: ModelConfig, maker: Maker) -> None:
         self.config = config
@@ -55,7 +58,7 @@ class Model(ABC):
 
         `[n, hidden_size]` -> `[n, vocab_size]` float32.
         """
-        return self.lm_head.logits(hidden)
+        return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap)
 
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the type of the weights."""

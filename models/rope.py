@@ -43,8 +43,16 @@ def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) 
     if rope.attention_factor != 1.0:
         cos *= np.float32(rope.attention_factor)
         sin *= np.float32(rope.attention_factor)
+    q_scales = None
+    if rope.q_scaling_beta:
+        contexts = np.arange(num_positions, dtype=np.float32) // np.float32(rope.original_max_position_embeddings)
+        scales = np.float32(1.0) + np.float32(rope.q_scaling_beta) * np.log1p(contexts)
+        q_scales = Tensor.from_numpy(scales).to(device)
     return RopeTable(
-        cos=Tensor.from_numpy(cos).to(device), sin=Tensor.from_numpy(sin).to(device), interleaved=rope.interleaved
+        cos=Tensor.from_numpy(cos).to(device),
+        sin=Tensor.from_numpy(sin).to(device),
+        interleaved=rope.interleaved,
+        q_scales=q_scales,
     )
 
 

@@ -37,7 +37,8 @@ class RopeConfig:
 
     Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 for default and linear.
     The first `rotary_dim` elements of each head are rotated, as pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if
-    `interleaved`.
+    `interleaved`. Queries are then multiplied by `1 + q_scaling_beta log(1 + floor(position / original context))`,
+    as in Llama 4.
     """
 
     theta: float
@@ -54,6 +55,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
+    q_scaling_beta: float = 0.0
 
 
 def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:

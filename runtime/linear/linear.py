@@ -52,6 +52,6 @@ class Linear:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
         return ops.linear_glu(x, self.weight, activation)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:
         """``[T, K]`` -> ``[T, N]`` float32; see `ops.logits_linear`."""
-        return ops.logits_linear(x, self.weight)
+        return ops.logits_linear(x, self.weight, scale=scale, softcap=softcap)

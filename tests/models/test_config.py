@@ -63,7 +63,7 @@ def test_both_spellings_of_a_config_mean_the_same(case: str) -> None:
 def test_absent_fields_take_the_defaults_of_transformers() -> None:
     config = parse_config(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
-    assert config.rope == RopeConfig(10000.0, 16)
+    assert config.layer_ropes[0] == RopeConfig(10000.0, 16)
     assert not config.tie_word_embeddings
     assert config.dtype is None
     assert config.eos_token_ids == ()

@@ -1,0 +1,223 @@
+"""What most decoders are made of: attention over rotated heads, the gated MLP, layers by where their norms stand.
+
+    embed(ids) * scale  ->  layers  ->  norm  ->  head * scale, capped
+
+A family says in its file which of these it has, and what differs. x is the residual stream, `[num_tokens,
+hidden_size]` throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from models.base import Model
+from models.config import ModelConfig
+from models.maker import Maker
+from models.rope_config import RopeConfig
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv.cache import KVCache
+from runtime.ops import RopeTable
+from runtime.tensor.tensor import Tensor
+
+NormKind = Literal["none", "head", "row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A model with rotary positions.
+
+    Attributes:
+        layer_ropes: how each layer's queries and keys are rotated; None: they are not.
+        attention_bias, attention_output_bias, mlp_bias: which maps have biases; the first is of query, key and value.
+    """
+
+    layer_ropes: tuple[RopeConfig | None, ...]
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+
+
+class Layer(Protocol):
+    """One layer of the stack: the residual stream in, the residual stream out."""
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor: ...
+
+
+class Decoder(Model):
+    """A decoder whose layers a family makes.
+
+    Attributes:
+        norm_offset: what is added to the weights of norms, 1 where they are stored so.
+        embedding_scale: what token embeddings are multiplied by.
+    """
+
+    prefix = "model."
+    harmless = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+    config: DecoderConfig
+    norm_offset = 0.0
+    embedding_scale = 1.0
+
+    def __init__(self, config: DecoderConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.embed_tokens, self.lm_head = maker.embedding(
+            "model.embed_tokens",
+            head="lm_head",
+            rows=config.vocab_size,
+            columns=config.hidden_size,
+            is_tied=config.tie_word_embeddings,
+        )
+        self._ropes = {rope: maker.rope(rope) for rope in set(config.layer_ropes) if rope is not None}
+        self.layers = [
+            self.make_layer(index, maker.under(f"model.layers.{index}")) for index in range(config.num_layers)
+        ]
+        self.norm = maker.vector("model.norm.weight", config.hidden_size, add=self.norm_offset)
+
+    @abstractmethod
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        """Layer `index`, from what the checkpoint has under its name."""
+
+    def rope_of(self, index: int) -> RopeTable | None:
+        """The rotations of a layer."""
+        rope = self.config.layer_ropes[index]
+        return None if rope is None else self._ropes[rope]
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
+        for layer in self.layers:
+            x = layer(x, batch, kv_cache)
+        return ops.rms_norm(x, self.norm, self.config.norm_eps)
+
+    def attention(self, index: int, maker: Maker, **choices: Any) -> Attention:
+        """The attention of a layer, from what stands under `self_attn`; `choices` are `Attention`'s."""
+        return Attention(self.config, index, maker.under("self_attn"), self.rope_of(index), **choices)
+
+    def mlp(self, maker: Maker, **choices: Any) -> GatedMlp:
+        """The MLP of a layer, from what stands under `mlp`; `choices` are `GatedMlp`'s."""
+        return GatedMlp(self.config, maker.under("mlp"), **choices)
+
+
+class Attention:
+    """Causal grouped-query attention between its projections."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        index: int,
+        maker: Maker,
+        rope: RopeTable | None,
+        *,
+        qkv: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        norm: NormKind = "none",
+        norm_offset: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        """`qkv` names the projections, or the one of all three. `norm`: queries and keys are normalised by head, or all
+        heads together. `softcap` bounds scores."""
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.index, self.rope, self.softcap = index, rope, softcap
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
+        self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
+        self.norm_eps = config.norm_eps
+        self.qkv_proj = maker.linear(
+            qkv, outputs=(q_size, kv_size, kv_size), inputs=hidden, has_bias=config.attention_bias, split="outputs"
+        )
+        self.q_norm: Tensor | None = None
+        self.k_norm: Tensor | None = None
+        if norm != "none":
+            q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size, kv_size)
+            self.q_norm = maker.vector("q_norm.weight", q_width, add=norm_offset)
+            self.k_norm = maker.vector("k_norm.weight", k_width, add=norm_offset)
+        self.o_proj = maker.linear(
+            "o_proj", outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias, split="inputs"
+        )
+
+    def __call__(
+        self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None
+    ) -> Tensor:
+        group = kv_cache.group_of(self.index)
+        k_cache, v_cache = kv_cache.layer(self.index)
+        q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
+            self.qkv_proj(x),
+            batch.positions,
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_eps=self.norm_eps,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=batch.slot_mappings[group],
+        )
+        attended = ops.attention(
+            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        return self.o_proj(attended, residual=residual)
+
+
+class GatedMlp:
+    """`down(f(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        maker: Maker,
+        *,
+        gate_up: str | tuple[str, ...] = ("gate_proj", "up_proj"),
+        activation: ops.GluActivation = "silu",
+    ) -> None:
+        """`gate_up` names the maps, or the one of both, gate first."""
+        hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation: ops.GluActivation = activation
+        self.gate_up_proj = maker.linear(
+            gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
+        )
+        self.down_proj = maker.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        return self.down_proj(self.gate_up_proj.glu(x, self.activation), residual=residual)
+
+
+class PreNormLayer:
+    """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as Llama has it."""
+
+    def __init__(self, config: DecoderConfig, maker: Maker, attention: Attention, mlp: GatedMlp) -> None:
+        self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
+        self.attention_norm = maker.vector("input_layernorm.weight", config.hidden_size)
+        self.mlp_norm = maker.vector("post_attention_layernorm.weight", config.hidden_size)
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = self.attention(ops.rms_norm(x, self.attention_norm, self.eps), batch, kv_cache, residual=x)
+        return self.mlp(ops.rms_norm(x, self.mlp_norm, self.eps), residual=x)
+
+
+class SandwichLayer:
+    """`x = x + norm(attention(norm(x)));  x = x + norm(mlp(norm(x)))`, as Gemma 2 has it."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        maker: Maker,
+        attention: Attention,
+        mlp: GatedMlp,
+        *,
+        norms: tuple[str, str, str, str],
+        norm_offset: float = 0.0,
+    ) -> None:
+        """`norms` names those before and behind attention, before and behind the MLP."""
+        self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
+        self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp = (
+            maker.vector(f"{name}.weight", config.hidden_size, add=norm_offset) for name in norms
+        )
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        attended = self.attention(ops.rms_norm(x, self.before_attention, self.eps), batch, kv_cache)
+        x = ops.rms_norm(attended, self.behind_attention, self.eps, residual=x)
+        hidden = self.mlp(ops.rms_norm(x, self.before_mlp, self.eps))
+        return ops.rms_norm(hidden, self.behind_mlp, self.eps, residual=x)

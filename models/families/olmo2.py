@@ -1,0 +1,74 @@
+"""OLMo 2 and OLMo 3 (arXiv 2501.00656): norms behind attention and MLP instead of before them, and over all heads of
+queries and of keys. OLMo 3 has a sliding window in three of four layers, whose rotary positions are not scaled.
+
+    x = x + norm(attention(x));  x = x + norm(mlp(x))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.architecture import Architecture
+from models.config import read_common, read_layer_types
+from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer
+from models.json_fields import Fields
+from models.maker import Maker
+from models.rope_config import RopeConfig, parse_rope
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+
+class Olmo2Model(Decoder):
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PostNormLayer(self.config, maker, self.attention(index, maker, norm="row"), self.mlp(maker))
+
+
+class PostNormLayer:
+    def __init__(self, config: DecoderConfig, maker: Maker, attention: Attention, mlp: GatedMlp) -> None:
+        self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
+        self.attention_norm = maker.vector("post_attention_layernorm.weight", config.hidden_size)
+        self.mlp_norm = maker.vector("post_feedforward_layernorm.weight", config.hidden_size)
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = ops.rms_norm(self.attention(x, batch, kv_cache), self.attention_norm, self.eps, residual=x)
+        return ops.rms_norm(self.mlp(x), self.mlp_norm, self.eps, residual=x)
+
+
+def read_olmo2(fields: Fields) -> DecoderConfig:
+    common = _read_common(fields)
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"])
+
+
+def read_olmo3(fields: Fields) -> DecoderConfig:
+    common = _read_common(fields)
+    num_layers, head_dim = common["num_layers"], common["head_dim"]
+    kinds = read_layer_types(fields, num_layers) or [
+        "full_attention" if index % 4 == 3 else "sliding_attention" for index in range(num_layers)
+    ]
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error("sliding_window", "is null, but layer_types has sliding_attention")
+    common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    positions, theta = common["max_position_embeddings"], 500_000.0
+    full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=theta)
+    sliding = RopeConfig(full.theta, head_dim)  # of files with one entry, whose scaling is meant for the other layers
+    if isinstance(fields.object("rope_parameters").raw("sliding_attention"), dict):
+        sliding = parse_rope(fields, head_dim, positions, layer_type="sliding_attention", default_theta=theta)
+    return DecoderConfig(**common, layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds))
+
+
+def _read_common(fields: Fields) -> dict[str, Any]:
+    common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
+    fields.expect("clip_qkv")
+    fields.expect("mlp_bias", False)
+    has_bias = fields.boolean("attention_bias", False)
+    return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
+
+
+ARCHITECTURES = (
+    Architecture("Olmo2ForCausalLM", "olmo2", read_olmo2, Olmo2Model),
+    Architecture("Olmo3ForCausalLM", "olmo3", read_olmo3, Olmo2Model),
+)

@@ -1,0 +1,53 @@
+"""SmolLM3: Llama in which some layers, every fourth if the file does not say, have no rotary positions."""
+
+from __future__ import annotations
+
+from models.architecture import Architecture
+from models.config import read_common, read_layer_types
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.json_fields import Fields
+from models.maker import Maker
+from models.rope_config import parse_rope
+
+
+class SmolLM3Model(Decoder):
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PreNormLayer(self.config, maker, self.attention(index, maker), self.mlp(maker))
+
+
+def read_smollm3(fields: Fields) -> DecoderConfig:
+    common = read_common(fields, default_max_positions=32768, default_tie_word_embeddings=True)
+    num_layers = common["num_layers"]
+    rope = parse_rope(
+        fields, common["head_dim"], common["max_position_embeddings"], default_theta=2_000_000.0
+    )
+    is_rotated = _rotated_layers(fields, num_layers)
+    window = fields.integer("sliding_window", None) if fields.boolean("use_sliding_window", False) else None
+    fields.raw("sliding_window")
+    kinds = read_layer_types(fields, num_layers)
+    is_sliding = [not rotated for rotated in is_rotated] if kinds is None else [k != "full_attention" for k in kinds]
+    if window is None and kinds is not None and any(is_sliding):
+        raise fields.error("layer_types", "has sliding_attention, but no sliding_window is used")
+    common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
+    has_bias = fields.boolean("attention_bias", False)
+    return DecoderConfig(
+        **common,
+        layer_ropes=tuple(rope if rotated else None for rotated in is_rotated),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+def _rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """`no_rope_layers` holds 1 for each layer with rotary positions, in spite of its name."""
+    interval = fields.integer("no_rope_layer_interval", 4)
+    given = fields.raw("no_rope_layers")
+    if given is None:
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
+        raise fields.error("no_rope_layers", f"must be at least {num_layers} numbers 0 or 1, not {given!r:.80}")
+    return [bool(value) for value in given[:num_layers]]
+
+
+ARCHITECTURES = (Architecture("SmolLM3ForCausalLM", "smollm3", read_smollm3, SmolLM3Model),)
