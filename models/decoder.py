@@ -81,7 +81,7 @@ class Decoder(Model):
         """Layer `index`, from what the checkpoint has under its name."""
 
     def rope_of(self, index: int) -> RopeTable | None:
-        """The rotations of a layer."""
+        """The rotations of a layer; None if it has none."""
         rope = self.config.layer_ropes[index]
         return None if rope is None else self._ropes[rope]
 

@@ -161,7 +161,7 @@ def test_position_tables_end_at_the_wanted_length(tmp_path: Path) -> None:
     folder = write_model(tmp_path, LLAMA)
     short, whole = load_model(folder, max_model_len=40), load_model(folder)
     assert isinstance(short, LlamaModel)
-    assert short.rope.cos.shape == (40, 8)
+    assert short.rope_of(0).cos.shape == (40, 8)
     assert short.max_positions == 40
     np.testing.assert_array_equal(logits_of(short, IDS), logits_of(whole, IDS))
 
@@ -172,7 +172,7 @@ def test_a_position_table_beyond_memory_is_refused_with_its_size(tmp_path: Path)
         load_model(folder)
     model = load_model(folder, max_model_len=40)
     assert isinstance(model, LlamaModel)
-    assert model.rope.cos.shape == (40, 8)
+    assert model.rope_of(0).cos.shape == (40, 8)
 
 
 # ---------------------------------------------------------------- dummy weights
