@@ -4,6 +4,7 @@ chunking."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from models.base import Model
 from runtime.batch import Batch
 from runtime.dtype import DType
 from runtime.kv.cache import KVCache
+from runtime.kv.groups import NO_BLOCK, first_page
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -19,7 +21,11 @@ Array = np.ndarray[Any, Any]
 
 class ModelDriver:
     """Some sequences over one model and one KV cache; their blocks are drawn at random from a shuffled
-    pool."""
+    pool.
+
+    `in_groups` puts layers with windows into groups of their own, whose pages behind a window are given up; the block
+    that their entries name then holds NaN.
+    """
 
     def __init__(
         self,
@@ -30,24 +36,39 @@ class ModelDriver:
         max_tokens: int = 128,
         seed: int = 0,
         kv_dtype: DType | None = None,
+        in_groups: bool = False,
     ) -> None:
         self.model = model
         self.block_size = block_size
         blocks_each = -(-max_tokens // block_size)
-        num_blocks = num_sequences * blocks_each + 5  # some are never used
-        self.kv_cache = KVCache(model.kv_cache_spec(block_size, kv_dtype), num_blocks)
-        free = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
-        self.block_tables = free[: num_sequences * blocks_each].reshape(num_sequences, blocks_each)
+        spec = model.kv_cache_spec(block_size, kv_dtype)
+        if in_groups:
+            spec = replace(spec, layer_windows=model.config.layer_windows)
+        self.windows = spec.group_windows
+        shape = len(self.windows), num_sequences, blocks_each
+        num_blocks = int(np.prod(shape)) + 5  # some are never used
+        self.kv_cache = KVCache(spec, num_blocks)
+        for planes in self.kv_cache.storages:
+            for plane in planes:
+                plane[NO_BLOCK : NO_BLOCK + 1] = float("nan")
+        free = np.random.default_rng(seed).permutation(np.arange(NO_BLOCK + 1, num_blocks, dtype=np.int32))
+        self.block_tables = free[: np.prod(shape)].reshape(shape)
         self.num_tokens = [0] * num_sequences  # in the cache
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Array]:
         """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`."""
         starts = {sequence: self.num_tokens[sequence] for sequence in chunks}
         positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
-        slots = {
-            s: self.block_tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size
-            for s, at in positions.items()
-        }
+        for tables, window in zip(self.block_tables, self.windows, strict=True):
+            for s, start in starts.items():
+                tables[s, : first_page(start, window, self.block_size)] = NO_BLOCK
+        slots = [
+            np.concatenate([
+                tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size
+                for s, at in positions.items()
+            ])
+            for tables in self.block_tables
+        ]  # fmt: skip
         lengths = [len(ids) for ids in chunks.values()]
         for sequence, ids in chunks.items():
             self.num_tokens[sequence] += len(ids)
@@ -62,8 +83,8 @@ class ModelDriver:
             positions=tensor(np.concatenate(list(positions.values())), np.int32),
             query_start=tensor(np.cumsum([0, *lengths]), np.int32),
             seq_lens=tensor(np.array(seq_lens), np.int32),
-            slot_mappings=(tensor(np.concatenate(list(slots.values())), np.int64),),
-            block_tables=(tensor(self.block_tables[list(chunks)], np.int32),),
+            slot_mappings=tuple(tensor(each, np.int64) for each in slots),
+            block_tables=tuple(tensor(tables[list(chunks)], np.int32) for tables in self.block_tables),
             logits_indices=tensor(np.arange(num_tokens), np.int32),
             max_query_len=max(lengths),
             max_seq_len=max(seq_lens),

@@ -16,6 +16,7 @@ from models.base import Model
 from models.registry import load_model
 from numba_kernels.cpu.target import ROUNDS_TO_BF16
 from runtime.dtype import bfloat16, float16, float32
+from runtime.kv.groups import NO_BLOCK
 from tests.models.driver import Array, ModelDriver, greedy, logits_of, relative_error
 from tests.models.folders import CASES, Golden, load_golden, write_model
 from tests.models.products import compared_products
@@ -53,6 +54,21 @@ def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, 
     for seed, sizes in enumerate(([1] * len(ids), random_sizes)):
         logits = logits_of(model, ids, sizes, block_size=8, seed=seed)
         check_logits(logits, golden.logits["float32"], TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["gemma2_odd", "gemma3_odd", "mistral_window", "olmo3_windows", "qwen3_layer_types"])
+def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case)
+    ids = golden.prompt_ids
+    for sizes in ([1] * len(ids), [9, 1, len(ids) - 10], [len(ids) - 2, 2]):
+        driver = ModelDriver(model, block_size=8, seed=4, in_groups=True)
+        starts = np.cumsum([0, *sizes])
+        logits = [driver.step({0: ids[start : start + size]})[0] for start, size in zip(starts, sizes)]
+        check_logits(np.concatenate(logits), golden.logits["float32"], TOLERANCE)
+        if len(sizes) < len(ids):
+            continue  # longer chunks see nearly all of so short a prompt
+        is_given_up = (driver.block_tables == NO_BLOCK).any(axis=(1, 2))
+        assert is_given_up.tolist() == [window is not None for window in driver.windows]
 
 
 @pytest.mark.parametrize("case", CASES)
