@@ -7,27 +7,25 @@ penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, make_dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from runtime.sampling_table import COLUMNS
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
 
-@dataclass(slots=True)
-class SamplingArrays:
-    """Parameters of ``n`` rows of logits over a vocabulary of ``V``."""
+_Numbers: Any = make_dataclass("_Numbers", [(name, NDArray) for name in COLUMNS], slots=True)
 
-    temperature: Float32Array  # [n] below 1e-5 = greedy
-    top_k: Int32Array  # [n] 0 or -1 = off
-    top_p: Float32Array  # [n] 1 = off
-    min_p: Float32Array  # [n] 0 = off
-    repetition_penalty: Float32Array  # [n] 1 = off; over prompt and output
-    presence_penalty: Float32Array  # [n] 0 = off; over output
-    frequency_penalty: Float32Array  # [n] 0 = off; over output
+
+@dataclass(slots=True)
+class SamplingArrays(_Numbers):  # type: ignore[misc]
+    """Parameters of ``n`` rows of logits over a vocabulary of ``V``; first the numbers of ``COLUMNS``, each ``[n]``."""
+
     seed: NDArray[np.uint64]  # [n]
     choice_index: Int32Array  # [n] which of a request's n choices
     position: Int32Array  # [n] output position of the token being drawn
@@ -43,19 +41,16 @@ class SamplingArrays:
     @property
     def num_rows(self) -> int:
         """Rows of logits that these parameters belong to."""
-        return len(self.temperature)
+        return len(self.seed)
 
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:
         """Greedy rows with every other parameter off, for the caller to fill in."""
+        numbers: dict[str, Any] = {
+            name: np.full(num_rows, column.neutral, column.dtype) for name, column in COLUMNS.items()
+        }
         return cls(
-            temperature=np.zeros(num_rows, np.float32),
-            top_k=np.zeros(num_rows, np.int32),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
-            repetition_penalty=np.ones(num_rows, np.float32),
-            presence_penalty=np.zeros(num_rows, np.float32),
-            frequency_penalty=np.zeros(num_rows, np.float32),
+            **numbers,
             seed=np.zeros(num_rows, np.uint64),
             choice_index=np.zeros(num_rows, np.int32),
             position=np.zeros(num_rows, np.int32),

@@ -37,7 +37,8 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "tensor", "ops", "batch", "kv", "communicator", "sampling_arrays", "linear", "rope_table", "backends",
+                "tensor", "ops", "batch", "kv", "communicator", "sampling_arrays", "sampling_table",
+                "linear", "rope_table", "backends",
             )
         ),
         4,

@@ -19,6 +19,7 @@ from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, chec
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32, int32, int64
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
+from runtime.sampling_table import PENALTIES
 from runtime.tensor.tensor import Tensor
 
 
@@ -34,11 +35,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     arrays = [getattr(params, name) for name, _, _ in SAMPLING_FIELDS] + ([] if mask is None else [mask.view(np.int32)])
     fields = upload_together([_as_tensor_type(array) for array in arrays], device)
     mask_address = 0 if mask is None else fields.pop().address
-    has_penalties = bool(
-        (params.repetition_penalty != 1).any()
-        or (params.presence_penalty != 0).any()
-        or (params.frequency_penalty != 0).any()
-    )
+    has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
     result = Tensor.empty((2, rows), int32, device)  # ids, statuses
     _launch(gpu, logits, [field.address for field in fields], mask_address, result.address, has_penalties)
     token_ids, statuses = result.to("cpu").array

@@ -6,15 +6,10 @@ import numpy as np
 
 from runtime.backends.checks import fail
 from runtime.sampling_arrays import Int32Array, SamplingArrays
+from runtime.sampling_table import COLUMNS
 
 SAMPLING_FIELDS = (
-    ("temperature", np.dtype(np.float32), "n"),
-    ("top_k", np.dtype(np.int32), "n"),
-    ("top_p", np.dtype(np.float32), "n"),
-    ("min_p", np.dtype(np.float32), "n"),
-    ("repetition_penalty", np.dtype(np.float32), "n"),
-    ("presence_penalty", np.dtype(np.float32), "n"),
-    ("frequency_penalty", np.dtype(np.float32), "n"),
+    *((name, np.dtype(column.dtype), "n") for name, column in COLUMNS.items()),
     ("seed", np.dtype(np.uint64), "n"),
     ("choice_index", np.dtype(np.int32), "n"),
     ("position", np.dtype(np.int32), "n"),

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
+from runtime.sampling_table import COLUMNS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
 """Most choices of one request."""
@@ -26,8 +28,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Bounds of ``stop``: how many strings, and how many characters each."""
 MAX_LOGIT_BIAS = 100.0
-MAX_FACTOR = 1e4
-"""Bound of what logits are multiplied with or divided by, so that they stay finite."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 """Bounds of ``bad_words_token_ids``: how many sequences, and how many ids each."""
@@ -35,7 +35,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the draw is the argmax, as in vLLM."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request.
 
     n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
@@ -65,13 +65,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -90,13 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 1 / MAX_FACTOR, MAX_FACTOR)
-        self._number("temperature", 0.0, MAX_FACTOR)
-        self._number("top_p", 0.0, 1.0, low_open=True)
-        self._integer("top_k", -1, 2**31 - 1)
-        self._number("min_p", 0.0, 1.0)
+        for name, column in COLUMNS.items():
+            if column.dtype is np.int32:
+                self._integer(name, int(column.low), int(column.high))
+            else:
+                self._number(name, column.low, column.high, low_open=column.is_low_open)
         self._integer("seed", -(2**63), 2**63 - 1, optional=True)
         self._integer("max_tokens", 1, 2**31 - 1, optional=True)
         self._integer("min_tokens", 0, 2**31 - 1)
@@ -133,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return any(getattr(self, name) != neutral for name, neutral in PENALTIES.items())
 
     def validate(self, vocab_size: int) -> None:
         """Check what depends on the model: every token id lies in ``[0, vocab_size)``.

@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from runtime.engine.sampling_params import MAX_FACTOR, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
+from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
+from runtime.sampling_table import COLUMNS, json_schema
 from server.observing.live import LiveMessage
 from server.openai_api.answers import (
     Cancelled,
@@ -142,13 +143,7 @@ _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 _NULL = {"type": "null"}
 _RANGES: dict[str, Json] = {
     "n": {"type": "integer", "minimum": 1, "maximum": MAX_N},
-    "temperature": {"type": "number", "minimum": 0, "maximum": MAX_FACTOR},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
-    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repetition_penalty": {"type": "number", "minimum": 1 / MAX_FACTOR, "maximum": MAX_FACTOR},
+    **{name: json_schema(name) for name in COLUMNS},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
     "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},

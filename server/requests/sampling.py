@@ -8,19 +8,14 @@ from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from runtime.sampling_table import COLUMNS
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tokenizer import Tokenizer
 
 _SAME_NAME = (
     "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+    *COLUMNS,
     "seed",
     "stop",
     "stop_token_ids",

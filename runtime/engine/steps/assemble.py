@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
-from runtime.engine.steps.sampler import FLOATS
 from runtime.engine.steps.step_input import LAST_TOKEN, BlockAddition, Mode, PromptLogprobs, RowLoad, StepInput
+from runtime.sampling_table import COLUMNS
 
 _ROW, _IS_LAST = attrgetter("sequence.row"), attrgetter("is_last")
 
@@ -93,7 +93,7 @@ class Assembler:
             choice_index=sequence.index,
             num_prompt_tokens=sequence.num_prompt_tokens,
             last_token_id=sequence.last_token_id,
-            numbers={name: getattr(params, name) for name in (*FLOATS, "top_k")},
+            numbers={name: getattr(params, name) for name in COLUMNS},
             logprobs=params.logprobs,
             # A repetition penalty counts an id once, however often the prompt has it.
             prompt_ids=np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else None,

@@ -27,6 +27,7 @@ from runtime.engine.steps.decode_device import DecodeDevice, StepBuffers, StepGr
 from runtime.engine.steps.ragged import slots_of
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import PenaltyLists
+from runtime.sampling_table import COLUMNS
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 
@@ -36,7 +37,7 @@ TAIL_WORDS = 1 << 18
 _PROGRESS = ("positions", "seq_lens", "position")
 """Neighbouring columns that advance with each step; position: of the token to be drawn, in the output."""
 
-_NEUTRAL = {"sources": -1, "top_p": 1, "repetition_penalty": 1}
+_NEUTRAL = {"sources": -1, **{name: column.neutral for name, column in COLUMNS.items()}}
 """What an empty place holds; in slots -1, in all other columns 0."""
 
 
@@ -45,15 +46,11 @@ def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int
     whole = [(name, int64) for name in (*slots, "seed")]
     whole += [
         (name, int32) for name in (
-            "token_ids", "sources", "top_k", "choice_index",  # sources: the place in the step before that draws the
-            *_PROGRESS,  # token, or -1
+            "token_ids", "sources", "choice_index",  # sources: the place in the step before that draws the token, or -1
+            *_PROGRESS,
         )
     ]  # fmt: skip
-    whole += [
-        (name, float32) for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        )
-    ]  # fmt: skip
+    whole += [(name, DType.parse(column.dtype)) for name, column in COLUMNS.items()]
     starts = [(name, int32, num_places + 1) for name in ("prompt_start", "output_start")]  # of lists, in the tail
     return [*((name, dtype, num_places) for name, dtype in whole), *starts, ("num_changes", int32, 1)]
 
@@ -234,12 +231,7 @@ class DecodeArrays:
         num_places, device = logits.shape[0], self._on_device
         tail = self._tail[int32]
         fields = [
-            *(
-                device[name][:num_places] for name in (
-                    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-                    "frequency_penalty", "seed", "choice_index", "position",
-                )
-            ),
+            *(device[name][:num_places] for name in (*COLUMNS, "seed", "choice_index", "position")),
             tail, device["prompt_start"][: num_places + 1], tail, device["output_start"][: num_places + 1],
             tail, self._tail[float32], self._zeros[: num_places + 1],  # no logit bias
         ]  # fmt: skip

@@ -18,12 +18,14 @@ from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
 from runtime.engine.steps.step_input import RowLoad
 from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_table import COLUMNS, PENALTIES
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
 
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""The parameters that are kept as rows of one array, so that one call gathers them."""
+_FLOATS = [name for name, column in COLUMNS.items() if column.dtype is np.float32]
+_INTEGERS = [name for name, column in COLUMNS.items() if column.dtype is np.int32] + ["choice_index"]
+"""What is kept as rows of one array, so that one call gathers all of a type."""
 
 Rows = NDArray[np.int64]
 
@@ -46,8 +48,8 @@ class SamplingRows:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_alternatives = np.full(max_num_seqs, -1, np.int64)
         self.keeps_outputs = np.zeros(max_num_seqs, np.bool_)
-        self._floats = np.zeros((len(FLOATS), max_num_seqs), np.float32)
-        self._integers = np.zeros((2, max_num_seqs), np.int32)  # top_k, choice_index
+        self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
+        self._integers = np.zeros((len(_INTEGERS), max_num_seqs), np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids
         # or a grammar.
@@ -68,8 +70,8 @@ class SamplingRows:
         self._broken.discard(row)
         self.num_prompt_tokens[row] = load.num_prompt_tokens
         self.num_alternatives[row] = -1 if load.logprobs is None else load.logprobs
-        self._floats[:, row] = [numbers[name] for name in FLOATS]
-        self._integers[:, row] = int(numbers["top_k"]), load.choice_index
+        self._floats[:, row] = [numbers[name] for name in _FLOATS]
+        self._integers[:, row] = [*(int(numbers[name]) for name in _INTEGERS[:-1]), load.choice_index]
         self._seeds[row] = load.seed
         self._prompt_ids[row] = _NO_IDS if load.prompt_ids is None else load.prompt_ids
         self._bias_ids[row] = np.array(load.bias_ids, np.int32)
@@ -78,7 +80,7 @@ class SamplingRows:
         self._end_ids[row] = np.array(load.end_ids, np.int32)
         self._bad_words[row] = load.bad_words
         self._allowed[row] = None if load.allowed_ids is None else _bit_mask(load.allowed_ids, self.vocab_size)
-        has_penalties = any(numbers[name] != neutral for name, neutral in _PENALTIES)
+        has_penalties = any(numbers[name] != neutral for name, neutral in PENALTIES.items())
         has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids))
         self._flags[:, row] = has_penalties, has_bias, load.allowed_ids is not None or load.has_masks
         self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words)
@@ -109,14 +111,13 @@ class SamplingRows:
 
         Where a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
         no_entries = np.zeros(len(rows) + 1, np.int32)
-        floats = dict(zip(FLOATS, self._floats.take(rows, axis=1)))  # each contiguous
-        top_k, choice_index = self._integers.take(rows, axis=1)
+        floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
+        integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
         any_penalties, any_bias, any_allowed = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
         arrays = SamplingArrays(
-            **floats,
-            top_k=top_k,
+            **dict(floats),
+            **dict(integers),
             seed=self._seeds.take(rows),
-            choice_index=choice_index,
             position=positions.astype(np.int32),
             prompt_ids=_NO_IDS,
             prompt_start=no_entries,
@@ -196,9 +197,9 @@ class SamplingRows:
 
     def write_columns(self, columns: Mapping[str, NDArray[Any]], places: NDArray[np.intp], rows: Rows) -> None:
         """Write the numbers of these rows to their ``places [n]`` in columns that bear the parameters' names."""
-        for name, values in zip(FLOATS, self._floats):
+        for name, values in zip(_FLOATS, self._floats):
             columns[name][places] = values.take(rows)
-        for name, numbers in zip(("top_k", "choice_index"), self._integers):
+        for name, numbers in zip(_INTEGERS, self._integers):
             columns[name][places] = numbers.take(rows)
         columns["seed"][places] = self._seeds.take(rows).view(columns["seed"].dtype)
 
@@ -243,7 +244,6 @@ def token_logprobs(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
-_PENALTIES = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
 
 
 def last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
