@@ -76,7 +76,7 @@ def read_gemma3(fields: Fields) -> GemmaConfig:
             fields, head_dim, positions, layer_type="sliding_attention", theta_name="rope_local_base_freq"
         )
     else:  # a lone entry's scaling is meant for the other layers
-        sliding = RopeConfig(fields.number("rope_local_base_freq", 1e4, above=0.0), head_dim)
+        sliding = RopeConfig(fields.number("rope_local_base_freq", 1e4, least=1.0, most=1e12), head_dim)
     fields.expect("attn_logit_softcapping")  # transformers reads it, but leaves scores as they are
     return GemmaConfig(
         **common,
@@ -88,7 +88,8 @@ def read_gemma3(fields: Fields) -> GemmaConfig:
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    cap: float | None = fields.number(name, None if name in fields else default, above=0.0)  # a null: there is none
+    # A null says that there is none.
+    cap: float | None = fields.number(name, None if name in fields else default, least=1e-3, most=1e6)
     return cap
 
 
@@ -107,7 +108,8 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
     fields.expect("use_bidirectional_attention", False)
     num_layers, has_bias = common["num_layers"], fields.boolean("attention_bias", False)
     common["attention_bias"] = common["attention_output_bias"] = has_bias
-    common["attention_scales"] = (fields.number("query_pre_attn_scalar", 256.0, above=0.0) ** -0.5,) * num_layers
+    scalar = fields.number("query_pre_attn_scalar", 256.0, least=1e-3, most=1e6)
+    common["attention_scales"] = (scalar**-0.5,) * num_layers
     kinds = read_layer_types(fields, num_layers) or [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
     ]

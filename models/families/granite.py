@@ -55,7 +55,7 @@ def read_granite(fields: Fields) -> GraniteConfig:
     common = read_common(fields, default_max_positions=2048)
     num_layers = common["num_layers"]
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    common["attention_scales"] = (fields.number("attention_multiplier", 1.0),) * num_layers
+    common["attention_scales"] = (fields.number("attention_multiplier", 1.0, least=1e-6, most=1e6),) * num_layers
     has_bias = fields.boolean("attention_bias", False)
     return GraniteConfig(
         **common,
@@ -63,9 +63,9 @@ def read_granite(fields: Fields) -> GraniteConfig:
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         mlp_bias=fields.boolean("mlp_bias", False),
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
-        logits_scaling=fields.number("logits_scaling", 1.0, above=0.0),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0, least=1e-6, most=1e6),
+        residual_multiplier=fields.number("residual_multiplier", 1.0, least=1e-6, most=1e6),
+        logits_scaling=fields.number("logits_scaling", 1.0, least=1e-6, most=1e6),
     )
 
 

@@ -32,7 +32,9 @@ def read_phi3(fields: Fields) -> DecoderConfig:
         common["head_dim"],
         common["max_position_embeddings"],
         default_partial_rotary_factor=1.0,
+        default_original_context=4096,
         kinds=("default", "longrope"),
+        aliases={"su": "longrope", "yarn": "longrope"},  # older files' names
     )
     num_layers = common["num_layers"]
     common["layer_windows"] = (fields.integer("sliding_window", None),) * num_layers

@@ -23,7 +23,8 @@ def read_smollm3(fields: Fields) -> DecoderConfig:
     )
     is_rotated = _rotated_layers(fields, num_layers)
     window = fields.integer("sliding_window", None) if fields.boolean("use_sliding_window", False) else None
-    fields.raw("sliding_window")
+    for name in ("sliding_window", "max_window_layers"):
+        fields.raw(name)  # notes, where no windows are used
     kinds = read_layer_types(fields, num_layers)
     is_sliding = [not rotated for rotated in is_rotated] if kinds is None else [k != "full_attention" for k in kinds]
     if window is None and kinds is not None and any(is_sliding):

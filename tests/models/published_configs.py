@@ -79,4 +79,61 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         max_window_layers=28, num_key_value_heads=2, rope_scaling=None, rope_theta=1000000, sliding_window=None,
         tie_word_embeddings=True, use_sliding_window=False,
     ),
+    "Phi-3-mini-4k": _config(
+        "Phi3ForCausalLM", "phi3", attention_bias=False, attention_dropout=0.0, embd_pdrop=0.0, hidden_act="silu",
+        auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}, num_key_value_heads=4, resid_pdrop=0.0,
+        original_max_position_embeddings=4096, pad_token_id=3, rope_scaling=None, rope_theta=10000.0,
+        sliding_window=2047, tie_word_embeddings=False,
+    ),
+    "Phi-3-mini-128k": _config(
+        "Phi3ForCausalLM", "phi3", hidden_act="silu", num_key_value_heads=4, original_max_position_embeddings=4096,
+        rope_scaling={"long_factor": [1.1] * 8, "short_factor": [1.0] * 8, "type": "su"}, rope_theta=10000.0,
+        sliding_window=262144, tie_word_embeddings=False,
+    ),
+    "Phi-4-mini": _config(
+        "Phi3ForCausalLM", "phi3", full_attn_mod=1, hidden_act="silu", interpolate_factor=1, lm_head_bias=False,
+        mlp_bias=False, num_key_value_heads=2, original_max_position_embeddings=4096, partial_rotary_factor=0.75,
+        rope_scaling={"long_factor": [1.1] * 6, "short_factor": [1.0] * 6, "type": "longrope"}, rope_theta=10000.0,
+        sliding_window=262144, tie_word_embeddings=True,
+    ),
+    "SmolLM3-3B": _config(
+        "SmolLM3ForCausalLM", "smollm3", attention_bias=False, hidden_act="silu", layer_types=["full_attention"] * 4,
+        max_window_layers=28, mlp_bias=False, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0],
+        num_key_value_heads=2, pretraining_tp=2, rope_scaling=None, rope_theta=5000000.0, sliding_window=None,
+        use_sliding_window=False,
+    ),
+    "granite-3.1-2b": _config(
+        "GraniteForCausalLM", "granite", attention_bias=False, attention_multiplier=0.015625, embedding_multiplier=12.0,
+        hidden_act="silu", logits_scaling=8.0, mlp_bias=False, num_key_value_heads=2, residual_multiplier=0.22,
+        rope_scaling=None, rope_theta=5000000.0, tie_word_embeddings=True,
+    ),
+    "OLMo-2-7B": _config(
+        "Olmo2ForCausalLM", "olmo2", attention_bias=False, hidden_act="silu", num_key_value_heads=4, rope_scaling=None,
+        rope_theta=500000, tie_word_embeddings=False,
+    ),
+    "Olmo-3-7B": _config(
+        "Olmo3ForCausalLM", "olmo3", attention_bias=False, hidden_act="silu", num_key_value_heads=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], rope_theta=500000, sliding_window=4096,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        tie_word_embeddings=False,
+    ),
+    "gemma-2-2b": _config(
+        "Gemma2ForCausalLM", "gemma2", attn_logit_softcapping=50.0, cache_implementation="hybrid",
+        final_logit_softcapping=30.0, head_dim=32, hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh", num_key_value_heads=2, query_pre_attn_scalar=256, rope_theta=10000.0,
+        sliding_window=4096,
+    ),
+    "gemma-3-1b": _config(
+        "Gemma3ForCausalLM", "gemma3_text", attention_bias=False, attn_logit_softcapping=None,
+        cache_implementation="hybrid", final_logit_softcapping=None, head_dim=32, hidden_activation="gelu_pytorch_tanh",
+        num_key_value_heads=1, query_pre_attn_scalar=256, rope_local_base_freq=10000, rope_scaling=None,
+        rope_theta=1000000, sliding_window=512, sliding_window_pattern=6,
+    ),
+    "GLM-4-9B-0414": _config(
+        "Glm4ForCausalLM", "glm4", attention_bias=False, attention_dropout=0.0, head_dim=32, hidden_act="silu",
+        num_key_value_heads=2, pad_token_id=5, partial_rotary_factor=0.5, rope_theta=10000.0, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

@@ -70,8 +70,7 @@ def check(config: ModelConfig) -> None:
     assert all(math.isfinite(scale) and scale > 0 for scale in config.attention_scales)
     assert 0.0 <= config.norm_eps <= 1.0
     assert min(config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size) >= 1
-    rope = getattr(config, "rope", None)
-    if rope is not None:
+    for rope in {getattr(config, "rope", None), *getattr(config, "layer_ropes", ())} - {None}:
         check_rope(rope)
 
 
