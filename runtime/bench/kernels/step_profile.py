@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
 CPU_OPERATIONS = {
     "cpu": (
-        "activate", "add_embedding", "attention", "embedding", "gather_rows", "glu", "layer_norm", "linear",
-        "logits_linear", "qkv_prepare", "rms_norm",
+        "activate", "add_embedding", "add_scaled", "attention", "embedding", "gather_rows", "glu", "layer_norm",
+        "linear", "qkv_prepare", "rms_norm", "scale_logits",
     ),
     "cpu_sampling": ("log_softmax_topk", "sample"),
 }  # fmt: skip

@@ -63,7 +63,7 @@ def test_the_cpus_operations_are_clocked(folder: Path) -> None:
     assert report["measured_by"] == "clocks"
     work = {line["name"]: line for line in report["phases"]["decode"]["work"]}
     assert work["attention"]["runs"] == 2 * 3  # layers x steps
-    assert work["linear"]["runs"] == 4 * 2 * 3
+    assert work["linear"]["runs"] == (4 * 2 + 1) * 3  # and the output head
     assert work["sample"]["runs"] == 3
     assert all(line["ms"] > 0 for line in work.values())
     assert before == {name: getattr(cpu, name) for name in before}
