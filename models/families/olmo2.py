@@ -55,7 +55,7 @@ def read_olmo3(fields: Fields) -> DecoderConfig:
     positions, theta = common["max_position_embeddings"], 500_000.0
     full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=theta)
     sliding = RopeConfig(full.theta, head_dim)  # of files with one entry, whose scaling is meant for the other layers
-    if isinstance(fields.object("rope_parameters").raw("sliding_attention"), dict):
+    if fields.object("rope_parameters").names():
         sliding = parse_rope(fields, head_dim, positions, layer_type="sliding_attention", default_theta=theta)
     return DecoderConfig(**common, layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds))
 

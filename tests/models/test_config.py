@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from models.decoder import DecoderConfig
 from models.errors import ConfigError
 from models.generation_config import load_generation_config
 from models.harmless_fields import HARMLESS, NEUTRAL
@@ -339,6 +340,21 @@ def test_every_field_that_a_version_of_transformers_knows_is_read_or_harmless(na
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_fields_of_published_models_load(name: str) -> None:
     assert parse_config(PUBLISHED[name]).architecture == PUBLISHED[name]["architectures"][0]
+
+
+def test_the_sliding_layers_of_olmo3_have_a_base_of_their_own() -> None:
+    """An entry that is missing takes the family's base (transformers 5); older files have one base for all layers."""
+    older = {name: value for name, value in PUBLISHED["Olmo-3-7B"].items() if not name.startswith("rope")}
+    for rope, bases in (
+        ({"rope_theta": 1e4}, (1e4, 1e4)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": None}}, (5e5, 1e4)),
+    ):
+        config = parse_config({**older, **rope})
+        assert isinstance(config, DecoderConfig)
+        sliding, full = config.layer_ropes[0], config.layer_ropes[3]
+        assert sliding is not None
+        assert full is not None
+        assert (sliding.theta, full.theta) == bases
 
 
 def test_harmless_fields_load_and_a_feature_that_is_switched_off() -> None:
