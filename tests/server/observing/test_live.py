@@ -226,6 +226,7 @@ def test_the_stream_says_how_the_engine_is(served: Served) -> None:
         read = messages(response.iter_lines())
         first = next(read)
         assert first["info"]["num_blocks"] == 100
+        assert first["info"]["group_windows"] == [None]
         assert first["stats"]["num_free_blocks"] == 100
         assert (first["state"], first["steps"]) == ("ready", [])
         wait_until(lambda: bool(served.engine.watchers))
