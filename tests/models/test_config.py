@@ -357,6 +357,15 @@ def test_the_sliding_layers_of_olmo3_have_a_base_of_their_own() -> None:
         assert (sliding.theta, full.theta) == bases
 
 
+def test_the_base_of_ministral3_that_its_rope_object_leaves_out() -> None:
+    values = read_json_object(GOLDENS / "ministral3_positions" / "config.json")
+    del values["rope_parameters"]["rope_theta"]
+    config = parse_config(values)
+    assert isinstance(config, DecoderConfig)
+    assert config.layer_ropes[0] is not None
+    assert config.layer_ropes[0].theta == 1e4  # as transformers 5.23 has it, whose 1e6 is of a missing object
+
+
 def test_harmless_fields_load_and_a_feature_that_is_switched_off() -> None:
     plain = parse_config(LLAMA)
     assert parse_config({**LLAMA, **dict.fromkeys(HARMLESS - {"architectures", "model_type"}, 0.5)}) == plain
