@@ -76,11 +76,11 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
     """
     if tier != "auto" and tier not in TIERS:
         raise ValueError(f"gemm: tier is {tier!r}, must be one of auto, {', '.join(TIERS)}")
+    if product.m == 0 or product.n == 0:
+        return None
     if product.epilogue.activation:
         return _plan_gated(product, machine, tier)
     name, tile = (_choose(product, machine) if tier == "auto" else (_able(tier, product, machine), tile))
-    if product.m == 0 or product.n == 0:
-        return None
     chosen = TIERS[name]
     if not tile:
         return chosen.plan(product, machine)
@@ -92,9 +92,7 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
     both = replace(product, n=2 * product.n, epilogue=Epilogue())
     name, tile = (_choose(both, machine) if tier == "auto" else (_able(tier, both, machine), ""))
-    if product.m == 0 or product.n == 0 or not hasattr(TIERS[name], "plan_gated"):
-        return None
-    if TIERS[name].why_not(product, machine):
+    if not hasattr(TIERS[name], "plan_gated") or TIERS[name].why_not(product, machine):
         return None
     plain = plan(both, machine, name, tile)
     return TIERS[name].plan_gated(product, machine, plain)
@@ -114,7 +112,7 @@ def _able(tier: str, product: Product, machine: Machine) -> str:
 
 def _choose(product: Product, machine: Machine) -> tuple[str, str]:
     """The tier, and its tile or ""."""
-    if product.is_weight_layout and product.is_aligned and product.is_plain and not product.exact and product.m:
+    if product.is_weight_layout and product.is_aligned and product.is_plain and not product.exact:
         measured = tables.choose(product.m, product.n, product.k, product.x, machine.arch)
         if measured is not None:
             return measured.tier, measured.tile
