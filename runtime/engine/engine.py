@@ -108,7 +108,7 @@ class Engine:
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=self.host_pool,
         )
-        self.scheduler = Scheduler(limits, self.pool)
+        self.scheduler = Scheduler(limits, self.pool, depth=executor.depth)
         self.executor = executor
         self.overlaps = executor.overlaps
         self.assembler = Assembler(
@@ -120,14 +120,14 @@ class Engine:
         self.grammars = GrammarQueue()
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._masks = MaskComputer()
-        self._running: _OpenStep | None = None
+        self._open: deque[_OpenStep] = deque()  # started, in order
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * limits.max_num_seqs  # by row
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
     @property
     def has_work(self) -> bool:
-        return self._running is not None or self.scheduler.has_work or len(self.grammars) > 0
+        return bool(self._open) or self.scheduler.has_work or len(self.grammars) > 0
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -186,10 +186,11 @@ class Engine:
         if len(self.grammars) > 0 and not self._start_compiled(outputs):
             return outputs
         self.executor.record()
-        opened, self._running = self._running, None
-        if opened is None:
-            opened = self._start(self._plan(outputs))
-        if self.overlaps:
+        if self.executor.depth > 1:
+            opened = self._fill(poll, outputs)
+        else:
+            opened = self._open[0] if self._open else self._start(self._plan(outputs))
+        if self.overlaps and self.executor.depth == 1:
             following = self._plan(outputs) if opened.computation is not None else None
             leads = following is not None and self._lead(following, poll, outputs)
             self._finish(opened, outputs)
@@ -212,9 +213,9 @@ class Engine:
         self.grammars.close()
         self.executor.close()
         self._masks.close()
-        if self._running is not None:
-            self.scheduler.abandon(self._running.step)
-            self._running = None
+        for opened in self._open:
+            self.scheduler.abandon(opened.step)
+        self._open.clear()
 
     def logits(self, token_ids: Sequences[int]) -> NDArray[np.float32]:
         """The raw logits after each of 1 … ``max_model_len`` tokens, ``[num_tokens, vocab_size]`` float32.
@@ -273,12 +274,12 @@ class Engine:
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
         tokens = sum(request.num_prompt_tokens for request in self.requests.values() if not request.was_scheduled)
         assert tokens == self.num_unscheduled_tokens, "unscheduled tokens are miscounted"
-        running = [] if self._running is None else [self._running.step]
+        running = [opened.step for opened in self._open]
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""
-        if self._running is None and not self.scheduler.has_work:
+        if not self._open and not self.scheduler.has_work:
             self.grammars.wait(GRAMMAR_WAIT_S)
         for compiled in self.grammars.take():
             request, error = compiled.request, compiled.error
@@ -293,7 +294,16 @@ class Engine:
             outputs += self.opened.end(
                 request, "error", "the grammar could not be compiled", is_unsatisfiable=is_bad
             )
-        return self._running is not None or self.scheduler.has_work
+        return bool(self._open) or self.scheduler.has_work
+
+    def _fill(self, poll: Poll, outputs: list[EngineOutput]) -> _OpenStep:
+        """Start steps, each of sequences that are in no other, until as many are open as the executor takes. Returns
+        the oldest, or one without work if none is open."""
+        while True:
+            outputs += poll()
+            planned = self._start(self._plan(outputs))
+            if not planned.step.chunks or len(self._open) == self.executor.depth:
+                return self._open[0] if self._open else planned
 
     def _plan(self, outputs: list[EngineOutput]) -> _OpenStep:
         """Choose the next step and lay it out; the step before it may still run."""
@@ -394,8 +404,9 @@ class Engine:
         num_draws = made.num_draws[made.num_draws > 0]
         computation = self.executor.start(made, self._masks.start(assembled.drawing, num_draws))
         self.assembler.sent(made)
-        if step.chunks:
-            opened.computation, self._running = computation, opened
+        if step.chunks or self.executor.depth > 1:
+            opened.computation = computation
+            self._open.append(opened)
             record.prepare_s += computation.started_s - opened.started_s
             opened.started_s = computation.started_s
         return opened
@@ -410,8 +421,9 @@ class Engine:
         """Wait for the step and hand out what it drew."""
         step, record = opened.step, opened.record
         drawn: Drawn | None = None
-        following = None if self._running is opened else self._running
-        self._running = following
+        if opened.computation is not None:
+            assert self._open.popleft() is opened, "steps end in their order"
+        following = self._open[0] if self._open else None
         if opened.computation is not None:
             try:
                 drawn = opened.computation.result()
@@ -428,8 +440,9 @@ class Engine:
             self.scheduler.commit(step)
             if drawn is not None and opened.assembled is not None:
                 self.opened.append(opened.assembled, drawn, ended, outputs)
-                self.scheduler.observe(record.num_tokens, record.run_s)
-                self._counters.count_tokens(record.num_tokens)
+                if record.num_tokens:
+                    self.scheduler.observe(record.num_tokens, record.run_s)
+                    self._counters.count_tokens(record.num_tokens)
             num_blocks, seconds = self.executor.take_timed()
             if num_blocks:
                 self.scheduler.observe_transfer(num_blocks, seconds)

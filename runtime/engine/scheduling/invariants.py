@@ -80,7 +80,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_pages(sequence, pool)
         end = sequence.num_tokens + sequence.num_pending
         assert sequence.num_computed < end, "a running sequence has nothing to compute"
-    assert len(scheduler.open_steps) <= 2, "too many steps are open"
+    assert len(scheduler.open_steps) <= max(2, scheduler.depth), "too many steps are open"
+    if scheduler.depth > 1:
+        members = [chunk.sequence for step in scheduler.open_steps for chunk in step.chunks]
+        members = [sequence for sequence in members if not sequence.is_finished]
+        assert len(set(members)) == len(members), "a sequence is in two open steps"
     assert not pool.offloads, "evicted blocks are in no step"
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
     pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])

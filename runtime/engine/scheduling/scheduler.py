@@ -51,16 +51,18 @@ class _Refusal:
 class Scheduler:
     """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's loop.
 
-    open_steps  planned and neither committed nor abandoned, at most two
+    depth       steps that may run at once, each of sequences of its own; with 1 a second one may be planned ahead
+    open_steps  planned and neither committed nor abandoned
     costs       what steps and transfers take, as far as ``observe`` was told
     """
 
-    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: EngineLimits, pool: BlockPool, depth: int = 1) -> None:
         config = limits.scheduling
         self.limits = limits
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.depth = depth
         self.open_steps: list[Step] = []
         self.num_steps = 0
         self.num_preemptions = 0
@@ -110,7 +112,7 @@ class Scheduler:
         It is without chunks only when there is no work, or when all running sequences wait for the end of the step
         before. Raises ``InvariantError`` when the bookkeeping is broken.
         """
-        assert len(self.open_steps) < 2, "a third step is planned before the first was committed"
+        assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
         self.num_steps += 1
         self._batching.fill(self, step)
@@ -161,7 +163,7 @@ class Scheduler:
         block_size, shortest, has_windows = self.limits.block_size, self._shortest, bool(self._windowed)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
-        for sequence in self.running:
+        for sequence in self._idle():
             pending, computed = sequence.num_pending, sequence.num_computed
             if (
                 sequence.num_tokens + pending - computed != 1
@@ -181,7 +183,7 @@ class Scheduler:
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
-        for sequence in self.running:
+        for sequence in self._idle():
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
                 count = self._chunk_size(step, sequence.num_computed, remaining)
@@ -194,6 +196,8 @@ class Scheduler:
         """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
         while self.waiting and most != 0 and not step.preempted and step.budget > 0:
             sequence = self.waiting[0]
+            if self.depth > 1 and self._is_open(sequence):
+                return  # preempted: its tokens are known when that step is over
             count = self._start(sequence, step)
             if not count:
                 return
@@ -201,6 +205,15 @@ class Scheduler:
             insort(self.running, sequence, key=_order)
             step.add(sequence, count, is_first=True)
             most = None if most is None else most - 1
+
+    def _idle(self) -> list[Sequence]:
+        """The running sequences of which a step may be planned."""
+        if self.depth == 1 or not self.open_steps:
+            return self.running
+        return [sequence for sequence in self.running if not self._is_open(sequence)]
+
+    def _is_open(self, sequence: Sequence) -> bool:
+        return any(sequence.last_step == step.number for step in self.open_steps)
 
     def _chunk_size(self, step: Step, num_computed: int, remaining: int) -> int:
         """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
