@@ -64,7 +64,6 @@ FOR_TYPES = {
     ("runtime.device.emulator.memory.device_memory", "runtime.device.emulator.driver.pool_blocks"),
     ("runtime.device.emulator.tensor_cores.wgmma_registers", "runtime.device.emulator.translation.lowering"),
     ("runtime.engine.grammar.matcher", "runtime.engine.scheduling.sequence"),
-    ("runtime.engine.steps.decode_graphs", "runtime.engine.steps.runner"),
     ("runtime.engine.scheduling.batching", "runtime.engine.scheduling.scheduler"),
     ("runtime.engine.scheduling.invariants", "runtime.engine.scheduling.scheduler"),
     ("server.service", "server.responses_api.endpoints"),

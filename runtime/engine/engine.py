@@ -401,8 +401,7 @@ class Engine:
         if made.has_transfers:  # those of sequences that have ended since were dropped
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
-        num_draws = made.num_draws[made.num_draws > 0]
-        computation = self.executor.start(made, self._masks.start(assembled.drawing, num_draws))
+        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws))
         self.assembler.sent(made)
         if step.chunks or self.executor.depth > 1:
             opened.computation = computation
@@ -437,7 +436,10 @@ class Engine:
             for chunk in step.chunks:
                 outputs += self.opened.end(chunk.sequence.request, "error", "the model failed in this step")
         else:
-            self.scheduler.commit(step)
+            accepted = None
+            if drawn is not None and drawn.counts is not None and opened.assembled is not None:
+                accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
+            self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
                 self.opened.append(opened.assembled, drawn, ended, outputs)
                 if record.num_tokens:

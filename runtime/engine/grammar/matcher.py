@@ -81,8 +81,8 @@ class MaskComputer:
         self._executor: LLExecutor | None = None
 
     def start(self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64]) -> PendingMasks | None:
-        """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: how many draws
-        each makes; with a grammar it is one.
+        """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: of each
+        of the step's chunks; with a grammar it is one.
 
         Until the masks were waited for nobody may touch the matchers.
         """
@@ -90,6 +90,7 @@ class MaskComputer:
         if not chosen:
             return None
         matchers = [sequence.matcher for sequence in chosen if sequence.matcher is not None]
+        num_draws = num_draws[num_draws > 0]
         firsts = (np.cumsum(num_draws) - num_draws).tolist()
         places = [first for first, sequence in zip(firsts, sequences) if sequence.matcher is not None]
         buffer = np.empty((len(places), matchers[0].vocabulary.num_mask_words), np.uint32)

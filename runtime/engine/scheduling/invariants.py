@@ -30,7 +30,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     for chunk in step.chunks:
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        if sequence.row is None or end != sequence.num_computed:
+        if sequence.row is None or end - len(chunk.draft_ids) != sequence.num_computed:
             problem = f"a chunk that ends at {end}, but {sequence.num_computed} computed tokens and row {sequence.row}"
         else:
             last_page = (end - 1) // block_size

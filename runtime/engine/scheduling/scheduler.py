@@ -32,7 +32,7 @@ from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.reuse import reusable
 from runtime.engine.scheduling.sequence import Sequence, State
-from runtime.engine.scheduling.step import PreemptionWay, Step
+from runtime.engine.scheduling.step import Chunk, PreemptionWay, Step
 from runtime.kv.groups import NO_BLOCK, first_page
 
 
@@ -54,6 +54,7 @@ class Scheduler:
     depth       steps that may run at once, each of sequences of its own; with 1 a second one may be planned ahead
     open_steps  planned and neither committed nor abandoned
     costs       what steps and transfers take, as far as ``observe`` was told
+    drafts      proposals for the tokens behind the last of running sequences, for the next step that decodes them
     """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool, depth: int = 1) -> None:
@@ -68,6 +69,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0
         self.costs = CostModel()
+        self.drafts: dict[Sequence, list[int]] = {}
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
         self._chunking = chunking_of(config, limits.max_num_batched_tokens)
@@ -104,6 +106,7 @@ class Scheduler:
         elif sequence.state is State.RUNNING:
             _remove(self.running, sequence)
             self._release(sequence)
+        self.drafts.pop(sequence, None)
         sequence.state = State.FINISHED
 
     def schedule(self) -> Step:
@@ -126,16 +129,23 @@ class Scheduler:
         self._batching.extend(self, step)
         self._close(step)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: Step, accepted: dict[Sequence, int] | None = None) -> None:
         """The step has run: its tokens lie in their blocks, full blocks can be found from now on. To be called before
-        any of its sequences is finished."""
+        any of its sequences is finished, or gets the drawn tokens.
+
+        ``accepted``: of each sequence with proposals, how many of the drawn tokens are kept. What was reserved for the
+        others is taken back; what proposals have filled can be found when their tokens are known.
+        """
         pool = self.pool
         block_size = self.limits.block_size
         records, has_windows = pool.enable_prefix_caching, bool(self._windowed)
         for chunk in step.chunks:
             sequence = chunk.sequence
+            end = chunk.start + chunk.num_tokens
+            if chunk.draft_ids:
+                end = self._take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
-                end = sequence.num_committed = chunk.start + chunk.num_tokens
+                sequence.num_committed = end
                 if records and end >= (sequence.chain.num_blocks + 1) * block_size:
                     pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
                 if has_windows:
@@ -180,6 +190,41 @@ class Scheduler:
                 s for s in decodes if s.row is not None and s.num_computed < len(s.blocks[shortest]) * block_size
             ]
         step.add_decodes(decodes if len(decodes) <= step.budget else decodes[: max(0, step.budget)])
+
+        if self.drafts:
+            for chunk in step.chunks:
+                self._reserve_drafts(chunk, step)
+
+    def _reserve_drafts(self, chunk: Chunk, step: Step) -> None:
+        """Let a decode try its sequence's proposals, as far as the budget goes and blocks are free. Nothing else is
+        planned for the sequence until the step is committed."""
+        sequence = chunk.sequence
+        drafts = self.drafts.pop(sequence, [])
+        if sequence.num_pending != 1 or sequence.matcher is not None:
+            return  # they stand behind another token, or its grammar has masks for one draw a step
+        count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
+        size, end = self.limits.block_size, chunk.start + 1
+        lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
+        if sum(lacking) <= self.pool.num_free - len(self.running) * len(lacking):
+            fresh = iter(self.pool.allocate(sum(lacking)))
+            for ids, num_pages in zip(sequence.blocks, lacking):
+                ids += islice(fresh, num_pages)
+        count = min(count, min(map(len, sequence.blocks)) * size - end)
+        if count > 0:
+            chunk.draft_ids = drafts[:count]
+            chunk.num_tokens += count
+            step.num_tokens += count
+            sequence.num_pending += count
+
+    @staticmethod
+    def _take_back(chunk: Chunk, num_accepted: int) -> int:
+        """Count what a chunk with proposals has computed for nobody as neither computed nor pending. Returns the end of
+        its tokens that are known."""
+        sequence = chunk.sequence
+        sequence.num_pending -= chunk.num_draws - num_accepted
+        if sequence.row is not None:
+            sequence.num_computed = chunk.start + num_accepted
+        return chunk.start + 1
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""

@@ -16,6 +16,8 @@ class Chunk:
 
     is_first  the sequence was given its row in this step
     is_last   the chunk ends at the last token, known or pending, so the step draws a new one
+    draft_ids  proposals for the tokens behind the last, computed with it and counted in ``num_tokens``: the step draws
+              behind each of them, too, and as many are kept as the draws agree with
     """
 
     sequence: Sequence
@@ -23,6 +25,12 @@ class Chunk:
     num_tokens: int
     is_first: bool
     is_last: bool
+    draft_ids: list[int] | tuple[()] = ()
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that the step draws for it, at most."""
+        return 1 + len(self.draft_ids) if self.is_last else 0
 
 
 @dataclass(slots=True)

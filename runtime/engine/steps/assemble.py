@@ -64,7 +64,7 @@ class Assembler:
         prompt_requests: list[Request] = []
         if step.num_tokens != count or not all(map(_IS_LAST, chunks)):
             made.counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
-            made.num_draws = np.array([chunk.is_last for chunk in chunks], np.int64)
+            made.num_draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
             made.token_ids = _tokens_of(chunks, step.num_tokens)
             drawing = [chunk.sequence for chunk in chunks if chunk.is_last]
             prompt_requests = self._want_prompt_logprobs(made, chunks)
@@ -140,7 +140,9 @@ def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:
     first = 0
     for chunk in chunks:
         end = first + chunk.num_tokens
-        if chunk.num_tokens > 1 or not chunk.is_last:
+        if chunk.draft_ids:
+            token_ids[first + 1 : end] = chunk.draft_ids
+        elif chunk.num_tokens > 1 or not chunk.is_last:
             chunk.sequence.copy_tokens(chunk.start, token_ids[first:end])
         first = end
     return token_ids

@@ -60,7 +60,8 @@ class RecordedForwards:
         seqs = limits.max_num_seqs
         self._token_ids, self._positions = np.zeros((2, tokens), np.int32)
         self._slot_mappings = np.zeros((num_groups, tokens), np.int64)
-        self._query_start, self._seq_lens, self._logits_indices = np.zeros((3, seqs + 1), np.int32)
+        self._query_start, self._seq_lens = np.zeros((2, seqs + 1), np.int32)
+        self._logits_indices = np.zeros(tokens, np.int32)
         self._tables = np.zeros((num_groups, seqs * -(-limits.max_model_len // limits.block_size)), np.int32)
 
     @property

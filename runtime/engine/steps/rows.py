@@ -64,7 +64,7 @@ class Rows:
         """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
         is_known = token_ids != LAST_TOKEN
         filled = self.last_tokens[rows]
-        if is_known.any():
+        if np.count_nonzero(is_known):
             filled[is_known] = token_ids[is_known]
         return filled
 

@@ -149,7 +149,8 @@ class StepInput(msgspec.Struct, kw_only=True):
     @property
     def are_decodes(self) -> bool:
         """Whether each chunk is one token, behind which one is drawn."""
-        return len(self.token_ids) == len(self.rows) and bool(self.num_draws.all())
+        num_seqs = len(self.rows)
+        return len(self.token_ids) == num_seqs == np.count_nonzero(self.num_draws)
 
 
 def encode(step: StepInput) -> bytes:
