@@ -7,8 +7,7 @@ the manual's tables say; results move monotonically.
     rcp     1 ulp                     rounded away from zero
     sqrt    2**-23 relative           rsqrt   2**-22.9 relative
     ex2     2**-22.5 of the mantissa  lg2     2**-22.6
-    sin cos 2**-20.5 absolute up to 2 pi, 2**-14.7 up to 100 pi
-    tanh    2**-11 relative           div     2 ulp
+    div     2 ulp
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HALF_ULP = 2.0**-24  # the largest relative error of rounding to float32
 
 
 def approximate(builder: Builder, name: str, arguments: Sequence[Value]) -> Value | None:
-    """``rcp.approx`` and so on of float32 vectors (``rsqrt.approx.f64`` … of float64); None where there is none."""
+    """``rcp.approx`` and so on of float32 vectors; None where there is none."""
     body = _FUNCTIONS.get(name)
     if body is None:
         return None
@@ -101,26 +100,6 @@ def _logarithm(b: Builder, x: Value) -> Value:
     return moved(b, exact, b.fmul(size, like(x, 1.6 * HALF_ULP)))
 
 
-def _circular(name: str) -> Callable[..., Value]:
-    def body(b: Builder, x: Value) -> Value:
-        exact = unary(b, name, x)
-        near = b.fcmp_ordered("<=", unary(b, "fabs", x), like(x, 2 * math.pi))
-        result = b.select(near, moved(b, exact, -(2.0**-21)), moved(b, exact, -(2.0**-15)))
-        if name == "cos":
-            result = b.select(b.fcmp_ordered("==", x, like(x, 0.0)), exact, result)
-        return result
-
-    return body
-
-
-def _tangent(b: Builder, x: Value) -> Value:
-    """Toward zero; subnormal operands and infinities come out exact."""
-    exact = unary(b, "tanh", x)
-    size = unary(b, "fabs", x)
-    passes = b.or_(b.fcmp_ordered("<", size, like(x, 2.0**-126)), b.fcmp_ordered("==", size, like(x, math.inf)))
-    return b.select(passes, exact, scaled(b, exact, -(2.0**-11.5)))
-
-
 def _quotient(b: Builder, x: Value, y: Value) -> Value:
     return scaled(b, b.fdiv(x, y), 1.4 * HALF_ULP)
 
@@ -131,44 +110,12 @@ def _quick_quotient(b: Builder, x: Value, y: Value) -> Value:
     return b.select(beyond, b.fmul(x, binary(b, "copysign", like(y, 0.0), y)), _quotient(b, x, y))
 
 
-def _upper_half(body: Callable[..., Value]) -> Callable[..., Value]:
-    """rcp and rsqrt.approx.ftz.f64: upper word in, upper word out; subnormals flush, NaN is 0x7fffffff00000000."""
-
-    def flushed(b: Builder, word: Value) -> Value:
-        is_small = b.icmp_unsigned("==", b.and_(word, splat(I64, 0x7FF0000000000000)), splat(I64, 0))
-        return b.select(is_small, b.and_(word, splat(I64, 1 << 63)), word)
-
-    def whole(b: Builder, x: Value) -> Value:
-        upper = splat(I64, 0xFFFFFFFF00000000)
-        word = flushed(b, b.and_(b.bitcast(x, I64), upper))
-        result = body(b, b.bitcast(word, F64))
-        cut = flushed(b, b.and_(b.bitcast(result, I64), upper))
-        cut = b.select(b.fcmp_unordered("uno", result, result), splat(I64, 0x7FFFFFFF00000000), cut)
-        return b.bitcast(cut, F64)
-
-    return whole
-
-
-def _plain_reciprocal(b: Builder, x: Value) -> Value:
-    return b.fdiv(like(x, 1.0), x)
-
-
-def _plain_reciprocal_root(b: Builder, x: Value) -> Value:
-    return b.fdiv(like(x, 1.0), unary(b, "sqrt", x))
-
-
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "rcp.approx": _reciprocal,
     "sqrt.approx": _float32(_root),
     "rsqrt.approx": _float32(_reciprocal_root),
     "ex2.approx": _float32(_power),
     "lg2.approx": _float32(_logarithm),
-    "sin.approx": _float32(_circular("sin")),
-    "cos.approx": _float32(_circular("cos")),
-    "tanh.approx": _float32(_tangent),
     "div.approx": _float32(_quick_quotient),
     "div.full": _float32(_quotient),
-    "rcp.approx.ftz.f64": _upper_half(_plain_reciprocal),
-    "rsqrt.approx.ftz.f64": _upper_half(_plain_reciprocal_root),
-    "rsqrt.approx.f64": _plain_reciprocal_root,
 }

@@ -9,10 +9,9 @@ from llvmlite import ir
 
 from runtime.device.emulator.arithmetic.by_type import by_type
 from runtime.device.emulator.arithmetic.integers import is_signed
-from runtime.device.emulator.translation.lowering import Lowering, lowers
+from runtime.device.emulator.translation.lowering import Lowering
 from runtime.device.emulator.translation.modifiers import Modifiers
-from runtime.device.emulator.translation.operations import operation
-from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand, Pair
+from runtime.device.emulator.translation.ptx import Integer, Operand
 from runtime.device.emulator.translation.vectors import (
     BIT,
     BYTE,
@@ -26,7 +25,6 @@ from runtime.device.emulator.translation.vectors import (
     binary,
     intrinsic,
     like,
-    mask_of,
     shared,
     splat,
     unary,
@@ -57,56 +55,14 @@ def logic(low: Lowering, mods: Modifiers, kind: str) -> None:
         low.write(to, make(*(low.value(source, kind) for source in sources)))
 
 
-@by_type("not", "cnot", kinds=("pred", "b16", "b32", "b64"))
+@by_type("not", kinds=("pred", "b16", "b32", "b64"))
 def negation(low: Lowering, mods: Modifiers, kind: str) -> None:
     b = low.builder
     to, source = mods.operands(2)
     if kind == "pred":
-        if mods.name == "cnot":
-            raise mods.refuse("type .pred")
         low.write_predicate(to, b.xor(low.predicate(source), FULL))
-        return
-    x = low.value(source, kind)
-    low.write(to, b.not_(x) if mods.name == "not" else b.zext(b.icmp_unsigned("==", x, like(x, 0)), x.type))
-
-
-def lookup(b: Builder, x: Value, y: Value, z: Value, table: int) -> Value:
-    """lop3: bit 4·x + 2·y + z of `table`, as the exclusive or of products (the table's Möbius transform)."""
-    terms = [(table >> k) & 1 for k in range(8)]
-    for step in (1, 2, 4):
-        for k in range(8):
-            if k & step:
-                terms[k] ^= terms[k ^ step]
-    result = like(x, -terms[0])
-    for k in range(1, 8):
-        if terms[k]:
-            factors = [v for bit, v in ((4, x), (2, y), (1, z)) if k & bit]
-            product = factors[0]
-            for factor in factors[1:]:
-                product = b.and_(product, factor)
-            result = b.xor(result, product)
-    return result
-
-
-@by_type("lop3", kinds=("b32",))
-def lop3(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b = low.builder
-    combine = mods.one_of(("or", "and"), "")
-    to, *sources = mods.operands(6 if combine else 5)
-    table = sources[3]
-    if not isinstance(table, Integer) or not 0 <= table.value <= 255:
-        raise mods.refuse(f"look-up table {table}")
-    x, y, z = (low.value(source, kind) for source in sources[:3])
-    result = lookup(b, x, y, z, table.value)
-    if combine:
-        if not isinstance(to, Pair):
-            raise mods.refuse("needs d|p")
-        truth = mask_of(b, b.icmp_unsigned("!=", result, like(result, 0)))
-        given = low.predicate(sources[4])
-        low.write(to.first, result)
-        low.write_predicate(to.second, b.or_(truth, given) if combine == "or" else b.and_(truth, given))
     else:
-        low.write(to, result)
+        low.write(to, b.not_(low.value(source, kind)))
 
 
 # --- shifts ---
@@ -180,52 +136,6 @@ def reverse(low: Lowering, mods: Modifiers, kind: str) -> None:
     low.write(to, unary(low.builder, "bitreverse", low.value(source, kind)))
 
 
-@by_type("bfind", kinds=("u32", "s32", "u64", "s64"))
-def find_first(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, as_shift = low.builder, mods.take("shiftamt")
-    to, source = mods.operands(2)
-    x = low.value(source, kind)
-    if is_signed(kind):
-        x = b.xor(x, b.ashr(x, like(x, width(x) - 1)))
-    zeros = resized(b, leading_zeros(b, x), 32)
-    found = zeros if as_shift else b.sub(splat(I32, width(x) - 1), zeros)
-    low.write(to, b.select(b.icmp_unsigned("==", x, like(x, 0)), splat(I32, -1), found))
-
-
-@operation("fns", "pppp")
-def fns(warp, mask, site, target, masks, bases, offsets):  # type: ignore[no-untyped-def]
-    """The position of the offset-th set bit of a mask, counted upwards or downwards from `base`."""
-    for lane in range(32):
-        if (mask >> lane) & 1:
-            bits, at = int(masks[lane]), int(bases[lane])
-            offset = int(offsets[lane])
-            if offset >= 1 << 31:
-                offset -= 1 << 32
-            step = -1 if offset < 0 else 1
-            left = max(abs(offset) - 1, 0)
-            last = at if offset == 0 else (31 if step > 0 else 0)
-            found = 0xFFFFFFFF
-            while 0 <= at <= 31 and (last - at) * step >= 0:
-                if (bits >> at) & 1:
-                    if left == 0:
-                        found = at
-                        break
-                    left -= 1
-                at += step
-            target[lane] = found
-    return 0
-
-
-@lowers("fns")
-def find_nth(low: Lowering, ins: Instruction) -> None:
-    mods = Modifiers(ins)
-    mods.type(("b32",))
-    mods.done()
-    to, *sources = mods.operands(4)
-    slots = [low.slot(source, 32) for source in sources]
-    low.call("fns", low.destination(to, 32), *slots)
-
-
 # --- fields ---
 
 
@@ -273,37 +183,11 @@ def insert(low: Lowering, mods: Modifiers, kind: str) -> None:
     low.write(to, shared(low.builder, f"xserv.bfi.{kind}", arguments[0].type, arguments, _insert))
 
 
-@by_type("szext", kinds=("u32", "s32"))
-def extend_field(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, clamps = low.builder, mods.one_of(("clamp", "wrap")) == "clamp"
-    to, source, size = mods.operands(3)
-    x, bits = low.value(source, kind), low.value(size, "u32")
-    wrapped = b.and_(bits, splat(I32, 31))
-    surplus = b.and_(b.sub(splat(I32, 32), wrapped), splat(I32, 31))
-    raised = b.shl(x, surplus)
-    result = b.ashr(raised, surplus) if is_signed(kind) else b.lshr(raised, surplus)
-    result = b.select(b.icmp_unsigned("==", wrapped, splat(I32, 0)), splat(I32, 0), result)
-    if clamps:
-        result = b.select(b.icmp_unsigned(">=", bits, splat(I32, 32)), x, result)
-    low.write(to, result)
-
-
-@by_type("bmsk", kinds=("b32",))
-def bit_mask(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, clamps = low.builder, mods.one_of(("clamp", "wrap")) == "clamp"
-    to, *sources = mods.operands(3)
-    start, size = (low.value(source, kind) for source in sources)
-    if not clamps:
-        start, size = (b.and_(value, splat(I32, 31)) for value in (start, size))
-    one = splat(I32, 1)
-    low.write(to, shift_left(b, b.sub(shift_left(b, one, size), one), start))
-
-
 # --- bytes ---
 
 
 def _choose_bytes(b: Builder, x: Value, y: Value, selector: Value) -> Value:
-    """prmt without a mode, the selector known when it runs."""
+    """prmt, the selector known when it runs."""
     both = b.or_(b.zext(x, I64), b.shl(b.zext(y, I64), splat(I64, 32)))
     result = splat(I32, 0)
     for index in range(4):
@@ -330,34 +214,14 @@ def permuted(b: Builder, x: Value, y: Value, selector: int) -> Value:
     return b.bitcast(chosen, I32)
 
 
-# Nibbles that each mode makes of the selector's low two bits.
-_MODES = {
-    "f4e": lambda s: [s, s + 1, s + 2, s + 3],
-    "b4e": lambda s: [s, (s - 1) & 7, (s - 2) & 7, (s - 3) & 7],
-    "rc8": lambda s: [s] * 4,
-    "ecl": lambda s: [max(i, s) for i in range(4)],
-    "ecr": lambda s: [min(i, s) for i in range(4)],
-    "rc16": lambda s: [2 * (s & 1), 2 * (s & 1) + 1] * 2,
-}
 
 
-@by_type("prmt", kinds=("b32", *_MODES))
+@by_type("prmt", kinds=("b32",))
 def permute(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, mode = low.builder, kind
-    if kind == "b32":
-        mode = ""
-    elif not mods.take("b32"):
-        raise mods.refuse("type")
+    b = low.builder
     to, *sources = mods.operands(4)
     x, y, selector = low.value(sources[0], "b32"), low.value(sources[1], "b32"), sources[2]
-    if mode:
-        low_bits = b.and_(low.value(selector, "b32"), splat(I32, 3))
-        result = None
-        for s in range(4):
-            nibbles = sum(n << (4 * i) for i, n in enumerate(_MODES[mode](s)))
-            this = permuted(b, x, y, nibbles)
-            result = this if result is None else b.select(b.icmp_unsigned("==", low_bits, splat(I32, s)), this, result)
-    elif isinstance(selector, Integer):
+    if isinstance(selector, Integer):
         result = permuted(b, x, y, selector.value)
     else:
         result = shared(b, "xserv.prmt", I32, [x, y, low.value(selector, "b32")], _choose_bytes)

@@ -1,4 +1,4 @@
-"""cvt and cvt.pack (PTX ISA, "Data Movement and Conversion Instructions"), between all numbers that registers hold.
+"""cvt (PTX ISA, "Data Movement and Conversion Instructions"), between all numbers that registers hold.
 
 A float beyond an integer's range clamps; NaN gives zero, or the top bit alone where the source is float64 or the
 integer has 64 bits. Conversions into small floats pass through float32 rounded to odd, so that each rounds once.
@@ -7,10 +7,9 @@ integer has 64 bits. Conversions into small floats pass through float32 rounded 
 from __future__ import annotations
 
 from runtime.device.emulator.arithmetic.floats import canonical, flush, is_nan, saturate
-from runtime.device.emulator.arithmetic.halves import halves, pack
 from runtime.device.emulator.arithmetic.integers import is_signed
 from runtime.device.emulator.arithmetic.rounding import ROUNDINGS, narrow_to_odd, rounded, sum_to_odd
-from runtime.device.emulator.arithmetic.small_floats import FORMATS, narrow, narrow_ue8m0, widen, widen_ue8m0
+from runtime.device.emulator.arithmetic.small_floats import FORMATS, narrow, widen
 from runtime.device.emulator.translation.lowering import Lowering, lowers
 from runtime.device.emulator.translation.modifiers import Modifiers
 from runtime.device.emulator.translation.ptx import Instruction, Operand
@@ -35,9 +34,9 @@ from runtime.device.emulator.translation.vectors import (
 WHOLE = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
 _TO_WHOLE = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
-_SMALL = ("e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2")
+_SMALL = ("e4m3x2", "e5m2x2")
 _PAIRS = ("f16x2", "bf16x2")
-_KINDS = (*WHOLE, *FLOATS, *_SMALL, *_PAIRS, "tf32", "ue8m0x2")
+_KINDS = (*WHOLE, *FLOATS, *_SMALL, *_PAIRS, "tf32")
 
 
 @lowers("cvt")
@@ -50,8 +49,6 @@ def cvt(low: Lowering, ins: Instruction) -> None:
         _to_wide(low, mods, to, of)
     elif to in ("f16", "bf16", "tf32"):
         _to_small(low, mods, to, of)
-    elif to == "ue8m0x2":
-        _to_ue8m0(low, mods, of)
     else:
         _to_pair(low, mods, to, of)
     mods.done()
@@ -224,21 +221,27 @@ def _to_small(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
 # --- pairs ---
 
 
+def halves(low: Lowering, operand: Operand) -> list[Value]:
+    """The lower and the upper 16-bit float of a pair, each as ``<32 x i16>``."""
+    b, both = low.builder, low.value(operand, "b32")
+    return [b.trunc(both, I16), b.trunc(b.lshr(both, splat(I32, 16)), I16)]
+
+
 def _pair_sources(low: Lowering, mods: Modifiers, sources: tuple[Operand, ...], of: str) -> list[Value]:
     """Lower and upper value as float32: of two f32 operands the first is the upper."""
     if of == "f32" and len(sources) == 2:
         return [low.value(sources[1], "f32"), low.value(sources[0], "f32")]
     if of in _PAIRS and len(sources) == 1:
-        return [widen(low.builder, part, of.removesuffix("x2")) for part in halves(low, sources[0], of)]
+        return [widen(low.builder, part, of.removesuffix("x2")) for part in halves(low, sources[0])]
     raise mods.refuse(f"{len(sources)} sources of type .{of}")
 
 
 def _to_pair(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
-    """To f16x2, bf16x2 and pairs of fp8, fp6 and fp4."""
+    """To f16x2, bf16x2 and pairs of fp8."""
     b = low.builder
     target, *sources = mods.operands(2, 3)
     name = to.removesuffix("x2")
-    if to in _PAIRS and (of in _SMALL or of == "ue8m0x2"):
+    if to in _PAIRS and of in _SMALL:
         _from_small(low, mods, to, of, target, tuple(sources))
         return
     values = _pair_sources(low, mods, tuple(sources), of)
@@ -252,7 +255,7 @@ def _to_pair(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
             raise mods.refuse("needs .satfinite")
     rectifies = mods.take("relu")
     lower, upper = (narrow(b, value, name, mode, satfinite, rectifies) for value in values)
-    stride = {16: 16, 8: 8, 6: 8, 4: 4}[FORMATS[name].bits]
+    stride = FORMATS[name].bits
     both = b.or_(lower, b.shl(upper, splat(I32, stride)))
     low.write(target, both if stride == 16 else b.trunc(both, INTEGERS[2 * stride]))
 
@@ -264,48 +267,12 @@ def _from_small(
     if len(sources) != 1:
         raise mods.refuse(f"{len(sources)} sources")
     mods.one_of(("rn",))
-    stride = 4 if of == "e2m1x2" else 8
-    both = low.value(sources[0], "b16" if stride == 8 else "b8")
-    codes = [both, b.lshr(both, like(both, stride))]
-    if of == "ue8m0x2":
-        if to != "bf16x2":
-            raise mods.refuse(f"from .{of} to .{to}")
-        parts = [b.trunc(widen_ue8m0(b, b.zext(code, I32)), I16) for code in codes]
-    else:
-        rectifies = mods.take("relu")
-        name = to.removesuffix("x2")
-        floats = [widen(b, code, of.removesuffix("x2")) for code in codes]
-        parts = [b.trunc(narrow(b, value, name, relu=rectifies), I16) for value in floats]
-    low.write(target, pack(b, parts))
+    both = low.value(sources[0], "b16")
+    codes = [both, b.lshr(both, like(both, 8))]
+    rectifies = mods.take("relu")
+    name = to.removesuffix("x2")
+    floats = [widen(b, code, of.removesuffix("x2")) for code in codes]
+    parts = [b.trunc(narrow(b, value, name, relu=rectifies), I16) for value in floats]
+    lower, upper = (b.zext(part, I32) for part in parts)
+    low.write(target, b.or_(lower, b.shl(upper, splat(I32, 16))))
 
-
-def _to_ue8m0(low: Lowering, mods: Modifiers, of: str) -> None:
-    b, mode = low.builder, mods.one_of(("rz", "rp"))
-    satfinite = mods.take("satfinite")
-    target, *sources = mods.operands(2, 3)
-    if of not in ("f32", "bf16x2"):
-        raise mods.refuse(f"from .{of} to .ue8m0x2")
-    values = _pair_sources(low, mods, tuple(sources), of)
-    lower, upper = (narrow_ue8m0(b, value, mode, satfinite) for value in values)
-    low.write(target, b.trunc(b.or_(lower, b.shl(upper, splat(I32, 8))), I16))
-
-
-@lowers("cvt.pack")
-def cvt_pack(low: Lowering, ins: Instruction) -> None:
-    """Two s32 saturated into the low bits, `a` above `b`, what remains filled from the low bits of `c`."""
-    mods, b = Modifiers(ins), low.builder
-    mods.take("pack")
-    small = ("u2", "s2", "u4", "s4", "u8", "s8")
-    has_more = mods.take("b32")
-    mods.type(("s32",))
-    to = mods.type(small if has_more else ("u16", "s16"))
-    mods.one_of(("sat",))
-    target, *sources = mods.operands(4 if has_more else 3)
-    bits = int(to[1:])
-    ones = splat(I32, (1 << bits) - 1)
-    upper, lower = (b.and_(clamp_integer(b, low.value(source, "s32"), "s32", to), ones) for source in sources[:2])
-    result = b.or_(lower, b.shl(upper, splat(I32, bits)))
-    if has_more:
-        result = b.or_(result, b.shl(low.value(sources[2], "b32"), splat(I32, 2 * bits)))
-    low.write(target, result)
-    mods.done()

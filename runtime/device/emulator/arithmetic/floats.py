@@ -9,9 +9,8 @@ from __future__ import annotations
 from runtime.device.emulator.arithmetic.approximate import approximate
 from runtime.device.emulator.arithmetic.by_type import by_type
 from runtime.device.emulator.arithmetic.rounding import ROUNDINGS, rounded
-from runtime.device.emulator.translation.lowering import Lowering, lowers
+from runtime.device.emulator.translation.lowering import Lowering
 from runtime.device.emulator.translation.modifiers import Modifiers
-from runtime.device.emulator.translation.ptx import Instruction, Operand
 from runtime.device.emulator.translation.vectors import (
     F32,
     F64,
@@ -20,14 +19,12 @@ from runtime.device.emulator.translation.vectors import (
     Builder,
     Value,
     like,
-    mask_of,
     splat,
     unary,
 )
 
 _WORDS = {str(F32): I32, str(F64): I64}
 NAN = {str(F32): 0x7FFFFFFF, str(F64): 0x7FF8000000000000}
-_EXPONENT = {str(F32): 0x7F800000, str(F64): 0x7FF0000000000000}
 _NAMES = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "fma": "fma", "mad": "fma", "sqrt": "sqrt"}
 
 
@@ -62,12 +59,6 @@ def saturate(b: Builder, x: Value) -> Value:
     return b.select(b.fcmp_ordered("<", x, one), x, one)
 
 
-def relu(b: Builder, x: Value) -> Value:
-    """Negative values and −0 → +0; NaN stays."""
-    negative = b.fcmp_ordered("<=", x, like(x, 0.0))
-    return b.select(negative, like(x, 0.0), x)
-
-
 def least_or_most(b: Builder, name: str, x: Value, y: Value, keeps_nan: bool) -> Value:
     """min or max with −0 < +0. Of a NaN and a number the number, or with `keeps_nan` the NaN."""
     xs, ys = bits_of(b, x), bits_of(b, y)
@@ -86,37 +77,14 @@ def least_or_most(b: Builder, name: str, x: Value, y: Value, keeps_nan: bool) ->
 # --- instructions ---
 
 
-def _scalar_kind(kind: str) -> str:
-    return "f32" if kind == "f32x2" else kind
-
-
-def _values(low: Lowering, operand: Operand, kind: str) -> list[Value]:
-    """The operand as one vector, of .f32x2 as two: low and high halves."""
-    if kind != "f32x2":
-        return [low.value(operand, kind)]
-    b, both = low.builder, low.value(operand, "b64")
-    return [b.bitcast(b.trunc(part, I32), F32) for part in (both, b.lshr(both, splat(I64, 32)))]
-
-
-def _write(low: Lowering, to: Operand, results: list[Value]) -> None:
-    if len(results) == 1:
-        low.write(to, results[0])
-        return
-    b = low.builder
-    lower, upper = (b.zext(b.bitcast(result, I32), I64) for result in results)
-    low.write(to, b.or_(lower, b.shl(upper, splat(I64, 32))))
-
-
-@by_type("add", "sub", "mul", "fma", "mad", kinds=("f32", "f64", "f32x2"))
+@by_type("add", "sub", "mul", "fma", "mad", kinds=("f32", "f64"))
 def arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
     b, name = low.builder, _NAMES[mods.name]
     mode = mods.one_of(ROUNDINGS, None if name == "fma" else "rn")
     ftz, sat = kind != "f64" and mods.take("ftz"), kind == "f32" and mods.take("sat")
     to, *sources = mods.operands(4 if name == "fma" else 3)
-    results = []
-    for arguments in zip(*(_values(low, source, kind) for source in sources)):
-        results.append(finish(b, rounded(b, name, arguments[0].type, _flushed(b, arguments, ftz), mode), ftz, sat))
-    _write(low, to, results)
+    arguments = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
+    low.write(to, finish(b, rounded(b, name, arguments[0].type, arguments, mode), ftz, sat))
 
 
 def _flushed(b: Builder, arguments: tuple[Value, ...], ftz: bool) -> list[Value]:
@@ -148,8 +116,7 @@ def division(low: Lowering, mods: Modifiers, kind: str) -> None:
     low.write(to, finish(b, result, ftz, False))
 
 
-@by_type("rsqrt", "sin", "cos", "lg2", "ex2", "tanh", kinds=("f32",))
-@by_type("rsqrt", kinds=("f64",))
+@by_type("rsqrt", "lg2", "ex2", kinds=("f32",))
 def function(low: Lowering, mods: Modifiers, kind: str) -> None:
     if not mods.take("approx"):
         raise mods.refuse("only .approx")
@@ -158,16 +125,11 @@ def function(low: Lowering, mods: Modifiers, kind: str) -> None:
 
 def _approximation(low: Lowering, mods: Modifiers, kind: str, name: str) -> None:
     b = low.builder
-    ftz = name != "tanh.approx" and mods.take("ftz")
+    ftz = mods.take("ftz")
     to, *sources = mods.operands(3 if name.startswith("div") else 2)
     values = [low.value(source, kind) for source in sources]
     if kind == "f64":
-        name += ".ftz.f64" if ftz else ".f64"
-        result = approximate(b, name, values)
-        if result is None:
-            raise mods.refuse("type .f64")
-        low.write(to, result)
-        return
+        raise mods.refuse("type .f64")
     ftz = ftz or name.startswith("div")  # .approx and .full division always flush
     result = approximate(b, name, _flushed(b, tuple(values), ftz))
     if result is None:
@@ -190,28 +152,9 @@ def sign(low: Lowering, mods: Modifiers, kind: str) -> None:
 def extremum(low: Lowering, mods: Modifiers, kind: str) -> None:
     b, single = low.builder, kind == "f32"
     ftz, keeps_nan = single and mods.take("ftz"), single and mods.take("NaN")
-    xorsign, absolute = single and mods.take("xorsign"), single and mods.take("abs")
-    to, *sources = mods.operands(3, 4) if single else mods.operands(3)
-    if xorsign and (not absolute or len(sources) != 2):
-        raise mods.refuse(".xorsign goes with .abs and two sources")
-    if absolute and not xorsign and len(sources) != 3:
-        raise mods.refuse(".abs goes with .xorsign, or with three sources")
-    values = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
-    low.write(to, extremum_of(b, mods.name, values, keeps_nan, xorsign, absolute))
-
-
-def extremum_of(b: Builder, name: str, values: list[Value], keeps_nan: bool, xorsign: bool, absolute: bool) -> Value:
-    """min or max of two or three values; `xorsign`: the sign is the exclusive or of the sources' signs."""
-    compared = [unary(b, "fabs", value) for value in values] if absolute else values
-    result = compared[0]
-    for value in compared[1:]:
-        result = least_or_most(b, name, result, value, keeps_nan)
-    if xorsign:
-        word = bits_of(b, result)
-        top = like(word, 1 << (word.type.element.width - 1))
-        signs = b.and_(b.xor(bits_of(b, values[0]), bits_of(b, values[1])), top)
-        result = b.select(is_nan(b, result), result, b.bitcast(b.or_(word, signs), result.type))
-    return result
+    to, *sources = mods.operands(3)
+    x, y = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
+    low.write(to, least_or_most(b, mods.name, x, y, keeps_nan))
 
 
 @by_type("copysign", kinds=("f32", "f64"))
@@ -221,27 +164,3 @@ def copy_sign(low: Lowering, mods: Modifiers, kind: str) -> None:
     top = like(low.value(of, words), 1 << (int(kind[1:]) - 1))
     low.write(to, b.or_(b.and_(low.value(of, words), top), b.and_(low.value(magnitude, words), b.not_(top))))
 
-
-@lowers("testp")
-def test_property(low: Lowering, ins: Instruction) -> None:
-    mods, b = Modifiers(ins), low.builder
-    kind = mods.type(("f32", "f64"))
-    to, source = mods.operands(2)
-    word = low.value(source, "b" + kind[1:])
-    exponent = like(word, _EXPONENT[str({"f32": F32, "f64": F64}[kind])])
-    magnitude = b.and_(word, like(word, (1 << (int(kind[1:]) - 1)) - 1))
-    unit = like(word, 1 << (23 if kind == "f32" else 52))
-    zero = like(word, 0)
-    is_small = b.icmp_unsigned("<", magnitude, unit)
-    truth = {
-        "finite": lambda: b.icmp_unsigned("<", magnitude, exponent),
-        "infinite": lambda: b.icmp_unsigned("==", magnitude, exponent),
-        "number": lambda: b.icmp_unsigned("<=", magnitude, exponent),
-        "notanumber": lambda: b.icmp_unsigned(">", magnitude, exponent),
-        "normal": lambda: b.and_(
-            b.icmp_unsigned("<", magnitude, exponent), b.or_(b.not_(is_small), b.icmp_unsigned("==", magnitude, zero))
-        ),
-        "subnormal": lambda: b.and_(is_small, b.icmp_unsigned("!=", magnitude, zero)),
-    }
-    low.write_predicate(to, mask_of(b, truth[mods.one_of(truth)]()))
-    mods.done()

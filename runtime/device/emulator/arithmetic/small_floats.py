@@ -1,6 +1,6 @@
 """The small floating-point formats: float32 bits to a format's code, rounded in any direction, and back.
 
-One description serves f16, bf16, tf32, and the fp8, fp6 and fp4 formats of the OCP microscaling specification.
+One description serves f16, bf16, tf32 and both formats of fp8.
 Everything is integer arithmetic on vectors of lanes, exact for normal and subnormal numbers alike.
 """
 
@@ -29,8 +29,7 @@ ROUNDINGS = ("rn", "rna", "rz", "rm", "rp")
 class Format:
     """A sign, an exponent of `bias` and `mantissa` stored bits, `bits` in all; `largest` is the greatest finite code.
 
-    `nan` is the code that NaN gives. The code after `largest` is infinity (in e4m3 NaN), unless the format has finite
-    numbers alone: then what is greater saturates, and `nan` is the greatest number.
+    `nan` is the code that NaN gives. The code after `largest` is infinity, in e4m3 NaN.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Format:
     bias: int
     largest: int
     nan: int
-    only_finite: bool = False
 
 
 FORMATS = {
@@ -50,9 +48,6 @@ FORMATS = {
         Format("tf32", 19, 10, 127, 0x3FBFF, 0x3FFFF),
         Format("e4m3", 8, 3, 7, 0x7E, 0x7F),
         Format("e5m2", 8, 2, 15, 0x7B, 0x7F),
-        Format("e2m3", 6, 3, 1, 0x1F, 0x1F, only_finite=True),
-        Format("e3m2", 6, 2, 3, 0x1F, 0x1F, only_finite=True),
-        Format("e2m1", 4, 1, 1, 0x07, 0x07, only_finite=True),
     )
 }
 
@@ -109,8 +104,8 @@ def _narrow(b: Builder, x: Value, to: Format, mode: str, satfinite: bool) -> Val
     code = b.add(units, b.shl(b.sub(kept, at(lowest)), at(to.mantissa)))
     is_infinite = b.icmp_unsigned("==", magnitude, at(0x7F800000))
     over = b.or_(b.icmp_unsigned(">", code, at(to.largest)), is_infinite)
-    beyond = at(to.largest if satfinite or to.only_finite else to.largest + 1)
-    if not satfinite and not to.only_finite and mode in ("rz", "rm", "rp"):
+    beyond = at(to.largest if satfinite else to.largest + 1)
+    if not satfinite and mode in ("rz", "rm", "rp"):
         toward = {"rz": b.not_(is_infinite), "rm": b.and_(b.not_(is_infinite), b.not_(is_negative)),
                   "rp": b.and_(b.not_(is_infinite), is_negative)}[mode]  # fmt: skip
         beyond = b.select(toward, at(to.largest), beyond)
@@ -138,31 +133,11 @@ def _widen(b: Builder, code: Value, of: Format) -> Value:
     sign = b.and_(b.shl(code, splat(I32, 32 - of.bits)), splat(I32, 0x80000000))
     scaled = b.fmul(b.bitcast(b.shl(magnitude, splat(I32, 23 - of.mantissa)), F32), splat(F32, 2.0 ** (127 - of.bias)))
     word = b.bitcast(scaled, I32)
-    if not of.only_finite:
-        above = b.icmp_unsigned(">", magnitude, splat(I32, of.largest))
-        is_infinite = b.icmp_unsigned("==", magnitude, splat(I32, of.largest + 1))
-        if of.name == "e4m3":  # has no infinity
-            is_infinite = splat(I1, 0)
-        word = b.select(above, b.select(is_infinite, splat(I32, 0x7F800000), splat(I32, 0x7FFFFFFF)), word)
-        sign = b.select(b.and_(above, b.not_(is_infinite)), splat(I32, 0), sign)
+    above = b.icmp_unsigned(">", magnitude, splat(I32, of.largest))
+    is_infinite = b.icmp_unsigned("==", magnitude, splat(I32, of.largest + 1))
+    if of.name == "e4m3":  # has no infinity
+        is_infinite = splat(I1, 0)
+    word = b.select(above, b.select(is_infinite, splat(I32, 0x7F800000), splat(I32, 0x7FFFFFFF)), word)
+    sign = b.select(b.and_(above, b.not_(is_infinite)), splat(I32, 0), sign)
     return b.bitcast(b.or_(word, sign), F32)
 
-
-def narrow_ue8m0(b: Builder, x: Value, mode: str, satfinite: bool) -> Value:
-    """|x| → the exponent byte of a power of two, rounded down (rz) or up (rp); 0 stands for 2**-127 and less."""
-    magnitude = b.and_(b.bitcast(x, I32), splat(I32, 0x7FFFFFFF))
-    if mode == "rz":
-        code = b.lshr(magnitude, splat(I32, 23))
-    else:
-        code = b.lshr(b.add(magnitude, splat(I32, 0x7FFFFF)), splat(I32, 23))
-        code = b.select(b.icmp_unsigned("<=", magnitude, splat(I32, 0x400000)), splat(I32, 0), code)
-    over = b.icmp_unsigned(">", code, splat(I32, 0xFE))
-    code = b.select(over, splat(I32, 0xFE if satfinite else 0xFF), code)
-    return b.select(b.icmp_unsigned(">", magnitude, splat(I32, 0x7F800000)), splat(I32, 0xFF), code)
-
-
-def widen_ue8m0(b: Builder, code: Value) -> Value:
-    """The exponent byte → bf16 bits in an i32, exact."""
-    code = b.and_(code, splat(I32, 255))
-    word = b.select(b.icmp_unsigned("==", code, splat(I32, 0)), splat(I32, 0x40), b.shl(code, splat(I32, 7)))
-    return b.select(b.icmp_unsigned("==", code, splat(I32, 0xFF)), splat(I32, 0x7FFF), word)

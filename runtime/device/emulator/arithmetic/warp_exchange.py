@@ -1,4 +1,4 @@
-"""What the lanes of a warp tell each other: shfl, vote, match and redux, all with .sync and a member mask.
+"""What the lanes of a warp tell each other: shfl, vote and redux, all with .sync and a member mask.
 
 Lanes wait for the others of their member mask (`Lowering.converge`). Masks may differ from lane to lane, as those of
 tiles do; each lane sees its own. A shuffle from a lane that does not take part reads POISON, a NaN.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from llvmlite import ir
 
 from runtime.device.emulator.arithmetic.by_type import by_type
-from runtime.device.emulator.arithmetic.floats import least_or_most
 from runtime.device.emulator.translation.lowering import Lowering, lowers
 from runtime.device.emulator.translation.modifiers import Modifiers
-from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand, Pair, Sink
+from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand, Pair
 from runtime.device.emulator.translation.vectors import (
     I1,
     I32,
@@ -28,7 +27,6 @@ from runtime.device.emulator.translation.vectors import (
     mask_of,
     shared,
     splat,
-    unary,
 )
 
 POISON = 0x7FEDBEEF
@@ -134,80 +132,38 @@ def vote(low: Lowering, ins: Instruction) -> None:
     low.write_predicate(to, mask_of(b, truth))
 
 
-# --- match ---
-
-
-@by_type("match", kinds=("b32", "b64"))
-def match(low: Lowering, mods: Modifiers, kind: str) -> None:
-    """any: the members with this lane's value. all: every member where they all have one value, else none."""
-    b, mode = low.builder, mods.one_of(("any", "all"))
-    to, source, operand = mods.operands(3)
-    members = _members(low, mods, operand)
-    alike = shared(b, f"xserv.match.{kind}", I32, [low.value(source, kind)], _alike)
-    same = b.and_(alike, members)
-    if mode == "any":
-        low.write(to, same)
-        return
-    all_alike = b.icmp_unsigned("==", same, members)
-    first, second = (to.first, to.second) if isinstance(to, Pair) else (to, Sink())
-    low.write(first, b.select(all_alike, members, splat(I32, 0)))
-    low.write_predicate(second, mask_of(b, all_alike))
-
-
 def _broadcast(b: Builder, x: Value, lane: int) -> Value:
     index = ir.Constant(I32, [ir.Constant(WORD, lane)] * LANES)
     return b.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), index)
 
 
-def _alike(b: Builder, x: Value) -> Value:
-    """For each lane the lanes that hold the same value."""
-    result = splat(I32, 0)
-    for lane in range(LANES):
-        same = b.icmp_unsigned("==", x, _broadcast(b, x, lane))
-        result = b.or_(result, b.select(same, splat(I32, 1 << lane), splat(I32, 0)))
-    return result
-
-
 # --- redux ---
 
 
-@by_type("redux", kinds=("u32", "s32", "b32", "f32"))
+@by_type("redux", kinds=("u32", "s32", "b32"))
 def redux(low: Lowering, mods: Modifiers, kind: str) -> None:
     b = low.builder
-    known = {"b32": ("and", "or", "xor"), "f32": ("min", "max")}.get(kind, ("add", "min", "max"))
-    name = mods.one_of(known)
-    absolute, keeps_nan = kind == "f32" and mods.take("abs"), kind == "f32" and mods.take("NaN")
+    name = mods.one_of(("and", "or", "xor") if kind == "b32" else ("add", "min", "max"))
     to, source, operand = mods.operands(3)
     members = _members(low, mods, operand)
     x = low.value(source, kind)
-    if absolute:
-        x = unary(b, "fabs", x)
 
     def combine(b: Builder, x: Value, y: Value) -> Value:
-        if kind == "f32":
-            return least_or_most(b, name, x, y, keeps_nan)
         if name in ("min", "max"):
             return binary(b, ("s" if kind == "s32" else "u") + name, x, y)
         return {"add": b.add, "and": b.and_, "or": b.or_, "xor": b.xor}[name](x, y)
 
-    text = f"xserv.redux.{name}.{kind}{'.nan' * keeps_nan}"
+    text = f"xserv.redux.{name}.{kind}"
     low.write(to, shared(b, text, x.type, [x, members], lambda b, x, m: _reduced(b, x, m, kind, name, combine)))
 
 
 def _reduced(b: Builder, x: Value, members: Value, kind: str, name: str, combine: object) -> Value:
     """Over each lane's own members, in the order of the lanes."""
-    if kind == "f32":  # a NaN is what min and max leave out, and what .NaN starts from must not be one
-        result, started = like(x, 0.0), splat(I1, 0)
-    else:
-        sign = kind == "s32"
-        identity = {"and": -1, "min": (1 << 31) - 1 if sign else -1, "max": 1 << 31 if sign else 0}.get(name, 0)
-        result, started = like(x, identity), splat(I1, 1)
+    sign = kind == "s32"
+    identity = {"and": -1, "min": (1 << 31) - 1 if sign else -1, "max": 1 << 31 if sign else 0}.get(name, 0)
+    result = like(x, identity)
     for lane in range(LANES):
         takes = b.icmp_unsigned("!=", b.and_(members, splat(I32, 1 << lane)), splat(I32, 0))
         value = _broadcast(b, x, lane)
-        joined = combine(b, result, value)  # type: ignore[operator]
-        if kind == "f32":
-            joined = b.select(started, joined, value)
-            started = b.or_(started, takes)
-        result = b.select(takes, joined, result)
+        result = b.select(takes, combine(b, result, value), result)  # type: ignore[operator]
     return result

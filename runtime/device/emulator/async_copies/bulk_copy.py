@@ -1,4 +1,4 @@
-"""`cp.async.bulk` and `cp.reduce.async.bulk` of plain bytes, their groups, `st.async` and `red.async`.
+"""`cp.async.bulk` and `cp.reduce.async.bulk` of plain bytes between device and shared memory, and their groups.
 
 Each becomes a record of the block's queue (bulk_queue.py), which carries it out as late as it may.
 """
@@ -27,11 +27,8 @@ from runtime.device.emulator.async_copies.bulk_records import (
     R_TARGET,
     R_TARGET_BLOCK,
     R_TYPE,
-    R_VALUE,
     R_WARP,
     REDUCE,
-    VALUE,
-    VALUE_REDUCE,
 )
 from runtime.device.emulator.async_copies.bulk_traffic import count_run
 from runtime.device.emulator.async_copies.cp_async import bulk_groups, commit_bulk
@@ -61,7 +58,7 @@ from runtime.device.emulator.races.clocks import release
 from runtime.device.emulator.synchronisation.mbarrier_state import locate
 from runtime.device.emulator.translation.lowering import Lowering, Value, lowers
 from runtime.device.emulator.translation.operations import operation
-from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand, Vector
+from runtime.device.emulator.translation.ptx import Instruction, Integer, Operand
 
 _SIZE = int(FaultKind.ASYNC_SIZE)
 _RANK = int(FaultKind.CLUSTER_RANK)
@@ -159,50 +156,6 @@ def bulk_load(
     return DONE
 
 
-@operation("bulk_exchange", "qlqlpqliil")
-def bulk_exchange(
-    warp,
-    mask,
-    site,
-    targets,
-    target_offset,
-    sources,
-    source_offset,
-    sizes,
-    mbarriers,
-    mbarrier_offset,
-    reduction,
-    kind,
-    reducer,
-):
-    """Shared memory of this block → shared memory of a block of the cluster, perhaps reducing."""
-    for lane in range(32):
-        if not (mask >> lane) & 1:
-            continue
-        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
-        source = types.int64(sources[lane]) + source_offset
-        if _plain(warp, site, lane, target, source, size):
-            return FAILED
-        block, from_block = shared_block(warp, site, lane, target), shared_block(warp, site, lane, source)
-        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
-        if block == 0 or from_block == 0 or mbarrier == 0:
-            return FAILED
-        host, from_host = shared_host(block, target), shared_host(from_block, source)
-        if claim_shared_source(warp, site, lane, from_block, from_host, size):
-            return FAILED
-        if reduction == NO_REDUCTION:
-            if claim_shared_target(warp, site, lane, block, host, size):
-                return FAILED
-        elif shared_range(warp, site, lane, block, host, size, LOAD):
-            return FAILED
-        record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
-        record[R_TARGET], record[R_TARGET_BLOCK] = host, block
-        record[R_SOURCE], record[R_SOURCE_BLOCK] = from_host, from_block
-        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
-        set_mbarrier(warp, record, mbarrier)
-    return DONE
-
-
 @operation("bulk_store", "qlqlpiil")
 def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
     """Shared → global, of a bulk group, perhaps reducing."""
@@ -244,67 +197,6 @@ def bulk_wait(warp, mask, site, pending, only_read):
     for lane in range(32):
         if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):
             return FAILED
-    return DONE
-
-
-@operation("bulk_prefetch", "qlp")
-def bulk_prefetch(warp, mask, site, sources, offset, sizes):
-    """Into L2: only the address and the size are looked at."""
-    for lane in range(32):
-        if (mask >> lane) & 1:
-            source, size = types.int64(sources[lane]) + offset, types.int64(sizes[lane])
-            if _plain(warp, site, lane, source, source, size):
-                return FAILED
-            if read_any(warp, site, lane, source, size) == 0:
-                return FAILED
-    return DONE
-
-
-@operation("value_async", "qlqqqqqliiil")
-def value_async(
-    warp,
-    mask,
-    site,
-    targets,
-    offset,
-    v0,
-    v1,
-    v2,
-    v3,
-    mbarriers,
-    mbarrier_offset,
-    element,
-    count,
-    reduction,
-    reducer,
-):
-    """st.async (no reduction) and red.async: `count` values of `element` bytes (or of a reduction's type)."""
-    for lane in range(32):
-        if not (mask >> lane) & 1:
-            continue
-        target = types.int64(targets[lane]) + offset
-        width = element if reduction == NO_REDUCTION else (8 if element in (4, 5) else 4)
-        size = types.int64(width) * count
-        block = shared_block(warp, site, lane, target)
-        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
-        if block == 0 or mbarrier == 0 or aligned(warp, site, lane, target, size):
-            return FAILED
-        host = shared_host(block, target)
-        if reduction == NO_REDUCTION:
-            if claim_shared_target(warp, site, lane, block, host, size):
-                return FAILED
-        elif shared_range(warp, site, lane, block, host, size, LOAD):
-            return FAILED
-        record = start_record(warp, site, lane, VALUE if reduction == NO_REDUCTION else VALUE_REDUCE, size)
-        record[R_TARGET], record[R_TARGET_BLOCK] = host, block
-        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, element, reducer
-        a, b, c, d = types.int64(v0[lane]), types.int64(v1[lane]), types.int64(v2[lane]), types.int64(v3[lane])
-        if width == 4:
-            record[R_VALUE] = (a & 0xFFFFFFFF) | b << 32
-            record[R_VALUE + 1] = (c & 0xFFFFFFFF) | d << 32
-        else:
-            record[R_VALUE], record[R_VALUE + 1] = a, b
-        set_mbarrier(warp, record, mbarrier)
     return DONE
 
 
@@ -353,16 +245,6 @@ def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
     return found
 
 
-@lowers("cp.async.bulk.shared::cluster.shared::cta", "cp.reduce.async.bulk.shared::cluster.shared::cta")
-def lower_exchange(low: Lowering, ins: Instruction) -> None:
-    reduction, kind = _reduction(low, ins)
-    if reduction == NO_REDUCTION:
-        _only(low, ins, 5, MBARRIER)
-    target, source, size, mbarrier = ins.operands
-    addresses = (*low.address(target), *low.address(source), low.slot(size, 32), *low.address(mbarrier))
-    low.call("bulk_exchange", *addresses, reduction, kind, reducer_of(low, reduction))
-
-
 @lowers("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
 def lower_store(low: Lowering, ins: Instruction) -> None:
     reduction, kind = _reduction(low, ins)
@@ -383,41 +265,3 @@ def lower_commit(low: Lowering, ins: Instruction) -> None:
 def lower_wait(low: Lowering, ins: Instruction) -> None:
     low.call("bulk_wait", low.uniform(ins.operands[0]), 1 if "read" in ins.parts else 0)
 
-
-@lowers("cp.async.bulk.prefetch.L2.global")
-def lower_prefetch(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, 6, HINT)
-    low.call("bulk_prefetch", *low.address(ins.operands[0]), low.slot(ins.operands[1], 32))
-
-
-@lowers("st.async", "red.async")
-def lower_value(low: Lowering, ins: Instruction) -> None:
-    """st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.v2|.v4}.type [dst], value, [mbar]; red.async …"""
-    parts, reducing = ins.parts, ins.parts[0] == "red"
-    kind = parts[-1]
-    count = {"v2": 2, "v4": 4}.get(parts[-2], 1)
-    known = {"weak", "relaxed", "cluster", "shared::cluster", MBARRIER, "v2", "v4", kind}
-    element, reduction = (
-        {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}.get(kind, 0),
-        -1,
-    )
-    if reducing:
-        reduction, element = _red(low, parts)
-        known.add(parts[-2])
-    if MBARRIER not in parts or element == 0 or set(parts[2:]) - known:
-        raise low.refuse("modifiers")
-    target, value, mbarrier = ins.operands
-    items = list(value.items) if isinstance(value, Vector) else [value]
-    if len(items) != count:
-        raise low.refuse(f"{len(items)} values")
-    values = [low.slot(item, 64) for item in items]
-    values += [low.slot(Integer(0), 64)] * (4 - count)
-    operands = (*low.address(target), *values, *low.address(mbarrier))
-    low.call("value_async", *operands, element, count, reduction, reducer_of(low, reduction))
-
-
-def _red(low: Lowering, parts: tuple[str, ...]) -> tuple[int, int]:
-    found = reduction_of(parts[2:])
-    if found is None:
-        raise low.refuse("this reduction")
-    return found

@@ -1,4 +1,4 @@
-"""Bulk copies in flight: what `cp.async.bulk…`, `st.async` and `red.async` asked for and nobody has waited for yet.
+"""Bulk copies in flight: what `cp.async.bulk…` asked for and nobody has waited for yet.
 
 Each block keeps a list of records (BLOCK_ASYNC). A record is carried out as late as it may: one with an mbarrier when
 somebody waits for that mbarrier in vain, one of a bulk group at the `wait_group` of its thread, whose `.read` form
@@ -33,13 +33,10 @@ from runtime.device.emulator.async_copies.bulk_records import (
     R_TARGET,
     R_TARGET_BLOCK,
     R_TYPE,
-    R_VALUE,
     R_WARP,
     RECORD_WORDS,
     REDUCE,
     TENSOR_LOAD,
-    VALUE,
-    VALUE_REDUCE,
 )
 from runtime.device.emulator.async_copies.reduction import reduce
 from runtime.device.emulator.async_copies.tensor_map import element_bytes
@@ -114,14 +111,11 @@ def _land(record):
     target, block, size = record[R_TARGET], record[R_TARGET_BLOCK], record[R_BYTES]
     source = record[R_SNAPSHOT] if record[R_SNAPSHOT] != 0 else record[R_SOURCE]
     failed = 0
-    if kind in (COPY, VALUE):
-        copy_bytes(target, source if kind == COPY else address_of(record) + R_VALUE * 8, size)
+    if kind == COPY:
+        copy_bytes(target, source, size)
         landed(warp, block, target, size)
-    elif kind in (REDUCE, VALUE_REDUCE):
-        if kind == VALUE_REDUCE:
-            source = address_of(record) + R_VALUE * 8
-        elif block == 0:
-            failed = global_range(warp, site, lane, target, size, ATOMIC)
+    elif kind == REDUCE:
+        failed = global_range(warp, site, lane, target, size, ATOMIC)
         if not failed:
             count = size // element_bytes(record[R_TYPE])
             reduce(warp, site, record[R_REDUCER], record[R_OPERATION], record[R_TYPE], target, source, count)

@@ -213,16 +213,13 @@ def tensor_store(
     return DONE
 
 
-@operation("tensor_prefetch", "qli")
-def tensor_prefetch(warp, mask, site, maps, map_offset, rank):
-    """`rank` 0: of the map alone, into the descriptor cache."""
+@operation("tensor_map_prefetch", "ql")
+def tensor_map_prefetch(warp, mask, site, maps, map_offset):
+    """Of a map, into the descriptor cache."""
     for lane in range(32):
         if (mask >> lane) & 1:
             address = types.int64(maps[lane]) + map_offset
-            if rank == 0:
-                if aligned(warp, site, lane, address, 64) or read_any(warp, site, lane, address, MAP_BYTES) == 0:
-                    return FAILED
-            elif _usable_map(warp, site, lane, address, rank) == 0:
+            if aligned(warp, site, lane, address, 64) or read_any(warp, site, lane, address, MAP_BYTES) == 0:
                 return FAILED
     return DONE
 
@@ -322,19 +319,9 @@ def lower_tensor(low: Lowering, ins: Instruction) -> None:
     low.call("tensor_store", *place, reduction, mover, reducer_of(low, reduction))
 
 
-@lowers("cp.async.bulk.prefetch.tensor")
-def lower_prefetch_tensor(low: Lowering, ins: Instruction) -> None:
-    parts = [part for part in ins.parts[5:] if part not in ("tile", HINT)]
-    if parts[1:] != ["L2", "global"] or parts[0] not in _RANKS:
-        raise low.refuse("modifiers (only tiled mode is emulated)")
-    low.call("tensor_prefetch", *_map_address(low, ins.operands[0]), _RANKS[parts[0]])
-
-
-@lowers("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap")
+@lowers("prefetch.tensormap")
 def lower_prefetch_map(low: Lowering, ins: Instruction) -> None:
-    if ins.opcode == "prefetch.param.tensormap":
-        raise low.refuse("a map in param space by name; take its generic address")
-    low.call("tensor_prefetch", *low.address(ins.operands[0]), 0)
+    low.call("tensor_map_prefetch", *low.address(ins.operands[0]))
 
 
 _FIELDS = {

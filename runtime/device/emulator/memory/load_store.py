@@ -6,9 +6,6 @@ race checker alone.
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba_kernels.pointers import u8_at
 from runtime.device.emulator.execution import warp_state
 from runtime.device.emulator.memory import quick_access
 from runtime.device.emulator.memory.careful_access import (
@@ -20,7 +17,6 @@ from runtime.device.emulator.memory.careful_access import (
     IS_STRONG,
     SCOPE_SHIFT,
 )
-from runtime.device.emulator.memory.device_memory import IS_INITIALISED
 from runtime.device.emulator.memory.locate import (
     CONST,
     GENERIC,
@@ -29,15 +25,10 @@ from runtime.device.emulator.memory.locate import (
     PARAM,
     SHARED,
     SHARED_CLUSTER,
-    STORE,
-    check_bytes,
-    locate,
 )
-from runtime.device.emulator.memory.pointers import stack_longs
 from runtime.device.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU
 from runtime.device.emulator.translation.lowering import Lowering, lowers
 from runtime.device.emulator.translation.modifiers import Modifiers
-from runtime.device.emulator.translation.operations import operation
 from runtime.device.emulator.translation.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Symbol, Vector
 from runtime.device.emulator.translation.vectors import I32, I64, INTEGERS, Value, splat
 
@@ -101,7 +92,7 @@ def elements_of(mods: Modifiers, operand: Operand) -> tuple[int, list[Operand]]:
     return size, items
 
 
-@lowers("ld", "ldu")
+@lowers("ld")
 def lower_load(low: Lowering, ins: Instruction) -> None:
     mods = Modifiers(ins)
     kind = mods.words[-1] if mods.words else ""
@@ -205,115 +196,3 @@ def lower_cvta(low: Lowering, ins: Instruction) -> None:
     low.write(to, low.builder.sub(address, window_vector) if is_back else low.builder.add(address, window_vector))
 
 
-@lowers("isspacep")
-def lower_isspacep(low: Lowering, ins: Instruction) -> None:
-    """Whether a generic address lies in a state space."""
-    mods = Modifiers(ins)
-    space = space_of(mods)
-    to, source = mods.operands(2)
-    mods.done()
-    builder, address = low.builder, low.value(source, "u64")
-
-    def at_least(window: int) -> Value:
-        return builder.icmp_unsigned(">=", address, splat(I64, window))
-
-    if space == GLOBAL:
-        truths = builder.not_(at_least(warp_state.PARAM_WINDOW))
-    elif space == PARAM:
-        truths = builder.and_(at_least(warp_state.PARAM_WINDOW), builder.not_(at_least(warp_state.LOCAL_WINDOW)))
-    elif space == LOCAL:
-        truths = builder.and_(at_least(warp_state.LOCAL_WINDOW), builder.not_(at_least(warp_state.SHARED_WINDOW)))
-    elif space == SHARED_CLUSTER:
-        truths = at_least(warp_state.SHARED_WINDOW)
-    elif space == SHARED:
-        plain = builder.sub(address, splat(I64, warp_state.SHARED_WINDOW))
-        rank = builder.lshr(plain, splat(I64, warp_state.SHARED_RANK_SHIFT))
-        mine = low.splat(builder.add(low.block_field(warp_state.BLOCK_RANK), low.i64(1)))
-        is_mine = builder.icmp_unsigned("==", rank, splat(I64, 0))
-        truths = builder.or_(is_mine, builder.icmp_unsigned("==", rank, mine))
-    else:
-        raise low.refuse("this space: a generic address of it is one of device memory")
-    low.write_predicate(to, builder.bitcast(truths, low.i32(0).type))
-
-
-# --- caches ---
-
-
-@lowers("prefetch", "prefetchu")
-def lower_prefetch(low: Lowering, ins: Instruction) -> None:
-    """A hint that no address can be wrong for."""
-    mods = Modifiers(ins)
-    space = space_of(mods)
-    if space not in (GENERIC, GLOBAL, LOCAL):
-        raise low.refuse("this space")
-    mods.one_of(("L1", "L2", "L2::evict_last", "L2::evict_normal"))
-    mods.operands(1)
-    mods.done()
-
-
-@lowers("applypriority")
-def lower_applypriority(low: Lowering, ins: Instruction) -> None:
-    mods = Modifiers(ins)
-    _cache_line(low, mods, "L2::evict_normal")
-    mods.done()
-
-
-@lowers("discard")
-def lower_discard(low: Lowering, ins: Instruction) -> None:
-    """Device memory whose contents nobody needs any more: they are undefined from here on."""
-    mods = Modifiers(ins)
-    target, space = _cache_line(low, mods, "L2")
-    mods.done()
-    address, offset = low.address(target, 64)
-    low.call("discard_line", address, offset, space)
-
-
-def _cache_line(low: Lowering, mods: Modifiers, level: str) -> tuple[Operand, int]:
-    space = space_of(mods)
-    if space not in (GENERIC, GLOBAL) or not mods.take(level):
-        raise low.refuse(f"needs .{level} and device memory")
-    target, size = mods.operands(2)
-    if low.uniform(size) != 128:
-        raise low.refuse(f"{low.uniform(size)} bytes: there is only 128")
-    return target, space
-
-
-@operation("discard_line", "qli")
-def discard_line(warp: Any, mask: int, site: int, addresses: Any, offset: int, space: int) -> int:
-    place = stack_longs(3)
-    for lane in range(32):
-        if (mask >> lane) & 1:
-            address = addresses[lane] + offset
-            if locate(warp, site, lane, address, 128, STORE, space, place):
-                return 1
-            if check_bytes(warp, site, lane, address, 128, STORE, space, place[2]):
-                return 1
-            if place[2] != 0:
-                shadow = u8_at(place[2])
-                for index in range(128):
-                    shadow[index] &= ~IS_INITIALISED
-    return 0
-
-
-@lowers("createpolicy")
-def lower_createpolicy(low: Lowering, ins: Instruction) -> None:
-    """An opaque cache policy; here it is a number that nothing looks at."""
-    mods = Modifiers(ins)
-    form = mods.one_of(("fractional", "range", "cvt"))
-    if form == "cvt":
-        if not mods.take("L2"):
-            raise low.refuse("needs .L2")
-    else:
-        if form == "range":
-            mods.one_of(("global",), "generic")
-        primary = [word for word in mods.words if word.startswith("L2::")]
-        if not primary:
-            raise low.refuse("needs a priority")
-        for word in primary:
-            if word[4:] not in _EVICTIONS:
-                raise low.refuse(f"modifier .{word}")
-            mods.take(word)
-    if mods.type(("b64",)) != "b64":
-        raise low.refuse("type")
-    mods.done()
-    low.write(ins.operands[0], splat(I64, 1 << 52))

@@ -1,7 +1,6 @@
 """Clusters and the small instructions around asynchronous work.
 
-barrier.cluster, mapa, getctarank, elect.sync, fence.proxy.async, fence.mbarrier_init, setmaxnreg, griddepcontrol. What
-hardware can do and this emulator refuses: clusterlaunchcontrol.
+barrier.cluster, mapa, elect.sync, fence.proxy.async, fence.mbarrier_init, setmaxnreg, griddepcontrol.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -18,7 +17,6 @@ from runtime.device.emulator.execution.warp_state import (
     BLOCK_CLUSTER,
     BLOCK_CLUSTER_BARRIER,
     BLOCK_NUM_WARPS,
-    BLOCK_RANK,
     BLOCK_WARPS,
     DONE,
     FULL_MASK,
@@ -130,19 +128,6 @@ def map_rank(warp, mask, site, target, addresses, ranks):
     return DONE
 
 
-@operation("rank_of", "pq")
-def rank_of(warp, mask, site, target, addresses):
-    """getctarank."""
-    for lane in range(32):
-        if (mask >> lane) & 1:
-            address = types.int64(addresses[lane])
-            if not is_shared(address):
-                return report(warp, _NOT_SHARED, site, lane, address, 0, 0, 0, 0)
-            rank = ((address & 0xFFFFFFFF) >> SHARED_RANK_SHIFT) - 1
-            target[lane] = types.uint32(rank if rank >= 0 else i64_at(warp[WARP_BLOCK])[BLOCK_RANK])
-    return DONE
-
-
 @operation("elect", "ppp")
 def elect(warp, mask, site, leader, elected, members):
     """The lowest member is elected."""
@@ -221,12 +206,6 @@ def lower_mapa(low: Lowering, ins: Instruction) -> None:
     low.call("map_rank", low.destination(ins.operands[0], 64), addresses, ranks)
 
 
-@lowers("getctarank")
-def lower_getctarank(low: Lowering, ins: Instruction) -> None:
-    addresses = low.slot(ins.operands[1], 64)
-    low.call("rank_of", low.destination(ins.operands[0], 32), addresses)
-
-
 @lowers("elect.sync")
 def lower_elect(low: Lowering, ins: Instruction) -> None:
     target = ins.operands[0]
@@ -282,7 +261,3 @@ def lower_dependency(low: Lowering, ins: Instruction) -> None:
     elif ins.parts[1:] != ("launch_dependents",):
         raise low.refuse("modifiers")
 
-
-@lowers("clusterlaunchcontrol")
-def lower_launch_control(low: Lowering, ins: Instruction) -> None:
-    raise low.refuse("cancelling the launch of clusters is not emulated")

@@ -140,14 +140,6 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     return DONE if done == mask else DONE_BUT_YIELD
 
 
-@operation("mbarrier_pending_count", "pq")
-def mbarrier_pending_count(warp, mask, site, counts, states):
-    for lane in range(32):
-        if (mask >> lane) & 1:
-            counts[lane] = types.uint32(pending_of(types.int64(states[lane])))
-    return DONE
-
-
 _SPACES = {"shared", "shared::cta", "shared::cluster"}
 _SCOPES = {"cta", "cluster"}
 _ORDERS = {"release", "acquire", "relaxed"}
@@ -207,9 +199,3 @@ def lower_wait(low: Lowering, ins: Instruction) -> None:
     wanted = low.slot(ins.operands[2], 64)
     low.call("mbarrier_wait", low.predicate_destination(ins.operands[0]), base, offset, wanted, flags, blocks=True)
 
-
-@lowers("mbarrier.pending_count")
-def lower_pending_count(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, set())
-    states = low.slot(ins.operands[1], 64)
-    low.call("mbarrier_pending_count", low.destination(ins.operands[0], 32), states)

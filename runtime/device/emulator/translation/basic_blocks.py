@@ -28,9 +28,6 @@ NO_RESULT = {
 }  # fmt: skip
 """Opcodes whose first operand is read, or both read and written; `bar.red` is an exception."""
 
-CARRY = Register("%CC.CF", "pred")
-"""The carry flag of the condition code register: set where .cc stands, read by the instructions of CARRY_READERS."""
-CARRY_READERS = {"addc", "madc", "subc"}
 
 
 def registers_of(operand: Operand | None) -> Iterator[Register]:
@@ -58,10 +55,7 @@ def definitions(instruction: Instruction) -> set[str]:
     first = instruction.operands[0]
     if isinstance(first, Address) or parts[0] in ("red", "cp"):
         return set()
-    found = {register.name for register in registers_of(first)}
-    if "cc" in parts[1:]:
-        found.add(CARRY.name)
-    return found
+    return {register.name for register in registers_of(first)}
 
 
 def uses(instruction: Instruction) -> set[str]:
@@ -70,8 +64,6 @@ def uses(instruction: Instruction) -> set[str]:
     found = {register.name for operand in instruction.operands[1:] for register in registers_of(operand)}
     if not defined and instruction.operands:
         found |= {register.name for register in registers_of(instruction.operands[0])}
-    if instruction.parts[0] in CARRY_READERS:
-        found.add(CARRY.name)
     if instruction.guard is not None:
         found.add(instruction.guard.name)
         found |= defined

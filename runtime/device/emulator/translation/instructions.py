@@ -7,7 +7,6 @@ from runtime.device.emulator.arithmetic import (
     comparisons,
     conversions,
     floats,
-    halves,
     integers,
     moves,
     warp_exchange,
@@ -19,7 +18,7 @@ from runtime.device.emulator.synchronisation import cluster, control, mbarrier
 from runtime.device.emulator.tensor_cores import ldmatrix, mma, wgmma
 
 MODULES = (
-    bits, comparisons, conversions, floats, halves, integers, moves, warp_exchange, bulk_copy, cp_async, tensor_copy,
+    bits, comparisons, conversions, floats, integers, moves, warp_exchange, bulk_copy, cp_async, tensor_copy,
     closing, atomics, load_store, cluster, control, mbarrier, ldmatrix, mma, wgmma,
 )  # fmt: skip
 """Add a room's modules here."""

@@ -16,7 +16,7 @@ from llvmlite import ir
 from runtime.device.emulator.execution import warp_state
 from runtime.device.emulator.tensor_cores.wgmma_registers import WgmmaRegisters
 from runtime.device.emulator.translation import predefined_registers
-from runtime.device.emulator.translation.basic_blocks import CARRY, Block, split
+from runtime.device.emulator.translation.basic_blocks import Block, split
 from runtime.device.emulator.translation.ptx import Instruction, Kernel, Operand, Register
 from runtime.device.emulator.translation.vectors import BYTE, I32, I64, LONG, WORD, truths_of
 from runtime.errors import UnsupportedError
@@ -68,7 +68,6 @@ class Registers:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.blocks = split(kernel)
-        kernel.registers.setdefault(CARRY.name, CARRY)
         self.register_bytes = predefined_registers.FIXED_SLOT_BYTES
         self.wgmma = WgmmaRegisters(kernel)
         self.wgmma.offset = self.register_bytes

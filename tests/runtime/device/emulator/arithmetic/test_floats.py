@@ -121,22 +121,6 @@ def test_minimum_and_maximum() -> None:
     strict = [NAN, NAN, None, None, NAN, None, None]
     cases = [Case(f"{n}.f32 {{d}}, {{0}}, {{1}};", [x, y]) for n in ("min", "max", "min.NaN", "max.NaN")]
     check(cases, [low, high, [s or v for s, v in zip(strict, low)], [s or v for s, v in zip(strict, high)]])
-    # The smaller magnitude with the product's sign; of a NaN and a number the number, its sign so too.
-    crossed = [ONE, ONE, 0x80000000, 0x80000000, NAN, 0x80000000 | ONE, 0x80000000 | INF]
-    most = [ONE, ONE, 0x80000000, 0x80000000, NAN, 0xC0000000, 0x80000000 | INF]
-    check(
-        [Case(f"{n}.xorsign.abs.f32 {{d}}, {{0}}, {{1}};", [x, y]) for n in ("min", "max")],
-        [crossed, most],
-    )
-    z = np.array([0xC0400000] * 7, np.uint32)  # −3
-    check(
-        [Case(f"{n}.f32 {{d}}, {{0}}, {{1}}, {{2}};", [x, y, z]) for n in ("min", "max.NaN", "max.abs")],
-        [
-            [0xC0400000] * 6 + [0xFF800000],
-            [NAN, NAN, 0, 0, NAN, ONE, INF],
-            [0x40400000] * 6 + [INF],
-        ],
-    )
     wide = [np.array([v << 32 for v in (0x7FF80000, 0x3FF00000, 0x80000000)], np.uint64),
             np.array([v << 32 for v in (0x3FF00000, 0x40000000, 0)], np.uint64)]  # fmt: skip
     check(
@@ -174,40 +158,16 @@ def test_ftz_and_sat() -> None:
     )
 
 
-def test_pairs_of_f32() -> None:
-    x = np.array([1.5, -2.0, 3e38, 1e-40], np.float32)
-    y = np.array([0.1, 7.0, 3e38, 1e-40], np.float32)
-    both = [
-        v.view(np.uint32).astype(np.uint64) | w.view(np.uint32).astype(np.uint64) << 32 for v, w in ((x, y), (y, x))
-    ]
-    cases = [Case(f"{n}.f32x2 {{d}}, {{0}}, {{1}};", both, np.uint64) for n in ("add.rn", "mul.rz", "sub.rp.ftz")]
-    cases.append(Case("fma.rn.f32x2 {d}, {0}, {1}, {0};", both, np.uint64))
-    single = [Case(f"{n}.f32 {{d}}, {{0}}, {{1}};", [x, y]) for n in ("add.rn", "mul.rz", "sub.rp.ftz")]
-    single.append(Case("fma.rn.f32 {d}, {0}, {1}, {0};", [x, y]))
-    swapped = [Case(case.statement, [y, x]) for case in single]
-    found = evaluate([*cases, *single, *swapped])
-    for k in range(4):
-        assert found[k].tolist() == [int(a) | int(b) << 32 for a, b in zip(found[4 + k], found[8 + k])], k
-
-
-def test_signs_and_properties() -> None:
+def test_signs() -> None:
     x = np.array([ONE, 0x80000000, 0x7FC00001, 1, 0xFF800000, 0x807FFFFF, 0x00800000], np.uint32)
     y = np.array([0xC0490FDB, 0x00000005, 0xBF800000, 0x80000000, 0x3F800000, 0x3F800000, 0xBF800000], np.uint32)
     signs = (x & 0x80000000).tolist()
     magnitudes = (y & 0x7FFFFFFF).tolist()
     check([Case("copysign.f32 {d}, {0}, {1};", [x, y])], [[s | m for s, m in zip(signs, magnitudes)]])
-    kinds = {
-        "finite": [1, 1, 0, 1, 0, 1, 1], "infinite": [0, 0, 0, 0, 1, 0, 0], "number": [1, 1, 0, 1, 1, 1, 1],
-        "notanumber": [0, 0, 1, 0, 0, 0, 0], "normal": [1, 1, 0, 0, 0, 0, 1], "subnormal": [0, 0, 0, 1, 0, 1, 0],
-    }  # fmt: skip
-    cases = [Case(f"testp.{name}.f32 %p, {{0}}; selp.u32 {{d}}, 1, 0, %p;", [x]) for name in kinds]
-    check(cases, list(kinds.values()))
     wide = np.array(
         [v << 32 for v in (0x3FF00000, 0x80000000, 0x7FF80000, 0x00010000, 0xFFF00000, 0x800FFFFF, 0x00100000)],
         np.uint64,
     )
-    cases = [Case(f"testp.{name}.f64 %p, {{0}}; selp.u32 {{d}}, 1, 0, %p;", [wide]) for name in kinds]
-    check(cases, list(kinds.values()))
     check(
         [Case(f"{n}.f64 {{d}}, {{0}};", [wide], np.uint64) for n in ("neg", "abs")]
         + [Case("copysign.f64 {d}, {0}, {1};", [wide, wide[::-1].copy()], np.uint64)],
@@ -222,7 +182,7 @@ def test_signs_and_properties() -> None:
 @pytest.mark.parametrize(
     "statement",
     ["fma.f32 {d}, {0}, {0}, {0};", "div.f32 {d}, {0}, {0};", "add.relu.f32 {d}, {0}, {0};", "sin.f32 {d}, {0};",
-     "sqrt.rni.f32 {d}, {0};", "max.abs.f32 {d}, {0}, {0};", "tanh.approx.ftz.f32 {d}, {0};"],
+     "sqrt.rni.f32 {d}, {0};", "max.abs.f32 {d}, {0}, {0};", "tanh.approx.f32 {d}, {0};"],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
     with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):

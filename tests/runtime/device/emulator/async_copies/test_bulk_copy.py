@@ -377,12 +377,9 @@ def test_a_map_of_another_rank() -> None:
     assert fault(tensor_load(2, [0, 0], 256), ZEROS, tensor).kind == FaultKind.TENSOR_MAP
 
 
-def test_prefetches_are_checked() -> None:
+def test_a_prefetch_of_a_map_changes_nothing() -> None:
     tensor = some((8, 8), np.float32)
-    body = "prefetch.tensormap [%d2];\n@%p1 cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d2, {0, 0}];\n"
-    body += "@%p1 cp.async.bulk.prefetch.L2.global [%d0], 256;\n"
-    run(body, ZEROS, tensor, map_of(tensor, F32, [8, 8]))
-    assert fault(body.replace("256", "512"), ZEROS, tensor, map_of(tensor, F32, [8, 8])).kind == FaultKind.OUT_OF_BOUNDS
+    run("prefetch.tensormap [%d2];\n", ZEROS, tensor, map_of(tensor, F32, [8, 8]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Clusters, distributed shared memory, multicast, st.async, elect, setmaxnreg, dependent launches."""
+"""Clusters, distributed shared memory, multicast, elect, setmaxnreg, dependent launches."""
 
 from __future__ import annotations
 
@@ -65,15 +65,6 @@ def test_a_block_writes_to_its_peer_by_a_generic_address() -> None:
     assert np.array_equal(run(SYNC + body), (np.arange(64).reshape(2, 32) + 7)[::-1])
 
 
-def test_rank_of_an_address() -> None:
-    body = (
-        PEER
-        + "getctarank.shared::cluster.u32 %r8, %r7;\ngetctarank.shared::cluster.u32 %r9, %r5;\n"
-        + "mad.lo.u32 %r9, %r9, 16, %r8;\n"
-    )
-    assert run(body)[:, 0].tolist() == [1, 16]
-
-
 def test_a_read_without_the_cluster_barrier() -> None:
     assert fault(MARK + PEER + "ld.shared::cluster.u32 %r9, [%r7];\n" + SYNC).kind == FaultKind.UNINITIALIZED
 
@@ -117,38 +108,6 @@ TRY = "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p3, [bar], 0
 REMOTE_BAR = "mov.u32 %r10, bar;\nxor.b32 %r6, %r1, 1;\nmapa.shared::cluster.u32 %r11, %r10, %r6;\n"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_st_async_completes_the_peers_mbarrier(seed: int) -> None:
-    body = INIT + REMOTE_BAR + PEER + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;\nadd.u32 %r8, %r3, 9;\n"
-    body += (
-        f"st.async.weak.shared::cluster.{MBARRIER}.u32 [%r7], %r8, [%r11];\n"
-        + TRY
-        + "ld.shared.u32 %r9, [%r5];\n"
-        + SYNC
-    )
-    assert np.array_equal(run(body, seed=seed), (np.arange(64).reshape(2, 32) + 9)[::-1])
-
-
-def test_st_async_of_vectors_and_red_async() -> None:
-    body = (
-        INIT
-        + REMOTE_BAR
-        + "mapa.shared::cluster.u32 %r7, %r2, %r6;\n@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 28;\n"
-    )
-    body += "mov.u32 %r12, 1; mov.u32 %r13, 2; mov.u32 %r14, 3; mov.b64 %d7, 5;\n"
-    body += (
-        "@%p1 st.shared.u32 [%r2 + 16], 40;\n@%p1 st.shared.u32 [%r2 + 24], 2;\n@%p1 st.shared.u32 [%r2 + 28], 0;\n"
-        + SYNC
-    )
-    body += f"@%p1 st.async.weak.shared::cluster.{MBARRIER}.v4.u32 [%r7], {{%r12, %r13, %r14, %r13}}, [%r11];\n"
-    body += f"@%p1 red.async.relaxed.cluster.shared::cluster.{MBARRIER}.add.u32 [%r7 + 16], %r13, [%r11];\n"
-    body += f"@%p1 red.async.relaxed.cluster.shared::cluster.{MBARRIER}.add.u64 [%r7 + 24], %d7, [%r11];\n" + TRY
-    body += "@%p1 mbarrier.inval.shared.b64 [bar];\n" + SYNC
-    body += "and.b32 %r15, %r0, 7;\nsetp.ne.u32 %p4, %r15, 5;\n"
-    body += "mad.lo.u32 %r15, %r15, 4, %r2;\n@%p4 ld.shared.u32 %r9, [%r15];\n"
-    assert run(body)[:, :8].tolist() == [[1, 2, 3, 2, 42, 0, 7, 0]] * 2
-
-
 def test_a_remote_arrival() -> None:
     body = (
         INIT + REMOTE_BAR + MARK + "bar.sync 0;\n@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r11];\n"
@@ -185,19 +144,6 @@ def test_multicast_to_a_rank_outside() -> None:
     body = ".reg .b16 %h<2>;\n" + INIT + "mov.b16 %h0, 4;\n"
     body += f"@%p1 cp.async.bulk.shared::cluster.global.{MBARRIER}.multicast::cluster [tile], [%d0], 128, [bar], %h0;\n"
     assert fault(body).kind == FaultKind.CLUSTER_RANK
-
-
-@pytest.mark.parametrize("reduction", [".add.u32", ""])
-def test_shared_memory_of_one_block_to_another(reduction: str) -> None:
-    name = "cp.reduce.async.bulk" if reduction else "cp.async.bulk"
-    body = INIT + REMOTE_BAR + MARK + "fence.proxy.async.shared::cta;\n" + SYNC
-    body += "xor.b32 %r6, %r1, 1;\nadd.u32 %r12, %r2, 512;\nmapa.shared::cluster.u32 %r7, %r12, %r6;\n"
-    body += "st.shared.u32 [%r5 + 512], 1000;\nfence.proxy.async.shared::cta;\n" + SYNC
-    body += "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;\n"
-    body += f"@%p1 {name}.shared::cluster.shared::cta.{MBARRIER}{reduction} [%r7], [%r2], 128, [%r11];\n"
-    body += TRY + "ld.shared.u32 %r9, [%r5 + 512];\n" + SYNC
-    expected = (np.arange(64).reshape(2, 32) + 100)[::-1]
-    assert np.array_equal(run(body), expected + (1000 if reduction else 0))
 
 
 def test_elect() -> None:
@@ -251,7 +197,3 @@ def test_a_dependent_launch_may_read_immutable_memory_early(touch: str) -> None:
     caught = fault("st.global.u32 [%d0], %r9;\n" + wait, is_dependent=True, data=weights)
     assert caught.kind == FaultKind.BEFORE_DEPENDENCY
 
-
-def test_cluster_launch_control_is_refused() -> None:
-    with pytest.raises(UnsupportedInstruction, match="clusterlaunchcontrol"):
-        run(f"clusterlaunchcontrol.try_cancel.async.shared::cta.{MBARRIER}.b128 [tile], [bar];\n")
