@@ -214,8 +214,6 @@ def permuted(b: Builder, x: Value, y: Value, selector: int) -> Value:
     return b.bitcast(chosen, I32)
 
 
-
-
 @by_type("prmt", kinds=("b32",))
 def permute(low: Lowering, mods: Modifiers, kind: str) -> None:
     b = low.builder

@@ -72,4 +72,3 @@ def selp(low: Lowering, mods: Modifiers, kind: str) -> None:
     to, x, y, which = mods.operands(4)
     chosen = truths_of(low.builder, low.predicate(which))
     low.write(to, low.builder.select(chosen, low.value(x, kind), low.value(y, kind)))
-

@@ -275,4 +275,3 @@ def _from_small(
     parts = [b.trunc(narrow(b, value, name, relu=rectifies), I16) for value in floats]
     lower, upper = (b.zext(part, I32) for part in parts)
     low.write(target, b.or_(lower, b.shl(upper, splat(I32, 16))))
-

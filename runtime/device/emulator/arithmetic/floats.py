@@ -163,4 +163,3 @@ def copy_sign(low: Lowering, mods: Modifiers, kind: str) -> None:
     b, words = low.builder, "b" + kind[1:]
     top = like(low.value(of, words), 1 << (int(kind[1:]) - 1))
     low.write(to, b.or_(b.and_(low.value(of, words), top), b.and_(low.value(magnitude, words), b.not_(top))))
-

@@ -149,4 +149,3 @@ def sign(low: Lowering, mods: Modifiers, kind: str) -> None:
     to, source = mods.operands(2)
     x = low.value(source, kind)
     low.write(to, absolute(low.builder, x) if mods.name == "abs" else low.builder.neg(x))
-

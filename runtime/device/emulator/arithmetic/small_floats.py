@@ -140,4 +140,3 @@ def _widen(b: Builder, code: Value, of: Format) -> Value:
     word = b.select(above, b.select(is_infinite, splat(I32, 0x7F800000), splat(I32, 0x7FFFFFFF)), word)
     sign = b.select(b.and_(above, b.not_(is_infinite)), splat(I32, 0), sign)
     return b.bitcast(b.or_(word, sign), F32)
-

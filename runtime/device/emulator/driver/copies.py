@@ -260,10 +260,6 @@ class CopyFunctions(DriverState):
             self._copy(stream, to, origin, size, is_async=is_async)
 
     @entry()
-    def cuMemcpyPeer(self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: int) -> None:
-        self._peer(self._synchronous("cuMemcpyPeer"), dstDevice, dstContext, srcDevice, srcContext, ByteCount)
-
-    @entry()
     def cuMemcpyPeerAsync(
         self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: int, hStream: Any
     ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -25,7 +23,6 @@ DRIVER_VERSION = 13_000
 LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, -5
 
 _A = cu.CUdevice_attribute
-_P2P = cu.CUdevice_P2PAttribute
 
 
 def device_attributes(model: GpuModel) -> dict[Any, int]:
@@ -141,31 +138,8 @@ class DeviceFunctions(DriverState):
         return value
 
     @entry(1)
-    def cuDeviceGetUuid(self, dev: Any) -> Any:
-        device = self._device(dev)
-        digest = hashlib.sha256(f"{device.model.device_name} {device.ordinal}".encode()).digest()[:16]
-        uuid = cu.CUuuid()
-        _copy_to(uuid.getPtr(), digest)
-        return uuid
-
-    @entry(1)
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
         return int(self._can_access_peer(self._device(dev), self._device(peerDev)))
-
-    @entry(1)
-    def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
-        source, target = self._device(srcDevice), self._device(dstDevice)
-        if source is target:
-            raise Refused(R.CUDA_ERROR_INVALID_DEVICE, "a device is no peer of itself")
-        is_peer = int(self._can_access_peer(source, target))
-        values = {
-            _P2P.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED: is_peer,
-            _P2P.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK: 0,
-            _P2P.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: is_peer,
-        }
-        if attrib not in values:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated devices answer for")
-        return values[attrib]
 
     @staticmethod
     def _can_access_peer(device: Device, peer: Device) -> bool:
@@ -205,10 +179,6 @@ class DeviceFunctions(DriverState):
         context = self.thread.context
         return cu.CUcontext(context.handle if context is not None else 0)
 
-    @entry(1)
-    def cuCtxGetDevice(self) -> Any:
-        return cu.CUdevice(self.context().device.ordinal)
-
     @entry(is_release=True)
     def cuCtxSynchronize(self) -> None:
         context = self.context()
@@ -217,11 +187,6 @@ class DeviceFunctions(DriverState):
         for stream in context.streams.values():
             self.order.host_knows(stream.queue.last)
         self.raise_if_failed(context)
-
-    @entry(2)
-    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        self.context()
-        return LOWEST_PRIORITY, HIGHEST_PRIORITY
 
     @entry()
     def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
@@ -256,6 +221,3 @@ def _result(error: Any) -> Any:
     except ValueError:
         raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{error!r} is no CUresult") from None
 
-
-def _copy_to(address: int, data: bytes) -> None:
-    ctypes.memmove(address, data, len(data))

@@ -214,17 +214,6 @@ class LaunchFunctions(ModuleFunctions):
         attributes = read_attributes(config)
         self._launch(function, grid, block, config.sharedMemBytes, stream, kernelParams, extra, attributes)
 
-    @entry()
-    def cuLaunchCooperativeKernel(
-        self, f: Any, gridDimX: int, gridDimY: int, gridDimZ: int, blockDimX: int, blockDimY: int, blockDimZ: int,
-        sharedMemBytes: int, hStream: Any, kernelParams: Any,
-    ) -> None:  # fmt: skip
-        function = self.function(f)
-        stream = self.stream(hStream)
-        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
-        attributes = LaunchAttributes(is_cooperative=True)
-        self._launch(function, grid, block, sharedMemBytes, stream, kernelParams, 0, attributes)
-
     def _launch(
         self, function: Function, grid: Dim3, block: Dim3, shared_bytes: int, stream: Stream, kernel_params: Any,
         extra: Any, attributes: LaunchAttributes,

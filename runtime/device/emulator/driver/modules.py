@@ -15,7 +15,6 @@ from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.architectures import (
     DEFAULT_SHARED_BYTES_PER_BLOCK,
-    MAX_CLUSTER,
     MAX_THREADS_PER_BLOCK,
 )
 from runtime.device.emulator.driver.occupancy import blocks_per_sm, estimate_registers
@@ -134,13 +133,6 @@ class ModuleFunctions(DriverState):
     def cuModuleLoadData(self, image: Any) -> Any:
         return self._load(image)
 
-    @entry(1)
-    def cuModuleLoadDataEx(self, image: Any, numOptions: int, options: Any, optionValues: Any) -> Any:
-        """Options steer ptxas, which is not run: other than none they are refused."""
-        if numOptions:
-            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"options {options!r}: PTX is not assembled here")
-        return self._load(image)
-
     def _load(self, image: Any) -> Any:
         context = self.context()
         self.refuse_unsafe("cuModuleLoadData")
@@ -194,10 +186,6 @@ class ModuleFunctions(DriverState):
             self.functions[function.handle] = function
         return cu.CUfunction(function.handle)
 
-    @entry(1)
-    def cuModuleGetFunctionCount(self, mod: Any) -> int:
-        return sum(kernel.is_entry for kernel in self._module(mod).program.module.kernels.values())
-
     @entry(2)
     def cuModuleGetGlobal(self, hmod: Any, name: Any) -> tuple[Any, int]:
         module = self._module(hmod)
@@ -215,21 +203,6 @@ class ModuleFunctions(DriverState):
         if function is None:
             raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"function {handle_of(handle):#x} does not exist")
         return function
-
-    @entry(1)
-    def cuFuncGetName(self, hfunc: Any) -> bytes:
-        return self.function(hfunc).name.encode()
-
-    @entry(1)
-    def cuFuncGetModule(self, hfunc: Any) -> Any:
-        return cu.CUmodule(self.function(hfunc).module.handle)
-
-    @entry(2)
-    def cuFuncGetParamInfo(self, func: Any, paramIndex: int) -> tuple[int, int]:
-        function = self.function(func)
-        if not 0 <= paramIndex < len(function.sizes):
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{function.label} has {len(function.sizes)} parameters")
-        return function.offsets[paramIndex], function.sizes[paramIndex]
 
     @entry(1)
     def cuFuncGetAttribute(self, attrib: Any, hfunc: Any) -> int:
@@ -282,20 +255,6 @@ class ModuleFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} cannot be set on emulated kernels")
         function.checked.clear()
 
-    @entry()
-    def cuFuncSetCacheConfig(self, hfunc: Any, config: Any) -> None:
-        """A preference between L1 cache and shared memory, which emulated devices do not have to divide."""
-        self.function(hfunc)
-        try:
-            cu.CUfunc_cache(int(config))
-        except ValueError:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{config!r} is no CUfunc_cache") from None
-
-    @entry()
-    def cuFuncLoad(self, function: Any) -> None:
-        """Translates the kernel now."""
-        self.prepare(self.function(function))
-
     def prepare(self, function: Function) -> Any:
         """The translated kernel."""
         return function.module.program.kernel(function.name)
@@ -313,33 +272,6 @@ class ModuleFunctions(DriverState):
     @entry(1)
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, func: Any, blockSize: int, dynamicSMemSize: int) -> int:
         return self._blocks_per_sm(self.function(func), blockSize, dynamicSMemSize)
-
-    @entry(1)
-    def cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-        self, func: Any, blockSize: int, dynamicSMemSize: int, flags: int
-    ) -> int:
-        if int(flags) & ~1:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {int(flags):#x}")
-        return self._blocks_per_sm(self.function(func), blockSize, dynamicSMemSize)
-
-    @entry(1)
-    def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> int:
-        """As if any multiprocessors could form a cluster; hardware's lie in one GPC."""
-        function = self.function(func)
-        model = function.context.device.model
-        if not model.has_clusters:
-            raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"{model.device_name} has no clusters")
-        cluster = function.required_cluster or (1, 1, 1)
-        for attribute in config.attrs[: config.numAttrs]:
-            if attribute.id == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
-                dims = attribute.value.clusterDim
-                cluster = (dims.x, dims.y, dims.z)
-        size = _product(cluster)
-        if not 1 <= size <= MAX_CLUSTER:
-            raise Refused(R.CUDA_ERROR_INVALID_CLUSTER_SIZE, f"a cluster of {size} blocks")
-        threads = config.blockDimX * config.blockDimY * config.blockDimZ
-        return self._blocks_per_sm(function, threads, config.sharedMemBytes) * model.num_sms // size
-
 
 def _name(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)

@@ -97,14 +97,6 @@ class StreamFunctions(DriverState):
     def cuStreamGetPriority(self, hStream: Any) -> int:
         return self.stream(hStream).priority
 
-    @entry(1)
-    def cuStreamGetFlags(self, hStream: Any) -> int:
-        return self.stream(hStream).flags
-
-    @entry(1)
-    def cuStreamGetCtx(self, hStream: Any) -> Any:
-        return cu.CUcontext(self.stream(hStream).context.handle)
-
     @entry(is_release=True)
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self._uncaptured(hStream, "cuStreamSynchronize")
@@ -209,12 +201,6 @@ class StreamFunctions(DriverState):
 
     @entry()
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
-        self._record(hEvent, hStream)
-
-    @entry()
-    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: int) -> None:
-        if flags:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {flags}: external event nodes are not emulated")
         self._record(hEvent, hStream)
 
     def _record(self, hEvent: Any, hStream: Any) -> None:

@@ -60,7 +60,6 @@ SPACE_NAMES = ("generic", "global", "shared", "shared::cluster", "local", "param
 HOST, BLOCK, SHADOW = range(3)
 """What `locate` fills in: host address; address of the block array whose shared memory it is, else 0; address of the
 first shadow byte, or 0 where nothing is to be checked."""
-PLACE_FIELDS = 3
 NOT_DEVICE = -1  # BLOCK of local, param and const places, which nobody can race for
 
 _CLUSTER_RANK = int(FaultKind.CLUSTER_RANK)

@@ -37,35 +37,7 @@ def _atomic(kind: str, element: Any) -> Any:
     return update
 
 
-atomic_add_u32, atomic_add_u64 = _atomic("add", types.uint32), _atomic("add", types.uint64)
-atomic_and_u32, atomic_and_u64 = _atomic("and", types.uint32), _atomic("and", types.uint64)
-atomic_or_u32, atomic_or_u64 = _atomic("or", types.uint32), _atomic("or", types.uint64)
-atomic_xor_u32, atomic_xor_u64 = _atomic("xor", types.uint32), _atomic("xor", types.uint64)
-atomic_exchange_u32, atomic_exchange_u64 = _atomic("xchg", types.uint32), _atomic("xchg", types.uint64)
-atomic_min_u32, atomic_min_u64 = _atomic("umin", types.uint32), _atomic("umin", types.uint64)
-atomic_max_u32, atomic_max_u64 = _atomic("umax", types.uint32), _atomic("umax", types.uint64)
-atomic_min_s32, atomic_min_s64 = _atomic("min", types.int32), _atomic("min", types.int64)
-atomic_max_s32, atomic_max_s64 = _atomic("max", types.int32), _atomic("max", types.int64)
-
-
-def _compare_exchange(element: Any) -> Any:
-    """``f(address, expected, new) -> old``."""
-
-    @intrinsic
-    def exchange(typing_context, address, expected, new):
-        def generate(context, builder, signature, arguments):
-            pointer = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
-            pair = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
-            return builder.extract_value(pair, 0)
-
-        return element(types.int64, element, element), generate
-
-    return exchange
-
-
-compare_exchange_u16 = _compare_exchange(types.uint16)
-compare_exchange_u32 = _compare_exchange(types.uint32)
-compare_exchange_u64 = _compare_exchange(types.uint64)
+atomic_add_u64 = _atomic("add", types.uint64)
 
 
 @intrinsic
@@ -108,7 +80,6 @@ def _memory_intrinsic(name: str) -> Any:
 
 
 copy_bytes = _memory_intrinsic("llvm.memcpy")  # copy_bytes(target, source, count): no overlap
-move_bytes = _memory_intrinsic("llvm.memmove")
 
 
 @intrinsic

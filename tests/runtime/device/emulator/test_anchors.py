@@ -92,7 +92,7 @@ MATMULS = [
     ("name", "dtype", "out", "transposed", "shape"),
     [(name, dtype, out, transposed, shape) for name, dtype, out, transposed, shapes in MATMULS for shape in shapes],
 )
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_matmul_of_small_integers_is_exact(
     name: str, dtype: Any, out: Any, transposed: bool, shape: tuple[int, int, int], seed: int
 ) -> None:

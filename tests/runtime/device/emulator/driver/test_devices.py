@@ -96,23 +96,16 @@ def test_several_devices() -> None:
     assert harness.status("cuDeviceGet", -1) == R.CUDA_ERROR_INVALID_DEVICE
     names = [harness("cuDeviceGetName", 100, harness("cuDeviceGet", index)) for index in range(3)]
     assert names == [b"Emulated A100 (sm_80)", b"Emulated H100 (sm_90a)", b"Emulated H200 (sm_90a)"]
-    ids = {harness("cuDeviceGetUuid", index).bytes for index in range(3)}
-    assert len(ids) == 3
     assert harness("cuDeviceCanAccessPeer", 1, 2) == 1
     assert harness("cuDeviceCanAccessPeer", 0, 1) == 0
     assert harness("cuDeviceCanAccessPeer", 1, 1) == 0
-    supported = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
-    assert harness("cuDeviceGetP2PAttribute", supported, 1, 2) == 1
-    assert harness.status("cuDeviceGetP2PAttribute", supported, 1, 1) == R.CUDA_ERROR_INVALID_DEVICE
 
 
 def test_contexts() -> None:
     harness = Harness(num_devices=2)
     first = harness.context
     assert int(harness("cuCtxGetCurrent")) == int(first)
-    assert int(harness("cuCtxGetDevice")) == 0
     second = harness.use(1)
-    assert int(harness("cuCtxGetDevice")) == 1
     assert int(harness("cuDevicePrimaryCtxRetain", 1)) == int(second)
     harness("cuDevicePrimaryCtxRelease", 1)
     harness("cuCtxSynchronize")
@@ -124,7 +117,6 @@ def test_contexts() -> None:
     assert int(harness("cuCtxGetCurrent")) == 0
     assert harness.status("cuMemAlloc", 16) == R.CUDA_ERROR_INVALID_CONTEXT
     harness("cuCtxSetCurrent", first)
-    assert harness("cuCtxGetStreamPriorityRange") == (0, -5)
 
 
 def test_the_current_context_belongs_to_the_thread() -> None:
