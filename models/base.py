@@ -50,7 +50,7 @@ class Model(ABC):
         """One step over all tokens of a ragged batch, to just before the output head.
 
         Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm. Writes the keys
-        and values of the batch's tokens into `kv_cache` (group 0).
+        and values of the batch's tokens into `kv_cache`, each layer by the batch's entry for its group.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -69,4 +69,5 @@ class Model(ABC):
             block_size=block_size,
             dtype=dtype or self.dtype,
             device=self.device,
+            layer_windows=self.config.layer_windows,
         )

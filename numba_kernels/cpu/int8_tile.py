@@ -15,10 +15,10 @@ import llvmlite.ir as ir
 from numba.core import cgutils
 
 from numba_kernels.cpu import simd
-from numba_kernels.cpu.operands import DOT_WORDS, GROUP_ROW_WORDS
+from numba_kernels.cpu.arranged_rows import DOT_WORDS, GROUP_ROW_WORDS
+from numba_kernels.cpu.packed_words import GROUP_WORDS
 from numba_kernels.cpu.simd import F32, I16, I32, I64
 from numba_kernels.cpu.target import DOT, LANES, compiled_for
-from numba_kernels.cpu.words import GROUP_WORDS
 
 _WORDS = simd.vector(I32)
 

@@ -15,9 +15,7 @@ from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu import atomic
-from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
-from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, new_array
-from numba_kernels.cpu.operands import (
+from numba_kernels.cpu.arranged_rows import (
     ELEMENTS_A_WORD,
     GROUP_ROW_WORDS,
     arrange_floats,
@@ -26,8 +24,10 @@ from numba_kernels.cpu.operands import (
     is_own_operand,
     operand_words,
 )
+from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
+from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, new_array
+from numba_kernels.cpu.packed_words import GROUP_WORDS
 from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
-from numba_kernels.cpu.words import GROUP_WORDS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches

@@ -162,10 +162,11 @@ def as_text(report: dict[str, Any]) -> str:
         lines += ["", f"a sequence of {model['max_model_len']:,} tokens"]
         for kind in memory["cache_groups"]:
             name = "all tokens" if kind["window"] is None else f"last {kind['window']:,}"
+            groups = "1 group" if kind["num_groups"] == 1 else f"{kind['num_groups']} groups"
             padding = f", room for {kind['num_padding']} more" if kind["num_padding"] else ""
             lines.append(
                 f"  {name:<16}{size(kind['bytes_per_sequence']):>12}   {kind['num_layers']} layers in "
-                f"{kind['num_groups']} groups{padding}, {size(kind['bytes_per_token'])} a token"
+                f"{groups}{padding}, {size(kind['bytes_per_token'])} a token"
             )
         share = memory["bytes_per_sequence"] / memory["full_bytes_per_sequence"]
         lines += [

@@ -114,7 +114,7 @@ def _choose(product: Product, machine: Machine) -> tuple[str, str]:
     """The tier, and its tile or ""."""
     if product.is_weight_layout and product.is_aligned and product.is_plain and not product.exact:
         measured = tables.choose(product.m, product.n, product.k, product.x, machine.arch)
-        if measured is not None:
+        if measured is not None and not TIERS[measured.tier].why_not(product, machine):
             return measured.tier, measured.tile
     return choose(product, machine), ""
 

@@ -3,7 +3,7 @@
 For each model and type of its weights, one folder of seeded random weights is written, and every side loads it. First
 they are compared: logits of one prompt, and the greedy tokens of every workload. Then each workload is timed in rounds,
 all sides in turns (who begins moves on), while the others are idle, which is measured too. A ratio above 1 means that
-ours is faster. The limits of the processor are measured in the same run.
+ours is faster. The limits of the processor are measured in every round, beside the work; the best count.
 
 Ours is timed through `EngineClient`, scheduler, paged cache and sampler included; a peer through its model's forward in
 the leanest loop (`peer_transformers`, `peer_llama`), with all cores, and with the fastest of its own settings, tried
@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from models.hub import resolve_model
 from runtime.bench.environment import describe_engine
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.peers.child_process import ChildProcess
-from runtime.bench.peers.cpu_limits import CpuLimits, ModelSize, limit_rate, measure_limits
+from runtime.bench.peers.cpu_limits import LimitMeter, ModelSize, limit_rate, open_meter
 from runtime.bench.peers.goals import PEER_GOALS, host_row
 from runtime.bench.peers.gpt2_folder import Gpt2Shape
 from runtime.bench.peers.loading import bench_load, bench_pack
 from runtime.bench.peers.rounds import compare_logits, measure_workload
-from runtime.bench.peers.sides import PEER_ENGINES, OurSide, PeerEngine, PeerSide
-from runtime.bench.peers.workloads import GPT2, Group
+from runtime.bench.peers.sides import OURS, PEER_ENGINES, OurSide, PeerEngine, PeerSide
+from runtime.bench.peers.workloads import GPT2, Group, Workload
 from runtime.bench.tokenizers.bench_tokenizer import tokenizer_rows
 from runtime.bench.tokenizers.sides import NAMES
 
@@ -47,7 +48,7 @@ def bench_peers(
     tokenizer: Path | None = None,
     num_rounds: int = 5,
     shape: Gpt2Shape | None = None,
-    limits: CpuLimits | None = None,
+    meter: LimitMeter | None = None,
     seed: int = 0,
     say: Say = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def bench_peers(
     pythons    each peer's Python, by the engine's name; a peer without one is reported as missing
     tokenizer  the tokenizer.json of `host_work`'s "tokenizer"; None: the bundled model's, which tiktoken cannot express
     shape      of GPT-2; by default that of the 124M model
-    limits     as measured before; None: measured now
+    meter      of the limits; None: one of its own
     say        told what is being done
 
     `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (peers that
@@ -70,11 +71,8 @@ def bench_peers(
         longest = max(workload.longest for workload in group.workloads)
         if group.model == GPT2 and longest > shape.max_positions:
             raise BenchmarkError(f"a workload of {longest} tokens exceeds the {shape.max_positions} positions")
-    if limits is None and groups:
-        say("the limits of this processor")
-        limits = measure_limits()
     report: dict[str, Any] = {
-        "limits": limits.report() if limits else None,
+        "limits": None,
         "num_rounds": num_rounds,
         "peers": {},
         "results": [],
@@ -82,16 +80,23 @@ def bench_peers(
         "host_results": [],
         "environment": {},
     }
-    for group in groups:
-        assert limits is not None
-        with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
-            say(f"{group.model}, {group.dtype}: writing and loading")
-            group.write(Path(name), shape, seed)
-            try:
-                _measure_group(group, Path(name), pythons, limits, num_rounds, seed, report, say)
-            except BenchmarkError as error:
-                what = f"all of {group.model}"
-                report["refused"].append({"workload": what, "dtype": group.dtype, "reason": str(error)})
+    if groups:
+        with contextlib.ExitStack() as stack:
+            if meter is None:
+                say("the limits of this processor")
+                meter = stack.enter_context(open_meter())
+            measured: list[_Measured] = []
+            for group in groups:
+                say(f"{group.model}, {group.dtype}: writing and loading")
+                with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
+                    group.write(Path(name), shape, seed)
+                    try:
+                        _measure_group(group, Path(name), pythons, meter, num_rounds, seed, measured, report, say)
+                    except BenchmarkError as error:
+                        what = f"all of {group.model}"
+                        report["refused"].append({"workload": what, "dtype": group.dtype, "reason": str(error)})
+            report["limits"] = meter.report()
+            report["results"] = [_judged(each, meter) for each in measured]
     if host_work:
         with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
             if {"load", "pack"} & set(host_work):
@@ -134,17 +139,39 @@ def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return host_row("tokenizer_encode", ratio, **details)
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A workload's report, which lacks what depends on the limits."""
+
+    workload: Workload
+    size: ModelSize
+    result: dict[str, Any]
+
+
+def _judged(measured: _Measured, meter: LimitMeter) -> dict[str, Any]:
+    """The report with its limit and verdict, when all is measured."""
+    workload, result = measured.workload, measured.result
+    limit = limit_rate(meter.best(), measured.size, result["dtype"], workload)
+    rate = result["sides"][OURS]["median_tokens_per_second"]
+    result.update(limit_tokens_per_second=limit, share_of_limit=rate / limit)
+    goal = PEER_GOALS.get((workload.key, result["dtype"]))
+    if goal is not None:
+        result.update(goal=goal.report(), ratio=goal.ratio(result["ratios"]), verdict=goal.verdict(result))
+    return result
+
+
 def _measure_group(
     group: Group,
     folder: Path,
     pythons: Mapping[str, Path],
-    limits: CpuLimits,
+    meter: LimitMeter,
     num_rounds: int,
     seed: int,
+    measured: list[_Measured],
     report: dict[str, Any],
     say: Say,
 ) -> None:
-    """Loads the folder on every side and adds the workloads' results to the report."""
+    """Loads the folder on every side and adds the workloads' results to those measured."""
     from runtime.llm import LLM
 
     size = ModelSize.of(json.loads((folder / "config.json").read_text()))
@@ -175,17 +202,11 @@ def _measure_group(
         for workload in group.workloads:
             say(f"{group.model}, {group.dtype}: {workload.name}")
             try:
-                result = measure_workload(ours, peers, workload, group.dtype, num_rounds, seed)
+                result = measure_workload(ours, peers, workload, group.dtype, num_rounds, seed, meter)
             except BenchmarkError as error:
                 report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
                 continue
-            limit = limit_rate(limits, size, group.dtype, workload)
-            rate = result["sides"][ours.name]["median_tokens_per_second"]
-            result.update(limit_tokens_per_second=limit, share_of_limit=rate / limit, missing=missing)
-            goal = PEER_GOALS.get((workload.key, group.dtype))
-            if goal is not None:
-                result.update(goal=goal.report(), ratio=goal.ratio(result["ratios"]), verdict=goal.verdict(result))
-            report["results"].append(result)
+            measured.append(_Measured(workload, size, {**result, "missing": missing}))
         report["environment"] = describe_engine(llm.client.info)
 
 

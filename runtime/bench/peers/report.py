@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.bench.peers.cpu_limits import RATES
 from runtime.bench.peers.rounds import QUIET_SHARE
 from runtime.bench.peers.sides import OURS, PEER_ENGINES
 
@@ -96,18 +97,26 @@ def _disturbed(result: Mapping[str, Any]) -> str:
     return f"{result['name']} ({result['dtype']}): {busy}; do not trust its ratio."
 
 
+def _rate(name: str, rate: float) -> str:
+    """One of `RATES` in words."""
+    unit, how = {
+        "read_bytes_per_s": ("GB/s", "read"),
+        "float32_flops_per_s": ("GFLOP/s", "in float32"),
+        "bfloat16_flops_per_s": ("GFLOP/s", "by vdpbf16ps"),
+        "int8_ops_per_s": ("Gop/s", "by vpdpbusd"),
+    }[name]
+    return f"{rate / 1e9:.{1 if unit == 'GB/s' else 0}f} {unit} {how}"
+
+
 def _notes(report: Mapping[str, Any]) -> list[str]:
     notes = []
     if limits := report["limits"]:
-        words = [
-            f"{limits['read_bytes_per_s'] / 1e9:.1f} GB/s read",
-            f"{limits['float32_flops_per_s'] / 1e9:.0f} GFLOP/s in float32",
-        ]
-        if limits["bfloat16_flops_per_s"]:
-            words.append(f"{limits['bfloat16_flops_per_s'] / 1e9:.0f} GFLOP/s by vdpbf16ps")
-        if limits["int8_ops_per_s"]:
-            words.append(f"{limits['int8_ops_per_s'] / 1e9:.0f} Gop/s by vpdpbusd")
-        notes.append(f"Limits of {limits['num_threads']} threads, measured in this run: {', '.join(words)}.")
+        words = [_rate(name, limits[name]) for name in RATES if limits[name]]
+        measured = f"the best of {limits['num_measured']} measurements beside the work"
+        notes.append(f"Limits of {limits['num_threads']} threads, {measured}: {', '.join(words)}.")
+        if limits["lowest"]:
+            lowest = ", ".join(_rate(name, rate) for name, rate in limits["lowest"].items())
+            notes.append(f"The limits were not steady, others used the machine: at worst {lowest}.")
     for name, groups in report["peers"].items():
         agreement = ", ".join(f"{each['logits_relative_error']:.1e} ({group})" for group, each in groups.items())
         said = next(iter(groups.values()))

@@ -1,7 +1,8 @@
 """One workload of `bench peers`: the sides' answers are compared, then all are timed in turns.
 
-A round is one turn of each side; who begins moves on with every round. While one runs, the others have to be idle,
-which is measured, as is what strangers use of the machine; the calmest rounds count.
+A round measures the processor's limits and is then one turn of each side; who begins moves on with every round. While
+one runs, the others have to be idle, which is measured, as is what strangers use of the machine; the calmest rounds
+count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from runtime.bench.disturbance import Disturbance
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_outputs
+from runtime.bench.peers.cpu_limits import LimitMeter
 from runtime.bench.peers.greedy import TIE_TOLERANCE, check_same_greedy
 from runtime.bench.peers.sides import OURS, OurSide, PeerSide, Sample, Side
 from runtime.bench.peers.workloads import Workload
@@ -62,7 +64,13 @@ def compare_logits(ours: OurSide, peer: PeerSide, length: int, dtype: str, seed:
 
 
 def measure_workload(
-    ours: OurSide, peers: Sequence[PeerSide], workload: Workload, dtype: str, num_rounds: int, seed: int
+    ours: OurSide,
+    peers: Sequence[PeerSide],
+    workload: Workload,
+    dtype: str,
+    num_rounds: int,
+    seed: int,
+    meter: LimitMeter,
 ) -> dict[str, Any]:
     """Verifies and times one workload. Raises `BenchmarkError` when sides disagree or those who waited were busy.
 
@@ -91,6 +99,7 @@ def measure_workload(
     while num_quiet < num_rounds and len(rounds) < MOST_ATTEMPTS * num_rounds:
         first = len(rounds) % len(sides)
         turns = {}
+        meter.measure()
         for side in (*sides[first:], *sides[:first]):
             time.sleep(SETTLE_S)
             turns[side.name] = _turn(side, sides, prompts, workload)

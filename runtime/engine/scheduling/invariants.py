@@ -22,7 +22,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
 
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
-    block_size, num_holders = scheduler.limits.block_size, scheduler.pool.num_holders
+    block_size, ref_counts = scheduler.limits.block_size, scheduler.pool.ref_counts
     windows = scheduler.pool.windows
     has_windows = any(windows)
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
@@ -37,8 +37,8 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
             for ids in sequence.blocks:
                 if last_page >= len(ids):
                     problem = f"a chunk that ends at {end}, but {len(ids)} blocks of {block_size}"
-                elif num_holders(ids[last_page]) != 1 and ids[last_page] not in copied:
-                    problem = f"to write to block {ids[last_page]}, which {num_holders(ids[last_page])} hold"
+                elif ref_counts[block_id := ids[last_page]] != 1 and block_id not in copied:
+                    problem = f"to write to block {block_id}, which {ref_counts[block_id]} hold"
             if has_windows:
                 for given_up, window in zip(sequence.first_pages, windows):
                     if given_up > first_page(chunk.start, window, block_size):

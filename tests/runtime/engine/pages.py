@@ -36,28 +36,28 @@ class PageChecker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_compared = 0
-        self._seen: dict[Sequence, NDArray[np.uint64]] = {}
+        self._seen: dict[Sequence, list[NDArray[np.uint64]]] = {}  # by group
 
     def check(self) -> None:
         engine = self.engine
         engine.executor.synchronize()
         sums = slot_sums(engine.executor.kv_cache)
         block_size = engine.limits.block_size
-        seen: dict[Sequence, NDArray[np.uint64]] = {}
+        seen: dict[Sequence, list[NDArray[np.uint64]]] = {}
         for sequence in engine.scheduler.waiting:
             if sequence in self._seen and sequence.num_computed:  # swapped out
                 seen[sequence] = self._seen[sequence]
         for sequence in engine.scheduler.running:
             positions = np.arange(sequence.num_computed)
-            blocks = np.array(sequence.blocks[0])[positions // block_size]
-            now = sums[blocks * block_size + positions % block_size]
-            before = self._seen.get(sequence, now[:0])
-            changed = np.flatnonzero(now[: len(before)] != before)
-            assert not changed.size, (
-                f"request {sequence.request.request_id}, choice {sequence.index}: the pages of positions "
-                f"{changed.tolist()} have changed"
-            )
-            assert len(before) <= len(now), "computed tokens were lost"
-            self.num_compared += len(before)
-            seen[sequence] = now
+            tables = [np.array(ids)[positions // block_size] for ids in sequence.blocks]
+            seen[sequence] = [sums[blocks * block_size + positions % block_size] for blocks in tables]
+            for first, now, before in zip(sequence.first_pages, seen[sequence], self._seen.get(sequence, [])):
+                assert len(before) <= len(now), "computed tokens were lost"
+                changed = np.flatnonzero(now[: len(before)] != before)
+                changed = changed[changed >= first * block_size]  # those before were given up
+                assert not changed.size, (
+                    f"request {sequence.request.request_id}, choice {sequence.index}: the pages of positions "
+                    f"{changed.tolist()} have changed"
+                )
+                self.num_compared += max(0, len(before) - first * block_size)
         self._seen = seen

@@ -21,7 +21,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers import bench_peers as peers
 from runtime.bench.peers import rounds as peer_rounds
 from runtime.bench.peers.bench_peers import bench_peers, failures, tokenizer_row
-from runtime.bench.peers.cpu_limits import CpuLimits, ModelSize, limit_rate, measure_limits
+from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, ModelSize, limit_rate, open_meter
 from runtime.bench.peers.goals import PEER_GOALS, host_row
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.bench.peers.loading import bench_load, bench_pack
@@ -34,6 +34,15 @@ from runtime.llm import LLM
 ROOT = Path(__file__).resolve().parents[4]
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
 LIMITS = CpuLimits(2, 20e9, 200e9, None, 800e9)
+SLOWED = CpuLimits(2, 19e9, 90e9, None, 790e9)  # a neighbour's moment
+
+
+def a_meter() -> LimitMeter:
+    """Of LIMITS, but at first."""
+    moments = iter([SLOWED])
+    return LimitMeter(lambda: next(moments, LIMITS))
+
+
 TINY = (
     Workload("decode-1", "decode", 2, 5, 4, "decode"),
     Workload("prefill", "prefill", 1, 20, 1, "prefill"),
@@ -97,7 +106,7 @@ def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(pythons: dict[str, Path], workloads: tuple[Workload, ...] = TINY, **options: Any) -> dict[str, Any]:
     groups = groups_of(workloads, ["float32"])
     said: list[str] = []
-    report = bench_peers(pythons, groups, num_rounds=2, shape=SHAPE, limits=LIMITS, say=said.append, **options)
+    report = bench_peers(pythons, groups, num_rounds=2, shape=SHAPE, meter=a_meter(), say=said.append, **options)
     json.dumps(report, allow_nan=False)
     assert len(said) >= 1 + len(report["results"])
     return report
@@ -135,7 +144,12 @@ def test_a_whole_report(tmp_path: Path, answers: Path) -> None:
     text = markdown(report)
     assert "| decode | float32 |" in text
     assert "| missing |" in text
-    assert "200 GFLOP/s in float32" in text
+    assert report["limits"]["float32_flops_per_s"] == 200e9
+    assert report["limits"]["num_measured"] == 1 + sum(result["num_rounds_tried"] for result in report["results"])
+    assert "20.0 GB/s read, 200 GFLOP/s in float32, 800 Gop/s by vpdpbusd." in text
+    assert "not steady, others used the machine: at worst 90 GFLOP/s in float32." in text
+    size = ModelSize.of({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "vocab_size": 97})
+    assert decode["limit_tokens_per_second"] == limit_rate(LIMITS, size, "float32", TINY[0])
     assert len(failures(report)) == 2
 
 
@@ -202,7 +216,7 @@ def test_real_peers(engine: Any, dtype: str) -> None:
         pytest.skip(f"{engine.name} has no {dtype}")
     shape = Gpt2Shape(hidden_size=64, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
     groups = groups_of(TINY, [dtype])
-    report = bench_peers({engine.name: python}, groups, num_rounds=1, shape=shape, limits=LIMITS)
+    report = bench_peers({engine.name: python}, groups, num_rounds=1, shape=shape, meter=a_meter())
     assert report["refused"] == []
     assert len(report["results"]) == (3 if dtype == "float32" else len(TINY))
 
@@ -274,7 +288,13 @@ def test_limits_of_a_model() -> None:
 
 
 def test_limits_of_this_processor() -> None:
-    limits = measure_limits(read_buffer_bytes=1 << 22, loop_s=1e-3)
+    with open_meter(read_buffer_bytes=1 << 22, loop_s=1e-3) as meter:
+        first = meter.best()
+        meter.measure()
+        limits = meter.best()
+        assert meter.report()["num_measured"] == 2
+    assert limits.read_bytes_per_s >= first.read_bytes_per_s
+    assert limits.float32_flops_per_s >= first.float32_flops_per_s
     assert limits.num_threads >= 1
     assert 1e8 < limits.read_bytes_per_s < 1e13
     assert 1e8 < limits.float32_flops_per_s < 1e14

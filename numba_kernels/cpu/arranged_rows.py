@@ -18,8 +18,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.cpu.launch import float32_at, int32_at
-from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
-from numba_kernels.cpu.words import (
+from numba_kernels.cpu.packed_words import (
     GROUP,
     GROUP_WORDS,
     ZERO_POINT,
@@ -32,6 +31,7 @@ from numba_kernels.cpu.words import (
     split_pairs,
     transpose_words,
 )
+from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
 
 ELEMENTS_A_WORD = {"float32": 1, "uint16": 2, "int16": 2, "uint8": 4}
 """Of a weight, by the name of the numpy class that carries it."""
