@@ -38,9 +38,10 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
-    runs = [_draw_run(rng, "cpu", max_model_len, is_tight) for is_tight in (False, True)]
+    held = max_model_len * (2 if fields.get("sliding_window") else 1)  # tokens' slots: windows may be a group of pages
+    runs = [_draw_run(rng, "cpu", held, is_tight) for is_tight in (False, True)]
     if device is not None:
-        runs.append(_draw_run(rng, device, max_model_len, rng.random() < 0.6))
+        runs.append(_draw_run(rng, device, held, rng.random() < 0.6))
     return {
         "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
         "num_new": num_new, "max_model_len": max_model_len, "runs": runs,
@@ -56,7 +57,7 @@ def families() -> list[str]:
     return list(_FAMILIES)
 
 
-def _draw_run(rng: random.Random, device: str, max_model_len: int, is_tight: bool) -> Fields:
+def _draw_run(rng: random.Random, device: str, held: int, is_tight: bool) -> Fields:
     """A roomy run in whole steps, or a tight one: chunks, few blocks, few sequences, preemption."""
     block_size = rng.choice((8, 16, 32) if device == "cpu" else (16, 16, 16, 16, 8, 32))
     run: Fields = {
@@ -69,9 +70,9 @@ def _draw_run(rng: random.Random, device: str, max_model_len: int, is_tight: boo
         "max_num_seqs": 8,
     }
     if not is_tight:
-        return {**run, "num_blocks": 4 * -(-max_model_len // block_size)}
+        return {**run, "num_blocks": 4 * -(-held // block_size)}
     run["max_num_batched_tokens"] = rng.choice((1, 5, 8, 17, 40))
-    run["num_blocks"] = -(-max_model_len // block_size) + rng.randint(0, 2)
+    run["num_blocks"] = -(-held // block_size) + rng.randint(1, 2)
     if rng.random() < 0.3:
         return {**run, "preemption": "swap", "swap_space_bytes": 8 << 20}
     return {**run, "preemption": "recompute"}
