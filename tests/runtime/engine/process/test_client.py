@@ -357,7 +357,7 @@ def test_a_transfer_that_fails_stops_the_engine(monkeypatch: pytest.MonkeyPatch)
     def run(*pairs: object) -> None:
         raise OSError("planted")
 
-    monkeypatch.setattr(engine.transfer, "run", run)
+    monkeypatch.setattr(engine.executor.transfer, "run", run)
     client = ThreadEngineClient(engine)
     sinks = [Sink() for _ in range(6)]
     for i, sink in enumerate(sinks):
