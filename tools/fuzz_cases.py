@@ -38,7 +38,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
-    held = max_model_len * (2 if fields.get("sliding_window") else 1)  # tokens' slots: windows may be a group of pages
+    groups = fields["num_hidden_layers"] if fields.get("sliding_window") else 1  # of pages, at most
+    held = max_model_len * groups
     runs = [_draw_run(rng, "cpu", held, is_tight) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, held, rng.random() < 0.6))
