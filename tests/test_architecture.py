@@ -284,6 +284,14 @@ def test_the_tree_keeps_to_the_plan() -> None:
     assert violations(ROOT) == []
 
 
+def test_each_named_exception_is_needed() -> None:
+    modules = read_tree(ROOT)
+    for importer, target in FOR_TYPES:
+        assert target in {resolve(name, modules) for name, _ in modules[importer].type_imports}, importer
+    for importer, target in LATE:
+        assert target in {resolve(name, modules) for name, _ in modules[importer].imports}, importer
+
+
 def test_the_check_reads_the_whole_tree() -> None:
     modules = read_tree(ROOT)
     known = {"runtime.tensor.tensor", "tokenizer.tokenizer", "server.app", "models.families.llama", "runtime.cli"}
