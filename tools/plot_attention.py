@@ -65,7 +65,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
 
     def observe(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, *, scale: float,
-        window: int | None = None, sinks: Tensor | None = None,
+        window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         tokens, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = k_cache.shape
@@ -74,7 +74,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
             num_tokens=tokens, num_seqs=batch.num_seqs, max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
             table_width=table.shape[1], dtype=q.dtype.ptx, block_size=block_size, window=window,
-            has_sinks=sinks is not None, tier="naive",
+            has_sinks=sinks is not None, softcap=softcap, tier="naive",
         )  # fmt: skip
         result = Tensor.zeros((tokens, heads * head_dim), q.dtype, q.device)
         workspace = gpu.allocate(plan.workspace_bytes)

@@ -10,12 +10,11 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
 from runtime.kv.groups import blocks_of_sequence
-from runtime.linear.format import QUANTIZATIONS
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
@@ -169,7 +168,7 @@ class EngineConfig:
         check_one_of("victim", self.victim, VICTIMS)
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
-        check_one_of("quantization", self.quantization, QUANTIZATIONS)
+        check_one_of("quantization", self.quantization, get_args(Quantization))
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)

@@ -10,6 +10,7 @@ from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.oracles import dense
 
@@ -19,6 +20,10 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 def tensor(array: np.ndarray, device: str) -> Tensor:
     return Tensor.from_numpy(array).to(device)
+
+
+def loaded(array: np.ndarray, device: str) -> ops.LinearWeight:
+    return ops.prepare_linear(Tensor.from_numpy(array), options=LoadOptions(device=Device(device)))
 
 
 def of_cpu(value: Tensor) -> np.ndarray:
@@ -39,7 +44,7 @@ def test_logits_are_scaled_and_capped(device: str, vocab: int) -> None:
     rng = np.random.default_rng(1)
     x, weight = rng.standard_normal((3, 16)).astype(np.float32), rng.standard_normal((vocab, 16)).astype(np.float32)
     weight[7], weight[8] = 1000 * x[0], -1000 * x[0]  # far beyond the cap
-    given, linear = tensor(x, device), ops.prepare_linear(Tensor.from_numpy(weight), device=Device(device))
+    given, linear = tensor(x, device), loaded(weight, device)
     logits = dense.linear(x, weight)
     for scale, softcap in ((0.125, None), (0.5, 30.0), (1.0, 3.5)):
         expected = logits * scale if softcap is None else softcap * np.tanh(logits * scale / softcap)
@@ -57,7 +62,7 @@ def test_logits_are_scaled_and_capped(device: str, vocab: int) -> None:
 def test_embeddings_are_multiplied(device: str) -> None:
     table = np.random.default_rng(2).standard_normal((9, 20)).astype(np.float32)
     ids = np.array([3, 0, 8, 3], np.int32)
-    for rows in (tensor(table, device), ops.prepare_linear(Tensor.from_numpy(table), device=Device(device))):
+    for rows in (tensor(table, device), loaded(table, device)):
         out = of_cpu(ops.embedding(tensor(ids, device), rows, scale=6.9375))
         np.testing.assert_array_equal(out, table[ids] * np.float32(6.9375))
 

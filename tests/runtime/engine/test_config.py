@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from runtime.device.device import Device
 from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
-from runtime.engine.config import EngineConfig, SchedulingConfig, available_memory_bytes, resolve
+from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig, available_memory_bytes, resolve
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import free_memory_bytes
+from runtime.linear.format import QUANTIZATIONS
 
 GIB = 1 << 30
 
@@ -205,3 +206,7 @@ def test_windows_bound_what_a_sequence_needs() -> None:
 def test_prompts_that_are_not_cut_need_all_their_pages() -> None:
     assert sized(positions=4096, group_windows=(None, 24), num_blocks=512, batching="orca").max_model_len == 4096
     assert sized(positions=4096, group_windows=(None, 24), num_blocks=511, batching="orca").max_model_len == 255 * 16
+
+
+def test_the_command_line_names_every_weight_format() -> None:
+    assert get_args(Quantization) == QUANTIZATIONS

@@ -129,5 +129,5 @@ def test_three_steps_at_once_are_refused() -> None:
     add(driver, 3)
     driver.scheduler.schedule()
     driver.scheduler.schedule()
-    with pytest.raises(AssertionError, match="third step"):
+    with pytest.raises(AssertionError, match="before the first was committed"):
         driver.scheduler.schedule()

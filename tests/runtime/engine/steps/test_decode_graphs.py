@@ -255,7 +255,7 @@ def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, mo
 
     engine.step(arrive)
     assert not leads[-1]
-    assert [chunk.sequence.request.request_id for chunk in engine._running.step.chunks] == ["old", "new"]  # type: ignore[union-attr]
+    assert [chunk.sequence.request.request_id for chunk in engine._open[-1].step.chunks] == ["old", "new"]
     run_to_end(engine)
     engine.close()
 
