@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from models.base import Model
 from models.config import ModelConfig
+from models.errors import ModelLoadError
 from models.maker import Maker
 from models.rope_config import RopeConfig
 from runtime import ops
@@ -128,6 +129,10 @@ class Attention:
         )
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
+        if norm == "row" and maker.options.num_ranks > 1:
+            raise ModelLoadError(
+                f"norms over all heads of queries and keys are not split: {maker.options.num_ranks} ranks, must be 1"
+            )
         if norm != "none":
             q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size, kv_size)
             self.q_norm = maker.vector("q_norm.weight", q_width, add=norm_offset)

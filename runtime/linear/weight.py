@@ -22,6 +22,7 @@ from runtime.tensor.tensor import Tensor
 DEFAULT_OPTIONS = LoadOptions()
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
+
 class LinearWeight:
     """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
 

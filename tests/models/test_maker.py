@@ -210,3 +210,11 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
         communicator = ThreadCommunicator(0, [None] * num_ranks, threading.Barrier(num_ranks))
         with pytest.raises(ModelLoadError, match=words):
             load_model(folder, communicator=communicator, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_norms_over_all_heads_are_not_split(tmp_path: Path, load_format: str) -> None:
+    folder = write_model(tmp_path, load_golden("olmo3_windows"))
+    communicator = ThreadCommunicator(0, [None] * 2, threading.Barrier(2))
+    with pytest.raises(ModelLoadError, match="norms over all heads of queries and keys are not split: 2 ranks"):
+        load_model(folder, communicator=communicator, load_format=load_format)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,17 @@ class PendingMasks:
         return np.array(self._draws, np.intp), self._buffer, failed
 
 
+class FailedMasks:
+    """Masks that could not be begun; see `DrawMasks`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Never:
+        """Raises what was raised, so that the step fails and the engine goes on."""
+        raise self._error
+
+
 class MaskComputer:
     """Computes masks of a step's sequences, all at once, in threads. Belongs to the engine's loop."""
 
@@ -80,15 +91,25 @@ class MaskComputer:
         self._thread: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
-    def start(self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64]) -> PendingMasks | None:
+    def start(
+        self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64]
+    ) -> PendingMasks | FailedMasks | None:
         """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: of each
         of the step's chunks; with a grammar it is one.
 
-        Until the masks were waited for nobody may touch the matchers.
+        Until the masks were waited for nobody may touch the matchers. An error is raised by that wait.
         """
         chosen = [sequence for sequence in sequences if sequence.matcher is not None]
         if not chosen:
             return None
+        try:
+            return self._begin(chosen, sequences, num_draws)
+        except Exception as error:
+            return FailedMasks(error)
+
+    def _begin(
+        self, chosen: list[Sequence], sequences: Sequences[Sequence], num_draws: NDArray[np.int64]
+    ) -> PendingMasks:
         matchers = [sequence.matcher for sequence in chosen if sequence.matcher is not None]
         num_draws = num_draws[num_draws > 0]
         firsts = (np.cumsum(num_draws) - num_draws).tolist()

@@ -118,9 +118,11 @@ class CpuDecodes:
 
         cast(HostBuffers, buffers).pending = run
 
-    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+    def run_forward(
+        self, layout: Layout, forward: Forward, *, may_record: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         try:
-            return self._forwards.run(layout, forward)
+            return self._forwards.run(layout, forward, may_record=may_record)
         except NotRecordableError as error:
             raise CaptureError(f"cpu: {error}") from error
 

@@ -88,9 +88,12 @@ class DecodeDevice(Protocol):
         """Queue a run of the graph, and the copy of the first of ``results`` to ``buffers.results``."""
         ...
 
-    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+    def run_forward(
+        self, layout: Layout, forward: Forward, *, may_record: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """What ``forward`` makes of a step that no graph is for, at the latest where it is looked at; valid until the
-        next one. A device may record it on the way, and replay it for the next layout of the same shape.
+        next one. A device may replay a recording of the same shape and, with ``may_record``, make one on the way. None,
+        before anything was done: the device would have to record it.
 
         Raises CaptureError, before anything was done, for what cannot be done this way."""
         ...

@@ -97,7 +97,7 @@ class GpuDecodes:
         pinned.event.record(self._gpu.stream)
         pinned.is_under_way = True
 
-    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
+    def run_forward(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None]:
         return forward(layout.batch(self._device, exact=self._exact))
 
     def release(self) -> None:

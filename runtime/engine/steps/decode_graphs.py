@@ -187,12 +187,14 @@ class DecodeGraphs:
         """Record this graph behind the step."""
         self._wanted = None if self._has_given_up else key
 
-    def run_forward(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None] | None:
-        """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot be recorded."""
+    def run_forward(
+        self, layout: Layout, forward: Forward, *, may_record: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot or may not be recorded."""
         if self._cannot_record:
             return None
         try:
-            return self._runs_on.run_forward(layout, forward)
+            return self._runs_on.run_forward(layout, forward, may_record=may_record)
         except CaptureError as error:
             self._say_what_cannot_be_recorded(error)
             return None

@@ -120,8 +120,9 @@ class Executor(Protocol):
     def num_groups(self) -> int: ...
 
     def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
-        """Move blocks, write rows, and begin the computation. Raises where blocks could not be moved: pages are in
-        doubt then. What else fails, the computation's result raises."""
+        """Move blocks, write rows, and begin the computation. Raises UnsupportedStepError before anything was
+        done, and where blocks could not be moved: pages are in doubt then. What else fails, the computation's result
+        raises."""
         ...
 
     def can_lead(self, step: StepInput) -> bool:

@@ -232,7 +232,7 @@ class LocalExecutor:
     def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""
         if self.graphs is not None and mode != "eager":
-            found = self.graphs.run_forward(layout, self._run_model)
+            found = self.graphs.run_forward(layout, self._run_model, may_record=mode == "record")
             if found is not None:
                 return found
         return self._run_model(layout.batch(self.model.device, exact=self.limits.exact))

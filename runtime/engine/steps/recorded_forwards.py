@@ -69,8 +69,9 @@ class RecordedForwards:
         """Of memory for results, and of recordings."""
         return self._arena.size_bytes + sum(kept.recording.size_bytes for kept in list(self._kept.values()))
 
-    def run(self, layout: Layout, forward: Forward) -> tuple[Tensor, Tensor | None]:
-        """What ``forward``, always the same function, makes of the batch; until the next run.
+    def run(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None] | None:
+        """What ``forward``, always the same function, makes of the batch; until the next run. None, before anything was
+        done: there is no recording of this shape, and none may be made.
 
         Raises NotRecordableError, before anything was done, and what its kernels find wrong.
         """
@@ -78,6 +79,8 @@ class RecordedForwards:
         shape = _Shape(len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices), longest)
         kept = self._kept.pop(shape, None)
         if kept is None:
+            if not may_record:
+                return None
             kept = self._record(shape, forward)
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:

@@ -17,6 +17,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar import compile_queue
 from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -215,6 +216,12 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     assert not caplog.records  # the user's mistake is not the operator's
 
 
+def masks_are_computed(engine: Any) -> None:
+    """Until then nobody may touch a matcher of the step that is under way."""
+    assert engine._masks._thread is not None
+    engine._masks._thread.submit(lambda: None).result()
+
+
 def test_a_matcher_that_fails_ends_its_request_alone(each_loop: bool, engines: Any) -> None:
     engine = engines()
     engine.add(asked("bad", DIGITS, n=2))
@@ -224,12 +231,32 @@ def test_a_matcher_that_fails_ends_its_request_alone(each_loop: bool, engines: A
         collect(engine.step(), results)
     broken = engine.requests["bad"].sequences[0].matcher
     assert broken is not None
+    masks_are_computed(engine)
     assert not broken.consume(65)  # a letter, where a digit stands
     assert broken.error is not None
     run_to_end(engine, results)
     assert results["bad"].finish_reason(0) == "error"
     assert "grammar" in str(results["bad"].of(0)[-1].error)
     assert re.fullmatch(DIGITS.text, text_of(results["good"]))
+
+
+def test_masks_that_cannot_be_begun_fail_their_step_alone(
+    each_loop: bool, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    begin = MaskComputer._begin
+
+    def fails_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(MaskComputer, "_begin", begin)
+        raise RuntimeError("planted: no thread for masks")
+
+    monkeypatch.setattr(MaskComputer, "_begin", fails_once)
+    engine.add(asked("bad", DIGITS))
+    results = run_to_end(engine)
+    assert results["bad"].finish_reason() == "error"
+    engine.add(asked("good", DIGITS))
+    assert re.fullmatch(DIGITS.text, text_of(run_to_end(engine)["good"]))
+    engine.check_invariants()
 
 
 def test_a_grammar_and_allowed_ids_that_exclude_each_other_end_the_request(engines: Any) -> None:

@@ -174,6 +174,22 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
     check_equal(answers["on"], answers["off"])
 
 
+def test_a_replaying_step_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs as a recording that is there, or at once; the answers are the same."""
+    folder = write_model(tmp_path, load_golden("llama_default"))
+    asked = [request(f"r{i}", range(3, 9 + i), max_tokens=4, ignore_eos=True) for i in range(2)]
+    answers = {}
+    for mode in ("record", "replay"):
+        engine = new_engine(folder, "cpu", decode_graphs="on")
+        monkeypatch.setattr(engine.assembler, "_mode", mode)
+        for each in asked:
+            engine.add(each)
+        answers[mode] = run_to_end(engine)
+        assert (engine.stats().decode_graph_bytes > 0) == (mode == "record")
+        engine.close()
+    check_equal(answers["record"], answers["replay"])
+
+
 def test_sizes() -> None:
     decodes = CpuDecodes
     assert decodes.batch_sizes(1) == [1]
