@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.launch import Fields, Kernel
+from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.simd import F32, I64, constant_like, fma
-from numba_kernels.cpu.target import LANES
 
 FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
 
@@ -99,24 +99,17 @@ def _apply(typingctx, which, x, up, out, count):
 
     def codegen(context, builder, signature, args):
         _, x, up, out, count = args
-        every = ir.Constant(simd.vector(simd.I1), [1] * LANES)
 
-        def piece(first, mask):
-            place = builder.mul(first, ir.Constant(I64, 4))
-            value = function(builder, simd.masked_load(builder, builder.add(x, place), mask))
+        def piece(offset, mask):
+            value = function(builder, simd.masked_load(builder, builder.add(x, offset), mask))
             register = cgutils.alloca_once(builder, simd.vector(F32))
             builder.store(value, register)
             with builder.if_then(builder.icmp_signed("!=", up, ir.Constant(I64, 0))):
-                factor = simd.masked_load(builder, builder.add(up, place), mask)
+                factor = simd.masked_load(builder, builder.add(up, offset), mask)
                 builder.store(builder.fmul(value, factor), register)
-            simd.masked_store(builder, builder.load(register), builder.add(out, place), mask)
+            simd.masked_store(builder, builder.load(register), builder.add(out, offset), mask)
 
-        whole = builder.sdiv(count, ir.Constant(I64, LANES))
-        with cgutils.for_range(builder, whole, intp=I64) as loop:
-            piece(builder.mul(loop.index, ir.Constant(I64, LANES)), every)
-        done = builder.mul(whole, ir.Constant(I64, LANES))
-        with builder.if_then(builder.icmp_signed("<", done, count)):
-            piece(done, simd.lanes_below(builder, 0, builder.sub(count, done)))
+        for_each_vector(builder, count, piece)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -1,4 +1,4 @@
-"""Reductions over a row of floats as whole vectors: what sampling and log-probabilities start from."""
+"""Rows of floats as whole vectors: the loop over one, and the reductions that sampling and log probabilities need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numba_kernels.cpu.target import LANES
 F64 = ir.DoubleType()
 
 
-def _for_each_vector(builder, count, piece):
-    """Calls ``piece(byte offset, mask)`` for the vectors of a row, once in a loop and once for what is left."""
+def for_each_vector(builder, count, piece):
+    """Emits ``piece(byte offset, mask)`` twice: for the whole vectors of ``count`` floats, and for those left over."""
     whole = builder.sdiv(count, ir.Constant(I64, LANES))
     with cgutils.for_range(builder, whole, intp=I64) as loop:
         every = ir.Constant(simd.vector(simd.I1), [1] * LANES)
@@ -44,7 +44,7 @@ def largest_of(typingctx, x, count):
             strange = builder.sext(strange, simd.vector(simd.I32))
             builder.store(builder.or_(builder.load(bad), strange), bad)
 
-        _for_each_vector(builder, count, piece)
+        for_each_vector(builder, count, piece)
         largest = simd.reduce_max(builder, builder.load(peak))
         lanes = builder.load(bad)
         any_bad = ir.Constant(simd.I32, 0)
@@ -75,7 +75,7 @@ def exponentials(typingctx, x, origin, count, out):
             with builder.if_then(writes):
                 simd.masked_store(builder, value, builder.add(out, place), mask)
 
-        _for_each_vector(builder, count, piece)
+        for_each_vector(builder, count, piece)
         lanes = builder.load(total)
         result = ir.Constant(F64, 0.0)
         for lane in range(LANES):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import llvmlite.ir as ir
 import numpy as np
 from numba import carray
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at
-from numba_kernels.cpu.simd import I64, constant_like
-from numba_kernels.cpu.target import LANES
+from numba_kernels.cpu.rows import for_each_vector
+from numba_kernels.cpu.simd import constant_like
 
 
 @intrinsic
@@ -30,8 +29,8 @@ def cap_floats(typingctx, values, count, scale, cap):
         exponent = builder.fdiv(constant_like(bound, -2.0), bound)
         one = constant_like(bound, 1.0)
 
-        def piece(first, mask):
-            place = builder.add(values, builder.mul(first, ir.Constant(I64, 4)))
+        def piece(offset, mask):
+            place = builder.add(values, offset)
             x = builder.fmul(simd.masked_load(builder, place, mask), factor)
             is_negative = builder.fcmp_ordered("<", x, constant_like(x, 0.0))
             size = builder.select(is_negative, builder.fsub(constant_like(x, -0.0), x), x)
@@ -40,13 +39,7 @@ def cap_floats(typingctx, values, count, scale, cap):
             negative = builder.fsub(constant_like(x, -0.0), result)
             simd.masked_store(builder, builder.select(is_negative, negative, result), place, mask)
 
-        whole = builder.sdiv(count, ir.Constant(I64, LANES))
-        every = ir.Constant(simd.vector(simd.I1), [1] * LANES)
-        with cgutils.for_range(builder, whole, intp=I64) as loop:
-            piece(builder.mul(loop.index, ir.Constant(I64, LANES)), every)
-        done = builder.mul(whole, ir.Constant(I64, LANES))
-        with builder.if_then(builder.icmp_signed("<", done, count)):
-            piece(done, simd.lanes_below(builder, 0, builder.sub(count, done)))
+        for_each_vector(builder, count, piece)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.access import THREADS, access_width, flat_grid, row_grid
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import (
     DTYPES,
@@ -34,8 +35,6 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu")
 GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate: SwiGLU and GeGLU
-THREADS = 256
-MAX_BLOCKS = 8192  # the rest is looped over: enough to fill any GPU several times
 
 _ERFCX = (
     1.2375125885009766, -0.14024055004119873, 0.0035847111139446497, 0.08227401226758957, -0.10879048705101013,
@@ -151,10 +150,9 @@ def _glu(name: str, dtype: str, width: int) -> Specialisation:
 
 def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses) of one of `ACTIVATIONS`. Arguments: x, out, number of accesses."""
-    width = VECTOR_WIDTH[dtype] if num_elements % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
+    width = access_width(dtype, num_elements, alignment)
     accesses = num_elements // width
-    blocks = min(MAX_BLOCKS, max(1, -(-accesses // THREADS)))
-    return Launch(_activation(name, dtype, width), (blocks, 1, 1), (THREADS, 1, 1)), accesses
+    return Launch(_activation(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
 def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
@@ -162,11 +160,9 @@ def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int 
 
     Arguments: gate_up, out, num_rows, accesses a row.
     """
-    width = VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
+    width = access_width(dtype, size, alignment)
     accesses = size // width
-    threads = min(THREADS, max(32, -(-accesses // 32) * 32))
-    grid = (max(1, -(-accesses // threads)), min(num_rows, 65535), 1)
-    return Launch(_glu(name, dtype, width), grid, (threads, 1, 1)), accesses
+    return Launch(_glu(name, dtype, width), *row_grid(num_rows, accesses)), accesses
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.access import THREADS, access_width, row_grid
 from numba_kernels.cuda.intrinsics.element import (
     DTYPES,
     ITEM_BYTES,
@@ -24,8 +25,6 @@ from numba_kernels.cuda.intrinsics.element import (
 from numba_kernels.cuda.intrinsics.memory import load_b32, store_b32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation
-
-THREADS = 256
 
 
 @functools.cache
@@ -71,11 +70,9 @@ def plan_embedding(
 
     Arguments: ids, table, out (x for `is_added`), flag, num_rows, rows of the table, accesses a row, multiplier.
     """
-    width = VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
+    width = access_width(dtype, size, alignment)
     accesses = size // width
-    threads = min(THREADS, -(-accesses // 32) * 32)
-    grid = (-(-accesses // threads), min(num_rows, 65535), 1)
-    return Launch(_gather(dtype, width, is_added), grid, (threads, 1, 1)), accesses
+    return Launch(_gather(dtype, width, is_added), *row_grid(num_rows, accesses)), accesses
 
 
 def specialisations() -> Iterator[Specialisation]:

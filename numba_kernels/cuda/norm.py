@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.access import access_width
 from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import (
@@ -181,11 +182,6 @@ def _row_launch(specialisation: Specialisation, num_rows: int, size: int, width:
     while threads > 256 and threads * 4 > vectors:  # beyond 256 threads each has several vectors, for fewer barriers
         threads -= 32
     return Launch(specialisation, (num_rows, 1, 1), (threads, 1, 1))
-
-
-def access_width(dtype: str, size: int, alignment: int = 16) -> int:
-    """Elements an access: the vector width where rows of `size` and addresses of `alignment` bytes allow it, or 1."""
-    return VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
 
 
 def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.access import THREADS, access_width, flat_grid
 from numba_kernels.cuda.intrinsics.element import (
     DTYPES,
     ITEM_BYTES,
@@ -23,9 +24,6 @@ from numba_kernels.cuda.intrinsics.element import (
 from numba_kernels.cuda.intrinsics.math import absolute, divide, exp
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation
-
-THREADS = 256
-_MAX_BLOCKS = 8192  # the rest is looped over
 
 
 @functools.cache
@@ -88,23 +86,18 @@ def _scale_logits(width: int, is_capped: bool) -> Specialisation:
     return Specialisation(name, scale_logits, arguments, THREADS, constants={"width": width, "is_capped": is_capped})
 
 
-def _cut(num_elements: int, dtype: str, alignment: int) -> tuple[int, int, int]:
-    """(elements an access, accesses, blocks)."""
-    width = VECTOR_WIDTH[dtype] if num_elements % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
-    accesses = num_elements // width
-    return width, accesses, min(_MAX_BLOCKS, max(1, -(-accesses // THREADS)))
-
-
 def plan_add_scaled(num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: x, y, out, number of accesses, scale; out may be x or y."""
-    width, accesses, blocks = _cut(num_elements, dtype, alignment)
-    return Launch(_add_scaled(dtype, width), (blocks, 1, 1), (THREADS, 1, 1)), accesses
+    width = access_width(dtype, num_elements, alignment)
+    accesses = num_elements // width
+    return Launch(_add_scaled(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
 def plan_scale_logits(num_elements: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: logits, number of accesses, scale, cap, -2 / cap."""
-    width, accesses, blocks = _cut(num_elements, "f32", alignment)
-    return Launch(_scale_logits(width, is_capped), (blocks, 1, 1), (THREADS, 1, 1)), accesses
+    width = access_width("f32", num_elements, alignment)
+    accesses = num_elements // width
+    return Launch(_scale_logits(width, is_capped), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
 def specialisations() -> Iterator[Specialisation]:

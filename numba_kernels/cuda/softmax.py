@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.access import access_width
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
 from numba_kernels.cuda.intrinsics.element import (
     DTYPES,
@@ -86,7 +87,7 @@ def _softmax(dtype: str, width: int, is_log: bool) -> Specialisation:
 
 def plan_softmax(num_rows: int, size: int, dtype: str, *, is_log: bool = False, alignment: int = 16) -> Launch:
     """x [num_rows, size], both at least 1. Arguments: x, out, size."""
-    width = VECTOR_WIDTH[dtype] if size % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
+    width = access_width(dtype, size, alignment)
     threads = min(MAX_THREADS, -(-size // width // 32) * 32)
     return Launch(_softmax(dtype, width, is_log), (num_rows, 1, 1), (max(32, threads), 1, 1))
 
