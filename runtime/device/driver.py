@@ -1,14 +1,16 @@
 """The seam between this engine and a CUDA driver: the only place that knows which one is in use.
 
 A driver is a set of functions with the names, arguments and return shapes of `cuda.bindings.driver`: a tuple that
-begins with a CUresult. `open_driver` gives the real one, or an emulated one (`runtime.device.emulator`) which offers
-those of its functions that are called here. Structures and enumerations are those of `cuda.bindings.driver` for both.
+begins with a CUresult; of `Driver.c_function` it is C functions that return one. `open_driver` gives the real one, or
+an emulated one (`runtime.device.emulator`), which offers those of its functions that are called here. Structures and
+enumerations are those of `cuda.bindings.driver` for both.
 
 `Driver.call` is the one place where a result is checked and becomes a typed error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -52,6 +54,7 @@ class Driver:
         self.types = types
         self.arch = arch
         self.is_emulated = arch is not None
+        self._c_functions: dict[tuple[str, Any], Any] = {}
 
     def call(self, function: str, *arguments: Any) -> Any:
         """What a driver's function returns beside its status: None, a value, or a tuple of several.
@@ -63,6 +66,14 @@ class Driver:
         if result[0]:
             raise self.error(function, result[0])
         return result[1] if len(result) == 2 else (result[1:] or None)
+
+    def c_function(self, name: str, prototype: Any) -> Any:
+        """A function as C calls it, where its binding does not serve. `prototype`: a `ctypes.CFUNCTYPE`."""
+        key = name, prototype
+        if key not in self._c_functions:
+            library = self.api if self.is_emulated else ctypes.CDLL("libcuda.so.1")  # which the bindings have loaded
+            self._c_functions[key] = prototype(getattr(library, name) if self.is_emulated else (name, library))
+        return self._c_functions[key]
 
     def error(self, function: str, status: Any, *, about: str = "") -> Exception:
         """The error for a status that is not CUDA_SUCCESS. `about` says more of the call."""

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import TensorMapLayout
 
 _SIZE = 128
+_ALIGNMENT = 64
+"""Of the memory that the driver encodes into; the objects of cuda.bindings are aligned to 16 bytes only."""
 _MOST_BOX = 256
+_ENCODE_TILED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32), ctypes.c_int,
+    ctypes.c_int, ctypes.c_int, ctypes.c_int,
+)  # fmt: skip
 
 
 def encode(driver: Driver, address: int, layout: TensorMapLayout) -> bytes:
@@ -46,18 +53,22 @@ def encode(driver: Driver, address: int, layout: TensorMapLayout) -> bytes:
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }[layout.swizzle_bytes]
-    found = driver.call(
-        "cuTensorMapEncodeTiled",
-        kind,
+    memory = ctypes.create_string_buffer(_SIZE + _ALIGNMENT)
+    start = -ctypes.addressof(memory) % _ALIGNMENT
+    status = driver.c_function("cuTensorMapEncodeTiled", _ENCODE_TILED)(
+        ctypes.addressof(memory) + start,
+        int(kind),
         rank,
         address,
-        [types.cuuint64_t(size) for size in layout.shape],
-        [types.cuuint64_t(stride) for stride in layout.strides],
-        [types.cuuint32_t(size) for size in layout.box],
-        [types.cuuint32_t(1)] * rank,
-        types.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
-        types.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        types.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        (ctypes.c_uint64 * rank)(*layout.shape),
+        (ctypes.c_uint64 * rank)(*layout.strides),
+        (ctypes.c_uint32 * rank)(*layout.box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        int(types.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(swizzle),
+        int(types.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(types.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    return ctypes.string_at(int(found.getPtr()), _SIZE)
+    if status:
+        raise driver.error("cuTensorMapEncodeTiled", types.CUresult(status))
+    return memory.raw[start : start + _SIZE]

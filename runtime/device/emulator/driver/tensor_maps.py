@@ -4,48 +4,54 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 from cuda.bindings import driver as cu
 
 from runtime.device.emulator.async_copies.tensor_map import encode
-from runtime.device.emulator.driver.state import DriverState, R, Refused, entry, handle_of
+from runtime.device.emulator.driver.state import DriverState, R, Refused, entry
 from runtime.errors import InvalidArgumentError
 
-
-def _numbers(values: Sequence[Any] | None, count: int, what: str) -> list[int]:
-    numbers = [int(value) for value in values or ()]
-    if len(numbers) < count:
-        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{what}: {len(numbers)} numbers of {count}")
-    return numbers[:count]
+_ALIGNMENT = 64
 
 
 class TensorMapFunctions(DriverState):
-    """cuTensorMapEncodeTiled"""
+    """cuTensorMapEncodeTiled, called as C calls it (`Driver.c_function`)"""
 
-    @entry(1)
     def cuTensorMapEncodeTiled(
-        self, tensorDataType: Any, tensorRank: Any, globalAddress: Any, globalDim: Any, globalStrides: Any, boxDim: Any,
-        elementStrides: Any, interleave: Any, swizzle: Any, l2Promotion: Any, oobFill: Any,
-    ) -> Any:  # fmt: skip
-        """Promotion into L2 is a hint, which must be one of the enumeration's."""
-        self.context()
-        rank = int(tensorRank)
-        try:
-            cu.CUtensorMapL2promotion(int(l2Promotion))
-            data = encode(
-                int(tensorDataType),
-                handle_of(globalAddress),
-                _numbers(globalDim, rank, "globalDim"),
-                _numbers(globalStrides, max(rank - 1, 0), "globalStrides"),
-                _numbers(boxDim, rank, "boxDim"),
-                _numbers(elementStrides, rank, "elementStrides"),
-                swizzle=int(swizzle),
-                interleave=int(interleave),
-                fill=int(oobFill),
-            )
-        except (InvalidArgumentError, ValueError) as error:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, str(error)) from None
-        found = cu.CUtensorMap()
-        ctypes.memmove(found.getPtr(), data, len(data))
-        return found
+        self, tensorMap: int, tensorDataType: int, tensorRank: int, globalAddress: int | None, globalDim: Sequence[int],
+        globalStrides: Sequence[int], boxDim: Sequence[int], elementStrides: Sequence[int], interleave: int,
+        swizzle: int, l2Promotion: int, oobFill: int,
+    ) -> int:  # fmt: skip
+        """The status. Addresses, and pointers to the numbers of each dimension; promotion into L2 is a hint, which
+        must be one of the enumeration's."""
+
+        def numbers(pointer: Sequence[int], count: int) -> list[int]:
+            return [pointer[index] for index in range(count)]
+
+        @entry()
+        def write(self: TensorMapFunctions) -> None:
+            self.context()
+            if not tensorMap or tensorMap % _ALIGNMENT:
+                raise Refused(
+                    R.CUDA_ERROR_INVALID_VALUE, f"tensorMap is {tensorMap or 0:#x}, no multiple of {_ALIGNMENT}"
+                )
+            if not 1 <= tensorRank <= 5:
+                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"tensorRank is {tensorRank}, must be 1 to 5")
+            try:
+                cu.CUtensorMapL2promotion(l2Promotion)
+                data = encode(
+                    tensorDataType,
+                    globalAddress or 0,
+                    numbers(globalDim, tensorRank),
+                    numbers(globalStrides, tensorRank - 1),
+                    numbers(boxDim, tensorRank),
+                    numbers(elementStrides, tensorRank),
+                    swizzle=swizzle,
+                    interleave=interleave,
+                    fill=oobFill,
+                )
+            except (InvalidArgumentError, ValueError) as error:
+                raise Refused(R.CUDA_ERROR_INVALID_VALUE, str(error)) from None
+            ctypes.memmove(tensorMap, data, len(data))
+
+        return int(write(self)[0])

@@ -438,20 +438,17 @@ def test_counters_are_kept_on_demand() -> None:
 def test_tensor_maps() -> None:
     harness = Harness("sm_90a")
     x = int(harness("cuMemAlloc", 64 * 64 * 2))
-    kinds, none = cu.CUtensorMapDataType, cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
-    swizzle = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-    promotion = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-    fill = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    memory = (ctypes.c_char * 256)()
+    aligned = -(-ctypes.addressof(memory) // 64) * 64
 
-    def arguments(box: int) -> tuple[Any, ...]:
-        sizes = [cu.cuuint64_t(64), cu.cuuint64_t(64)]
-        return (
-            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, x, sizes, [cu.cuuint64_t(128)],
-            [cu.cuuint32_t(box), cu.cuuint32_t(8)], [cu.cuuint32_t(1)] * 2, none, swizzle, promotion, fill,
-        )  # fmt: skip
+    def status(address: int, box: int) -> Any:
+        sizes, strides, steps = (ctypes.c_uint64 * 2)(64, 64), (ctypes.c_uint64 * 1)(128), (ctypes.c_uint32 * 2)(1, 1)
+        boxes = (ctypes.c_uint32 * 2)(box, 8)
+        return harness.driver.cuTensorMapEncodeTiled(address, 9, 2, x, sizes, strides, boxes, steps, 0, 3, 2, 0)
 
-    made = harness("cuTensorMapEncodeTiled", *arguments(64))
-    expected = encode(9, x, [64, 64], [128], [64, 8], [1, 1], swizzle=3)
-    assert ctypes.string_at(made.getPtr(), 128) == expected
-    assert harness.status("cuTensorMapEncodeTiled", *arguments(128)) == R.CUDA_ERROR_INVALID_VALUE
+    assert status(aligned, 64) == 0
+    assert ctypes.string_at(aligned, 128) == encode(9, x, [64, 64], [128], [64, 8], [1, 1], swizzle=3)
+    assert status(aligned, 128) == R.CUDA_ERROR_INVALID_VALUE
     assert "box" in harness.driver.last_reason
+    assert status(aligned + 16, 64) == R.CUDA_ERROR_INVALID_VALUE
+    assert "64" in harness.driver.last_reason
