@@ -78,10 +78,12 @@ def _issue_s(instructions: float, model: GpuModel) -> float:
 
 def product(m: int, n: int, k: int, model: GpuModel) -> Modelled:
     """A product of many rows by the Hopper tile, and the parts of K, that are planned for it."""
-    tile, parts = hopper.choose(m, n, k, model.num_sms, exact=False)
-    blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n) * parts
+    machine = gemm.machine_of(model.arch, model.num_sms, model.max_clusters)
+    tile, parts = hopper.choose(m, n, k, machine, exact=False)
+    clusters = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
+    blocks = clusters * tile.cluster * parts
     block_flops = 2.0 * tile.block_m * tile.block_n * k / parts
-    rounds = -(-blocks // model.num_sms)
+    rounds = -(-clusters // machine.clusters_at_once(tile.cluster * parts))
     loop = per_operation("matmul", "hopper", f"128x{tile.block_n}x64", model.arch)
     memory_s = 2 * (m * k + n * k + m * n) / model.memory_bytes_per_s
     return Modelled(
@@ -131,7 +133,7 @@ def linear(bench: Bench, m: int, model: GpuModel, n: int = 2048, k: int = 2048) 
 
     def run(bench: Bench) -> None:
         product = gemm.Product(m, n, k, "bf16", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-        launch = gemm.plan(product, gemm.machine_of(model.arch, model.num_sms))
+        launch = gemm.plan(product, gemm.machine_of(model.arch, model.num_sms, model.max_clusters))
         x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
         bench.launch(launch, x, weight, 0, 0, bench.empty(2 * m * n), m, n, k, 0)
 

@@ -46,7 +46,7 @@ def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) 
     inputs, ready = prepare(gpu, case, m + n + k)
     competitors, choices = {}, {}
     product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     for choice in gemm.candidates(product, machine):
         launch = gemm.plan(product, machine, choice.tier, choice.tile)
         run = inputs.bind((launch, (*ready.operands, 0, 0, ready.out, m, n, k, 0)))

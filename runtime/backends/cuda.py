@@ -80,7 +80,7 @@ def _plan(
         rows, width, weight.shape[1], weight.activations.ptx, weight.format.element.ptx, dtype.ptx, epilogue,
         is_aligned=is_aligned, exact=weight.exact,
     )  # fmt: skip
-    return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms), weight.tier)
+    return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters), weight.tier)
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:

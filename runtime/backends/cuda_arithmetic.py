@@ -163,7 +163,7 @@ def _product(left: Tensor, right: Tensor, target: Tensor, dtype: DType) -> None:
     if dtype.is_floating:
         is_aligned = alignment(left.address, right.address) >= 16
         product = _gemm.Product(rows, columns, depth, dtype.ptx, is_weight_layout=False, is_aligned=is_aligned)
-        launch = _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms))
+        launch = _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters))
         if launch is not None:
             gpu.launch(launch, left.address, right.address, 0, 0, target.address, rows, columns, depth, 1)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -298,6 +299,20 @@ class Gpu:
                 self._tensor_maps.clear()
             found = self._tensor_maps[address, layout] = tensor_map.encode(self.driver, address, layout)
         return found
+
+    @functools.cached_property
+    def max_clusters(self) -> tuple[tuple[int, int], ...]:
+        """(blocks a cluster, clusters that run at once where a multiprocessor holds one block); the driver is asked
+        once. None of a device that has no clusters."""
+        from numba_kernels.cuda import occupancy  # brings numba
+
+        if self.capability < (9, 0):
+            return ()
+        found = []
+        for size in occupancy.CLUSTER_SIZES:
+            bound = self.bind(occupancy.plan(size, self.properties.shared_bytes_per_block))
+            found.append((size, int(self.context.call("cuOccupancyMaxActiveClusters", *bound.configuration))))
+        return tuple(found)
 
     def launch(self, launch: Launch, *arguments: Argument, stream: Stream | None = None) -> None:
         """Launches a kernel; arguments as `Bound` takes them, but of the tensors in `launch.maps` their addresses. What

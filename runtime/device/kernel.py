@@ -158,6 +158,11 @@ class Bound:
         if status:
             raise self._failed(status)
 
+    @property
+    def configuration(self) -> tuple[Any, Any]:
+        """The driver's function and CUlaunchConfig."""
+        return self._function, self._config
+
     def _failed(self, status: Any) -> Exception:
         driver, launch = self._context.driver, self.launch
         error = driver.error("cuLaunchKernelEx", status, about=describe(launch))

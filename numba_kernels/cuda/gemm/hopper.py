@@ -56,7 +56,7 @@ TILES, SPLIT_TILES = (SMALL, LARGE), (NARROW, SMALL)
 
 ARCH = "sm_90a"
 LEAST_ROWS = 17  # from so many on it may be the fastest
-CLOCK_HZ, MULTIPROCESSORS = 1.7e9, 132
+CLOCK_HZ = 1.7e9
 
 # A model of a block's time on one multiprocessor, in cycles, estimated and to be measured. A step is a stage's products
 # or, for the smaller tiles, its way from the second-level cache; the ends are the first stage's way and the sums'.
@@ -189,16 +189,16 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     )  # fmt: skip
 
 
-def cycles(tile: Tile, parts: int, m: int, n: int, k: int, num_multiprocessors: int) -> int:
+def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
     """What ``out [m, n]`` takes by the model above with a tile and K in so many parts."""
-    blocks = -(-m // (tile.block_m * tile.cluster)) * tile.cluster * -(-n // tile.block_n) * parts
+    clusters = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
-    num_steps = -(-k // BLOCK_K)
-    return -(-blocks // num_multiprocessors) * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
+    num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(tile.cluster * parts))
+    return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> tuple[Tile, int]:
+def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool) -> tuple[Tile, int]:
     """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by that model.
 
     With `exact` K is never split: then the choice changes no bit of the result.
@@ -207,7 +207,7 @@ def choose(m: int, n: int, k: int, num_multiprocessors: int, *, exact: bool) -> 
     if not exact:
         most = min(hopper_split.MAX_PARTS, -(-k // BLOCK_K) // hopper_split.LEAST_STEPS)
         options += [(tile, parts) for tile in SPLIT_TILES for parts in (2, 4, 8) if parts <= most]
-    return min(options, key=lambda option: cycles(option[0], option[1], m, n, k, num_multiprocessors))
+    return min(options, key=lambda option: cycles(option[0], option[1], m, n, k, machine))
 
 
 def why_not(product: Product, machine: Machine) -> str:
@@ -223,14 +223,14 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the model above, of the architecture's largest product; beyond few_rows' rows it is always the fastest. Its
+    """By the model above; beyond few_rows' rows it is always the fastest. Its
     bits are its own, so that what is exact does not choose it."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
     if product.m > few_rows.MAX_ROWS:
         return 0.0
     m, n, k = product.m, product.n, product.k
-    return cycles(*choose(m, n, k, MULTIPROCESSORS, exact=False), m, n, k, MULTIPROCESSORS) / CLOCK_HZ
+    return cycles(*choose(m, n, k, machine, exact=False), m, n, k, machine) / CLOCK_HZ
 
 
 def tiles(product: Product, machine: Machine) -> tuple[str, ...]:
@@ -242,9 +242,7 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
     """A launch for a product that it can compute and that is not empty. A tile that is named takes K whole."""
     named, parts = tile_named(TILES, tile), 1
     if named is None:
-        named, parts = choose(
-            product.m, product.n, product.k, machine.num_multiprocessors, exact=product.exact
-        )
+        named, parts = choose(product.m, product.n, product.k, machine, exact=product.exact)
     return plan_tile(product, machine, named, parts)
 
 
@@ -265,7 +263,7 @@ def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) ->
             if epilogue.has_residual:
                 maps, way_out = (*maps, (3, out_map)), "tiles_residual"
         kernel, cluster_blocks = _kernel(dtype, out_dtype, tile, way_out), tile.cluster
-        blocks = min(tiles, max(1, machine.num_multiprocessors // tile.cluster)) * tile.cluster
+        blocks = min(tiles, machine.clusters_at_once(tile.cluster)) * tile.cluster
     return Launch(
         kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(cluster_blocks, 1, 1), maps=maps
     )
@@ -285,7 +283,7 @@ def plan_gated(product: Product, machine: Machine, plain: Launch) -> Launch | No
         (1, TensorMapLayout(dtype, (k, 2 * n), (k * 2,), (BLOCK_K, columns), 128)),
         (4, TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)),
     )
-    blocks = min(tiles, max(1, machine.num_multiprocessors // tile.cluster)) * tile.cluster
+    blocks = min(tiles, machine.clusters_at_once(tile.cluster)) * tile.cluster
     kernel = _kernel(dtype, dtype, tile, product.epilogue.activation)
     cluster_size = (tile.cluster, 1, 1)
     return Launch(kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster_size, maps=maps)

@@ -5,7 +5,7 @@ multiplies a run of K, all of them the same tile, and leaves its sums in its own
 Then each block finishes some of the tile's rows: it reads their parts from all blocks, adds them in the blocks' order,
 and stores them. There is no workspace in device memory, no second launch, and no atomic: the same bits each time.
 
-The split depends on (M, N, K) and the number of multiprocessors.
+The split depends on (M, N, K) and on how many clusters the device runs at once.
 """
 
 from __future__ import annotations

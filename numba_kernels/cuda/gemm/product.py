@@ -89,11 +89,12 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an architecture's product with the most bandwidth does in a second.
+    """What an architecture's product with the most bandwidth does in a second, and what the device has of it.
 
     Attributes:
         arch: "sm_90a".
         num_multiprocessors: of the device: small products take smaller tiles to fill it.
+        max_clusters: (blocks a cluster, clusters that run at once where a multiprocessor holds one block).
         memory_bytes, cache_bytes: read from device memory, and from the second-level cache.
         tensor_flops: by `mma.sync` of 16-bit factors.
         float_flops: float32 multiply-adds, two each.
@@ -101,10 +102,15 @@ class Machine:
 
     arch: str
     num_multiprocessors: int
+    max_clusters: tuple[tuple[int, int], ...]
     memory_bytes: float
     cache_bytes: float
     tensor_flops: float
     float_flops: float
+
+    def clusters_at_once(self, num_blocks: int) -> int:
+        """Of so many blocks each. As many as there are multiprocessors for, where the device was not asked."""
+        return dict(self.max_clusters).get(num_blocks, max(1, self.num_multiprocessors // num_blocks))
 
 
 RATES = {
@@ -119,9 +125,11 @@ RATES = {
 
 
 @functools.cache
-def machine_of(arch: str = "sm_80", num_multiprocessors: int = 132) -> Machine:
+def machine_of(
+    arch: str = "sm_80", num_multiprocessors: int = 132, max_clusters: tuple[tuple[int, int], ...] = ()
+) -> Machine:
     """The machine of an architecture; one that is not in the table is taken for sm_80."""
-    return Machine(arch, num_multiprocessors, *RATES.get(arch, RATES["sm_80"]))
+    return Machine(arch, num_multiprocessors, max_clusters, *RATES.get(arch, RATES["sm_80"]))
 
 
 def tile_named(tiles: Sequence[AnyTile], name: str) -> AnyTile | None:

@@ -123,7 +123,8 @@ def product_case(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
     def prepare(inputs: Inputs) -> Prepared:
         x, weight = inputs.normal((m, k), dtype), inputs.normal((n, k), dtype, 0.05)
         product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-        machine = gemm.machine_of(inputs.gpu.arch, inputs.gpu.properties.num_sms)
+        gpu = inputs.gpu
+        machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
         launch = gemm.plan(product, machine, tier)
         out = inputs.empty(m * n * size)
         operands = inputs.put(x), inputs.put(weight)

@@ -149,11 +149,21 @@ def test_when_glu_is_two_launches():
 
 def test_what_is_split():
     """Few tiles and depth enough, unless rows must have the same bits in any company."""
-    assert hopper.choose(64, 4096, 4096, 132, exact=False) == (hopper.NARROW, 4)
-    assert hopper.choose(128, 4096, 4096, 132, exact=False) == (hopper.SMALL, 4)
-    assert hopper.choose(128, 4096, 4096, 132, exact=True) == (hopper.SMALL, 1)
-    assert hopper.choose(128, 4096, 256, 132, exact=False) == (hopper.SMALL, 1)
-    assert hopper.choose(4096, 4096, 4096, 132, exact=False) == (hopper.LARGE, 1)
+    machine = gemm.machine_of(hopper.ARCH)
+    assert hopper.choose(64, 4096, 4096, machine, exact=False) == (hopper.NARROW, 4)
+    assert hopper.choose(128, 4096, 4096, machine, exact=False) == (hopper.SMALL, 4)
+    assert hopper.choose(128, 4096, 4096, machine, exact=True) == (hopper.SMALL, 1)
+    assert hopper.choose(128, 4096, 256, machine, exact=False) == (hopper.SMALL, 1)
+    assert hopper.choose(4096, 4096, 4096, machine, exact=False) == (hopper.LARGE, 1)
+
+
+def test_as_many_clusters_run_as_the_driver_says():
+    """16 clusters of 8 fill 128 multiprocessors; a device whose groups hold only 14 takes a second round for two."""
+    few = gemm.machine_of(hopper.ARCH, 132, ((2, 60), (4, 32), (8, 14)))
+    assert hopper.choose(64, 2048, 16384, gemm.machine_of(hopper.ARCH), exact=False) == (hopper.NARROW, 8)
+    assert hopper.choose(64, 2048, 16384, few, exact=False) == (hopper.NARROW, 4)
+    product = gemm.Product(4096, 4096, 4096, "bf16", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+    assert hopper.plan_tile(product, few, hopper.LARGE).grid == (120, 1, 1)
 
 
 def test_auto_takes_it_for_many_rows(gpu):

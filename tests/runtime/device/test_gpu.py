@@ -59,6 +59,12 @@ def test_properties(arch: str, capability: tuple[int, int]) -> None:
     assert properties.name
 
 
+def test_how_many_clusters_run_at_once() -> None:
+    """By groups of 16 and 18 multiprocessors."""
+    assert new_gpu("sm_90a").max_clusters == ((2, 66), (4, 32), (8, 16))
+    assert new_gpu("sm_80").max_clusters == ()
+
+
 # Copies
 
 

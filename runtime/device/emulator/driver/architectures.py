@@ -52,6 +52,7 @@ class GpuModel:
         arch: the architecture that it is compiled for, with its features: "sm_90a".
         name: the product's.
         num_sms: streaming multiprocessors.
+        num_gpcs: groups of them, as even as pairs of multiprocessors allow; a cluster lies in one.
         shared_bytes_per_sm, shared_bytes_per_block: of a multiprocessor, and of a block that asks for the most.
         threads_per_sm, blocks_per_sm: resident at once.
         l2_bytes: level-2 cache.
@@ -66,6 +67,7 @@ class GpuModel:
     arch: str
     name: str
     num_sms: int
+    num_gpcs: int
     shared_bytes_per_sm: int
     shared_bytes_per_block: int
     threads_per_sm: int
@@ -91,6 +93,17 @@ class GpuModel:
         return self.capability >= (9, 0)
 
     @property
+    def max_clusters(self) -> tuple[tuple[int, int], ...]:
+        """(blocks a cluster, clusters at once) where a multiprocessor holds one block; of no cluster: none."""
+        return tuple((size, self.clusters_at_once(size, 1)) for size in (2, 4, 8)) if self.has_clusters else ()
+
+    def clusters_at_once(self, size: int, blocks_per_sm: int) -> int:
+        """How many clusters of `size` blocks run at once, of which a multiprocessor holds `blocks_per_sm`."""
+        pairs = self.num_sms // 2
+        groups = [2 * (pairs // self.num_gpcs + (index < pairs % self.num_gpcs)) for index in range(self.num_gpcs)]
+        return sum(group * blocks_per_sm // size for group in groups)
+
+    @property
     def device_name(self) -> str:
         """What the emulated driver calls it."""
         return f"Emulated {self.name} ({self.arch})"
@@ -106,46 +119,46 @@ class GpuModel:
 
 
 A100 = GpuModel(
-    arch="sm_80", name="A100", num_sms=108, shared_bytes_per_sm=164 * KIB, shared_bytes_per_block=163 * KIB,
-    threads_per_sm=2048, blocks_per_sm=32, l2_bytes=40 * MIB, memory_bytes=80 * GIB, clock_khz=1_410_000,
-    memory_clock_khz=1_593_000, memory_bus_bits=5120, memory_bytes_per_s=2.039e12, float32_flops=19.5e12,
-    bf16_flops=312e12, fp8_flops=0.0, int8_ops=624e12,
+    arch="sm_80", name="A100", num_sms=108, num_gpcs=7, shared_bytes_per_sm=164 * KIB,
+    shared_bytes_per_block=163 * KIB, threads_per_sm=2048, blocks_per_sm=32, l2_bytes=40 * MIB,
+    memory_bytes=80 * GIB, clock_khz=1_410_000, memory_clock_khz=1_593_000, memory_bus_bits=5120,
+    memory_bytes_per_s=2.039e12, float32_flops=19.5e12, bf16_flops=312e12, fp8_flops=0.0, int8_ops=624e12,
 )  # fmt: skip
 RTX_3090 = GpuModel(
-    arch="sm_86", name="RTX 3090", num_sms=82, shared_bytes_per_sm=100 * KIB, shared_bytes_per_block=99 * KIB,
-    threads_per_sm=1536, blocks_per_sm=16, l2_bytes=6 * MIB, memory_bytes=24 * GIB, clock_khz=1_695_000,
-    memory_clock_khz=9_751_000, memory_bus_bits=384, memory_bytes_per_s=936e9, float32_flops=35.6e12,
-    bf16_flops=71e12, fp8_flops=0.0, int8_ops=284e12,
+    arch="sm_86", name="RTX 3090", num_sms=82, num_gpcs=7, shared_bytes_per_sm=100 * KIB,
+    shared_bytes_per_block=99 * KIB, threads_per_sm=1536, blocks_per_sm=16, l2_bytes=6 * MIB, memory_bytes=24 * GIB,
+    clock_khz=1_695_000, memory_clock_khz=9_751_000, memory_bus_bits=384, memory_bytes_per_s=936e9,
+    float32_flops=35.6e12, bf16_flops=71e12, fp8_flops=0.0, int8_ops=284e12,
 )  # fmt: skip
 RTX_4090 = GpuModel(
-    arch="sm_89", name="RTX 4090", num_sms=128, shared_bytes_per_sm=100 * KIB, shared_bytes_per_block=99 * KIB,
-    threads_per_sm=1536, blocks_per_sm=24, l2_bytes=72 * MIB, memory_bytes=24 * GIB, clock_khz=2_520_000,
-    memory_clock_khz=10_501_000, memory_bus_bits=384, memory_bytes_per_s=1.008e12, float32_flops=82.6e12,
-    bf16_flops=165.2e12, fp8_flops=330.3e12, int8_ops=660.6e12,
+    arch="sm_89", name="RTX 4090", num_sms=128, num_gpcs=11, shared_bytes_per_sm=100 * KIB,
+    shared_bytes_per_block=99 * KIB, threads_per_sm=1536, blocks_per_sm=24, l2_bytes=72 * MIB,
+    memory_bytes=24 * GIB, clock_khz=2_520_000, memory_clock_khz=10_501_000, memory_bus_bits=384,
+    memory_bytes_per_s=1.008e12, float32_flops=82.6e12, bf16_flops=165.2e12, fp8_flops=330.3e12, int8_ops=660.6e12,
 )  # fmt: skip
 H100 = GpuModel(
-    arch="sm_90a", name="H100", num_sms=132, shared_bytes_per_sm=228 * KIB, shared_bytes_per_block=227 * KIB,
-    threads_per_sm=2048, blocks_per_sm=32, l2_bytes=50 * MIB, memory_bytes=80 * GIB, clock_khz=1_980_000,
-    memory_clock_khz=2_619_000, memory_bus_bits=5120, memory_bytes_per_s=3.35e12, float32_flops=67e12,
-    bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
+    arch="sm_90a", name="H100", num_sms=132, num_gpcs=8, shared_bytes_per_sm=228 * KIB,
+    shared_bytes_per_block=227 * KIB, threads_per_sm=2048, blocks_per_sm=32, l2_bytes=50 * MIB,
+    memory_bytes=80 * GIB, clock_khz=1_980_000, memory_clock_khz=2_619_000, memory_bus_bits=5120,
+    memory_bytes_per_s=3.35e12, float32_flops=67e12, bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
 )  # fmt: skip
 H200 = GpuModel(
-    arch="sm_90a", name="H200", num_sms=132, shared_bytes_per_sm=228 * KIB, shared_bytes_per_block=227 * KIB,
-    threads_per_sm=2048, blocks_per_sm=32, l2_bytes=50 * MIB, memory_bytes=141 * 10**9, clock_khz=1_980_000,
-    memory_clock_khz=3_201_000, memory_bus_bits=6144, memory_bytes_per_s=4.8e12, float32_flops=67e12,
-    bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
+    arch="sm_90a", name="H200", num_sms=132, num_gpcs=8, shared_bytes_per_sm=228 * KIB,
+    shared_bytes_per_block=227 * KIB, threads_per_sm=2048, blocks_per_sm=32, l2_bytes=50 * MIB,
+    memory_bytes=141 * 10**9, clock_khz=1_980_000, memory_clock_khz=3_201_000, memory_bus_bits=6144,
+    memory_bytes_per_s=4.8e12, float32_flops=67e12, bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
 )  # fmt: skip
 B200 = GpuModel(
-    arch="sm_100a", name="B200", num_sms=148, shared_bytes_per_sm=228 * KIB, shared_bytes_per_block=227 * KIB,
-    threads_per_sm=2048, blocks_per_sm=32, l2_bytes=126 * MIB, memory_bytes=180 * 10**9, clock_khz=1_965_000,
-    memory_clock_khz=3_996_000, memory_bus_bits=8192, memory_bytes_per_s=8.0e12, float32_flops=75e12,
-    bf16_flops=2250e12, fp8_flops=4500e12, int8_ops=4500e12,
+    arch="sm_100a", name="B200", num_sms=148, num_gpcs=8, shared_bytes_per_sm=228 * KIB,
+    shared_bytes_per_block=227 * KIB, threads_per_sm=2048, blocks_per_sm=32, l2_bytes=126 * MIB,
+    memory_bytes=180 * 10**9, clock_khz=1_965_000, memory_clock_khz=3_996_000, memory_bus_bits=8192,
+    memory_bytes_per_s=8.0e12, float32_flops=75e12, bf16_flops=2250e12, fp8_flops=4500e12, int8_ops=4500e12,
 )  # fmt: skip
 RTX_5090 = GpuModel(
-    arch="sm_120a", name="RTX 5090", num_sms=170, shared_bytes_per_sm=100 * KIB, shared_bytes_per_block=99 * KIB,
-    threads_per_sm=1536, blocks_per_sm=24, l2_bytes=96 * MIB, memory_bytes=32 * GIB, clock_khz=2_407_000,
-    memory_clock_khz=14_001_000, memory_bus_bits=512, memory_bytes_per_s=1.792e12, float32_flops=104.8e12,
-    bf16_flops=209.5e12, fp8_flops=419e12, int8_ops=838e12,
+    arch="sm_120a", name="RTX 5090", num_sms=170, num_gpcs=11, shared_bytes_per_sm=100 * KIB,
+    shared_bytes_per_block=99 * KIB, threads_per_sm=1536, blocks_per_sm=24, l2_bytes=96 * MIB,
+    memory_bytes=32 * GIB, clock_khz=2_407_000, memory_clock_khz=14_001_000, memory_bus_bits=512,
+    memory_bytes_per_s=1.792e12, float32_flops=104.8e12, bf16_flops=209.5e12, fp8_flops=419e12, int8_ops=838e12,
 )  # fmt: skip
 
 GPU_MODELS = {model.name: model for model in (A100, RTX_3090, RTX_4090, H100, H200, B200, RTX_5090)}

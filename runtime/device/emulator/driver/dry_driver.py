@@ -13,6 +13,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
+from runtime.device.emulator.driver.launches import read_attributes
 from runtime.device.emulator.driver.state import OK
 from runtime.device.emulator.execution.launch import Checks
 
@@ -36,6 +37,11 @@ class DryDriver(EmulatedDriver):
     def cuMemAlloc(self, bytesize: int) -> tuple[Any, Any]:
         """An address of its own; the size is no matter, since nothing is written."""
         return cu.CUresult.CUDA_SUCCESS, cu.CUdeviceptr(next(self._next_handle) << 44)
+
+    def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> tuple[Any, int]:
+        """Of a kernel that has a multiprocessor's shared memory to itself, whichever it is."""
+        size = read_attributes(config).cluster[0]
+        return cu.CUresult.CUDA_SUCCESS, self.devices[0].model.clusters_at_once(size, 1)
 
     def cuMemcpyDtoHAsync(self, dstHost: int, srcDevice: int, ByteCount: int, hStream: Any) -> tuple[Any]:
         """Zeros, at once."""

@@ -177,7 +177,7 @@ def overlap_of(kernel_launch: KernelLaunch) -> Overlap:
 
 
 class LaunchFunctions(ModuleFunctions):
-    """cuLaunchKernel, cuLaunchKernelEx, cuLaunchCooperativeKernel
+    """cuLaunchKernel, cuLaunchKernelEx, cuLaunchCooperativeKernel, cuOccupancyMaxActiveClusters
 
     Attributes:
         checks: what kernels are watched for, from the next launch on.
@@ -213,6 +213,15 @@ class LaunchFunctions(ModuleFunctions):
         block = (config.blockDimX, config.blockDimY, config.blockDimZ)
         attributes = read_attributes(config)
         self._launch(function, grid, block, config.sharedMemBytes, stream, kernelParams, extra, attributes)
+
+    @entry(1)
+    def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> int:
+        function, cluster = self.function(func), read_attributes(config).cluster
+        threads = config.blockDimX * config.blockDimY * config.blockDimZ
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        self._check_cluster(function, grid, cluster)
+        per_sm = self.blocks_per_sm_of(function, threads, config.sharedMemBytes)
+        return function.context.device.model.clusters_at_once(cluster[0] * cluster[1] * cluster[2], per_sm)
 
     def _launch(
         self, function: Function, grid: Dim3, block: Dim3, shared_bytes: int, stream: Stream, kernel_params: Any,
@@ -251,7 +260,7 @@ class LaunchFunctions(ModuleFunctions):
             self._check_cluster(function, grid, cluster)
         threads = block[0] * block[1] * block[2]
         if asked.is_cooperative:
-            most = self._blocks_per_sm(function, threads, asked.shared_bytes) * function.context.device.model.num_sms
+            most = self.blocks_per_sm_of(function, threads, asked.shared_bytes) * function.context.device.model.num_sms
             blocks = grid[0] * grid[1] * grid[2]
             if blocks > most:
                 raise Refused(R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, f"{blocks} blocks: {most} fit at once")

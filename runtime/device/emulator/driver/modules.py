@@ -261,7 +261,8 @@ class ModuleFunctions(DriverState):
 
     # -- occupancy ------------------------------------------------------------------------------------------------
 
-    def _blocks_per_sm(self, function: Function, threads: int, dynamic_bytes: int) -> int:
+    def blocks_per_sm_of(self, function: Function, threads: int, dynamic_bytes: int) -> int:
+        """Resident blocks. Raises Refused for numbers that no launch has."""
         if threads < 1 or dynamic_bytes < 0:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{threads} threads, {dynamic_bytes} bytes")
         if threads > function.max_threads or dynamic_bytes > function.max_dynamic_shared_bytes:
@@ -271,7 +272,8 @@ class ModuleFunctions(DriverState):
 
     @entry(1)
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, func: Any, blockSize: int, dynamicSMemSize: int) -> int:
-        return self._blocks_per_sm(self.function(func), blockSize, dynamicSMemSize)
+        return self.blocks_per_sm_of(self.function(func), blockSize, dynamicSMemSize)
+
 
 def _name(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)

@@ -316,6 +316,25 @@ def test_occupancy_follows_the_limits() -> None:
     assert harness.status("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, 0, 0) == R.CUDA_ERROR_INVALID_VALUE
 
 
+def test_clusters_lie_in_one_group_of_multiprocessors() -> None:
+    """An H200's 132 are six groups of 16 and two of 18."""
+    harness = Harness("sm_90a")
+    function = harness.function("k", entry_text(directives=".maxnreg 64"))
+    harness("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 227 * 1024)
+
+    def clusters(size: int, shared: int) -> int:
+        asked = config((size, 1, 1), (128, 1, 1), None, shared=shared, cluster=(size, 1, 1))
+        found: int = harness("cuOccupancyMaxActiveClusters", function, asked)
+        return found
+
+    assert [clusters(size, 227 * 1024) for size in (2, 4, 8)] == [66, 32, 16]
+    assert clusters(8, 110 * 1024) == 32  # two blocks a multiprocessor
+    on_ampere = Harness("sm_80")
+    other = on_ampere.function("k", entry_text())
+    asked = config((2, 1, 1), (128, 1, 1), None, cluster=(2, 1, 1))
+    assert on_ampere.status("cuOccupancyMaxActiveClusters", other, asked) == R.CUDA_ERROR_INVALID_VALUE
+
+
 def test_handles_that_do_not_exist() -> None:
     harness = Harness(num_devices=2)
     function, stream = harness.function("k", entry_text(target="sm_80")), harness.stream()
