@@ -13,6 +13,7 @@ import numpy as np
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 from runtime.bench.kernels.counted import Counts
 from runtime.device.allocator import DeviceBlock
+from runtime.device.compiled_kernel import identifier
 from runtime.device.device import Device
 from runtime.device.driver import Driver
 from runtime.device.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
@@ -21,7 +22,6 @@ from runtime.device.emulator.execution.launch import Checks
 from runtime.device.emulator.translation.ptx import Kernel, parse
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import launch_config
-from runtime.device.kernel_cache import identifier
 
 PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
 LEAST_SECTOR_EFFICIENCY = 0.95

@@ -32,7 +32,7 @@ def build(
     match: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
     bundle: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the cubins and a manifest, for cuda.bindings alone, as a zip."),
+        typer.Option(metavar="FILE", help="Also write them as one file, for a machine without the compiler."),
     ] = None,
 ) -> None:
     """Compile kernels ahead of time, so that no start does: all that there are, or those of a model."""
@@ -45,8 +45,6 @@ def build(
     from runtime.device.kernel_cache import KernelCache, is_meant_for
     from runtime.errors import InvalidArgumentError
 
-    if bundle is not None and image != "cubin":
-        raise InvalidArgumentError("a bundle holds cubins: leave out --image ptx", param="bundle")
     cache = KernelCache()
     known = specialisations() if model is None else kernels_of_model(model, arch, dtype)
     wanted = [each for each in known if match in each.name and is_meant_for(each, arch)]
@@ -66,7 +64,7 @@ def build(
     )
     if bundle is not None:
         write_bundle(bundle, list(zip(wanted, compiled)))
-        print(f"{len(compiled)} cubins and their manifest: {bundle}")
+        print(f"{len(compiled)} kernels and their manifest: {bundle}")
 
 
 @kernels.command("list")
@@ -86,6 +84,9 @@ def list_() -> None:
         registers = "" if kernel.is_ptx else f"{kernel.num_registers:>4} registers"
         kind = "ptx" if kernel.is_ptx else "cubin"
         print(f"{kernel.name:<60}{kernel.arch:<8} {kind:<6}{entry.size_bytes:>9,} B{registers}{note}")
+    for bundle in cache.bundles:
+        note = "" if bundle.is_current else "  (of other sources)"
+        print(f"{bundle.path.name}: {len(bundle)} kernels for {bundle.arch}, {bundle.image_kind}{note}")
     print(f"{count} kernels, {size:,} B, and {cache.ir_bytes():,} B of LLVM IR: {cache.folder}")
 
 

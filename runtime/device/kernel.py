@@ -6,9 +6,9 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
+from runtime.device.compiled_kernel import CompiledKernel
 from runtime.device.context import Context, current
 from runtime.device.errors import LaunchError
-from runtime.device.kernel_cache import CompiledKernel
 from runtime.device.stream import Stream
 from runtime.errors import InvalidArgumentError
 

@@ -1,54 +1,106 @@
-"""Compiled kernels in one file, for a program that has `cuda.bindings` and nothing of this project.
+"""Compiled kernels in one file, which another machine reads: one without a compiler, or a program that has
+`cuda.bindings` and nothing of this project.
 
-A bundle is a zip of one cubin a kernel, ``<kernel>.cubin``, and ``manifest.json``: for each kernel, by its name, which
-is also its entry's, what a launch must know. Numbers that a plan computes from shapes (grid, dynamic shared memory) are
-the caller's.
+A bundle is a zip of one image a kernel and `manifest.json`, all of one architecture. The manifest lists for each kernel
+its file, its index (`kernel_key`), by which `KernelCache` finds it in any bundle that lies in the cache's folder, and
+what a launch must know. Numbers that a plan computes from shapes (grid, dynamic shared memory) are the caller's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.device.kernel_cache import CompiledKernel, sources_digest, tool_versions
+from runtime.device.compiled_kernel import CompiledKernel, facts_of, image_kind, kernel_of
+from runtime.device.kernel_key import all_sources, kernel_index, tool_versions
+from runtime.errors import DeviceError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
-FORMAT = 1
+BUNDLE_SUFFIX = ".bundle"
+FORMAT = 2
+_MANIFEST = "manifest.json"
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same kernels make the same bytes
+_OF_A_LAUNCH = frozenset(("constants", "file", "index", "max_threads", "sha256"))
+"""What the manifest says of a kernel beside `facts_of`."""
 
 
 def write_bundle(path: Path, kernels: Sequence[tuple[Specialisation, CompiledKernel]]) -> None:
-    """Writes the bundle. `kernels` are cubins, all of one architecture. Raises OSError."""
+    """Writes the bundle. `kernels`: at least one, all of one architecture and kind of image. Raises OSError."""
+    first = kernels[0][1]
+    kind = image_kind(first.is_ptx)
     described: dict[str, dict[str, Any]] = {}
-    manifest = {
-        "format": FORMAT,
-        "arch": kernels[0][1].arch,
-        "sources": sources_digest(),
-        "made_by": tool_versions(),
-        "kernels": described,
-    }
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
         for specialisation, kernel in kernels:
-            file = f"{kernel.name}.cubin"
-            described[kernel.name] = {
-                "file": file,
-                "sha256": hashlib.sha256(kernel.image).hexdigest(),
-                "argument_format": kernel.argument_format,
-                "max_threads": specialisation.max_threads,
-                "waits_for_dependency": kernel.waits_for_dependency,
-                "num_registers": kernel.num_registers,
-                "static_shared_bytes": kernel.static_shared_bytes,
+            assert (kernel.arch, kernel.is_ptx) == (first.arch, first.is_ptx)
+            index = kernel_index(specialisation, kernel.arch, kind)
+            if index in described:
+                continue
+            file = f"{kernel.name[:80]}-{index}.{kind}"
+            described[index] = facts_of(kernel) | {
                 "constants": {name: str(value) for name, value in specialisation.constants.items()},
+                "file": file,
+                "index": index,
+                "max_threads": specialisation.max_threads,
+                "sha256": hashlib.sha256(kernel.image).hexdigest(),
             }
             _add(bundle, file, kernel.image)
-        _add(bundle, "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+        manifest = {
+            "format": FORMAT,
+            "arch": first.arch,
+            "image": kind,
+            "sources": all_sources(),
+            "made_by": tool_versions(),
+            "kernels": list(described.values()),
+        }
+        _add(bundle, _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def _add(bundle: zipfile.ZipFile, name: str, content: bytes) -> None:
-    bundle.writestr(zipfile.ZipInfo(name, _LONG_AGO), content, zipfile.ZIP_DEFLATED)
+    bundle.writestr(zipfile.ZipInfo(name, _LONG_AGO), content, zipfile.ZIP_DEFLATED, 9)
+
+
+class Bundle:
+    """A bundle that is read. `len` is the number of its kernels; threads may read at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the manifest. Raises DeviceError where the file is not whole, or of another format."""
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            self._zip = zipfile.ZipFile(path)
+            manifest = json.loads(self._zip.read(_MANIFEST))
+            if manifest["format"] != FORMAT:
+                raise self._damaged(f"format {manifest['format']}, not {FORMAT}")
+            self.arch, self.image_kind = str(manifest["arch"]), str(manifest["image"])
+            self.is_current = manifest["sources"] == all_sources()
+            self._kernels = {str(facts["index"]): facts for facts in manifest["kernels"]}
+        except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(f"{type(error).__name__}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def get(self, index: str) -> CompiledKernel | None:
+        """The kernel of an index; None where it has none. Raises DeviceError where its image is damaged."""
+        facts = self._kernels.get(index)
+        if facts is None:
+            return None
+        try:
+            with self._lock:
+                image = self._zip.read(facts["file"])
+        except (OSError, zipfile.BadZipFile, KeyError) as error:
+            raise self._damaged(f"{facts.get('file')}: {error}") from error
+        kernel = kernel_of({name: value for name, value in facts.items() if name not in _OF_A_LAUNCH}, image)
+        if kernel is None or hashlib.sha256(image).hexdigest() != facts["sha256"]:
+            raise self._damaged(f"{facts['file']} is not what the manifest says")
+        return kernel
+
+    def _damaged(self, why: str) -> DeviceError:
+        return DeviceError(f"kernel bundle {self.path}: {why}: make it anew, or remove it")

@@ -2,26 +2,27 @@
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/kernels/<digest of the sources>/<kernel>-<arch>-<key>.kernel
                                                                        <kernel>-<key>.ir
+                                               <any name>.bundle
 
-The sources are all files under `numba_kernels/cuda`. The key is a digest of those, the specialisation (name,
-constants, types, bounds, flags, the function's own byte code), the architecture, and the versions of Python, numba,
-numba-cuda, llvmlite, NVVM and nvJitLink. A `.kernel` holds an image: cubin for a real device, PTX for an emulated one.
-An `.ir` holds the kernel as LLVM IR, compressed, which takes Numba most of the time and serves every architecture.
-`cache_files` says how files are written. Of the processes that want the same kernel at once, one compiles it.
+The sources are the kernel's own file and what that imports of this project. The key is a digest of the kernel's index
+(`kernel_key`: sources, specialisation, architecture) and of the versions of what compiles it. A `.kernel` holds an
+image: cubin for a real device, PTX for an emulated one. An `.ir` holds the kernel as LLVM IR, compressed, which takes
+Numba most of the time and serves every architecture. A `.bundle` (`kernel_bundle`) holds many images by their index
+alone, which another machine compiled with its own tools. `cache_files` says how files are written. Of the processes
+that want the same kernel at once, one compiles it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import platform
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from numba_kernels.cache_files import (
     LOCK,
@@ -33,50 +34,26 @@ from numba_kernels.cache_files import (
     refuse_foreign,
     write_entry,
 )
+from runtime.device.compiled_kernel import (
+    CompiledKernel,
+    argument_format,
+    facts_of,
+    identifier,
+    image_kind,
+    kernel_of,
+)
 from runtime.device.errors import CompileError
-from runtime.errors import InvalidArgumentError
+from runtime.device.kernel_bundle import BUNDLE_SUFFIX, Bundle
+from runtime.device.kernel_key import SOURCES, digest_of, kernel_index, sources_of, tool_versions
+from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
 SUFFIX = ".kernel"
 IR_SUFFIX = ".ir"
-_FORMAT = 3
-_SOURCES = Path(__file__).resolve().parents[2] / "numba_kernels" / "cuda"
-_TOOLS = ("numba", "numba-cuda", "llvmlite", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "cuda-bindings")
+_FORMAT = 4
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
-
-# How `struct` packs an argument, by the name of its numba type. A pointer is an address.
-_PACKED = {
-    "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I",
-    "int64": "q", "uint64": "Q", "float32": "f", "float64": "d", "tensor_map": "128s",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledKernel:
-    """A kernel's image and what a launch must know.
-
-    Attributes:
-        name: its entry in the image, the specialisation's name as an identifier.
-        arch: "sm_90a".
-        is_ptx: whether the image is a PTX text that ends in NUL (for an emulated device), not a cubin.
-        argument_format: the code of `struct` for each argument, with spaces between them.
-        waits_for_dependency: whether it executes ``griddepcontrol.wait``, as a dependent launch must.
-        num_registers, spill_bytes, static_shared_bytes: by ptxas; 0 in a PTX.
-        image: the bytes to load.
-    """
-
-    name: str
-    arch: str
-    is_ptx: bool
-    argument_format: str
-    waits_for_dependency: bool
-    num_registers: int
-    spill_bytes: int
-    static_shared_bytes: int
-    image: bytes
-
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
@@ -103,10 +80,10 @@ class KernelCache:
     def get(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
         """The kernel for an architecture, from disk, or compiled now and written there.
 
-        Raises CompileError where it does not compile.
+        Raises CompileError where it does not compile, DeviceError where a bundle is damaged.
         """
         path = self.path_of(specialisation, arch, is_ptx=is_ptx)
-        kernel = self._read_kernel(path)
+        kernel = self._read_kernel(path) or self._read_bundled(specialisation, arch, is_ptx=is_ptx)
         if kernel is None:
             with locked(path):
                 kernel = self._read_kernel(path)  # by another process, which held the lock
@@ -138,12 +115,18 @@ class KernelCache:
 
     def path_of(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> Path:
         """Where a kernel's file is, or will be."""
-        image = "ptx" if is_ptx else "cubin"
+        image = image_kind(is_ptx)
         return self._path(specialisation, f"{arch}-{image}-", SUFFIX, arch, image)
+
+    @functools.cached_property
+    def bundles(self) -> list[Bundle]:
+        """The bundles that lie in the folder. Raises DeviceError for one that is damaged."""
+        refuse_foreign(self.folder)
+        return [Bundle(path) for path in sorted(self.folder.glob(f"*{BUNDLE_SUFFIX}"))]
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every kernel's file, in the order of its name."""
-        current = {digest_of(source)[:16] for source in _SOURCES.rglob("*.py")} | {used.name for used in self._marked}
+        current = {digest_of(source)[:16] for source in SOURCES.rglob("*.py")} | {used.name for used in self._marked}
         for path in sorted(self.folder.glob(f"*/*{SUFFIX}")):
             yield CacheEntry(path, path.stat().st_size, path.parent.name in current, _read(path))
 
@@ -152,8 +135,13 @@ class KernelCache:
         return sum(path.stat().st_size for path in self.folder.glob(f"*/*{IR_SUFFIX}"))
 
     def clear(self) -> int:
-        """Removes every file; how many kernels there were."""
+        """Removes every file, bundles among them; how many kernels there were, those of damaged bundles left out."""
         removed = 0
+        self.__dict__.pop("bundles", None)
+        for path in self.folder.glob(f"*{BUNDLE_SUFFIX}"):
+            with contextlib.suppress(DeviceError):
+                removed += len(Bundle(path))
+            path.unlink(missing_ok=True)
         for suffix in (SUFFIX, IR_SUFFIX, PARTIAL, LOCK):
             for path in self.folder.glob(f"*/*{suffix}"):
                 path.unlink(missing_ok=True)
@@ -168,20 +156,21 @@ class KernelCache:
 
     def _path(self, specialisation: Specialisation, kind: str, suffix: str, *parts: str) -> Path:
         """The file of what depends on a specialisation and on `parts`."""
-        parts = (
-            str(_FORMAT), _source_digest(specialisation), specialisation.name,
-            repr(sorted(specialisation.constants.items())),
-            ",".join(str(each) for each in specialisation.argument_types),
-            f"{specialisation.max_threads},{specialisation.min_blocks},{specialisation.fastmath}",
-            function_digest(specialisation.kernel.py_func), *parts, tool_versions(),
-        )  # fmt: skip
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        words = f"{_FORMAT}\0{kernel_index(specialisation, *parts)}\0{tool_versions()}"
+        key = hashlib.sha256(words.encode()).hexdigest()[:24]
         name = f"{identifier(specialisation.name)[:80]}-{kind}{key}{suffix}"
-        return self.folder / _source_digest(specialisation)[:16] / name
+        return self.folder / sources_of(specialisation.kernel.py_func)[:16] / name
 
     def _read_kernel(self, path: Path) -> CompiledKernel | None:
         self._check(path.parent)
         return _read(path)
+
+    def _read_bundled(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel | None:
+        if not self.bundles:
+            return None
+        index = kernel_index(specialisation, arch, image_kind(is_ptx))
+        found = (bundle.get(index) for bundle in self.bundles)
+        return next((kernel for kernel in found if kernel is not None), None)
 
     def _read_ir(self, path: Path) -> tuple[str, ...] | None:
         self._check(path.parent)
@@ -198,8 +187,7 @@ class KernelCache:
             self._marked.add(folder)
 
     def _write(self, path: Path, kernel: CompiledKernel) -> None:
-        facts = {name: value for name, value in asdict(kernel).items() if name != "image"}
-        write_entry(path, facts | {"format": _FORMAT}, kernel.image)
+        write_entry(path, facts_of(kernel) | {"format": _FORMAT}, kernel.image)
 
 
 def _read(path: Path) -> CompiledKernel | None:
@@ -207,13 +195,7 @@ def _read(path: Path) -> CompiledKernel | None:
     entry = read_entry(path)
     if entry is None or entry[0].pop("format", None) != _FORMAT:
         return None
-    try:
-        kernel = CompiledKernel(image=entry[1], **entry[0])
-    except TypeError:
-        return None
-    types = {"str": str, "bool": bool, "int": int, "bytes": bytes}
-    is_whole = all(type(getattr(kernel, field.name)) is types[str(field.type)] for field in fields(kernel))
-    return kernel if is_whole else None
+    return kernel_of(entry[0], entry[1])
 
 
 def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
@@ -267,20 +249,6 @@ def compile_kernel(
     )
 
 
-def argument_format(specialisation: Specialisation) -> str:
-    """The code of `struct` for each argument, with spaces between them. Raises CompileError for a type that a launch
-    cannot pass."""
-    letters = []
-    for number, kind in enumerate(map(str, specialisation.argument_types)):
-        letter = "Q" if kind.endswith("*") else _PACKED.get(kind)
-        if letter is None:
-            raise CompileError(
-                f"kernel {specialisation.name}: argument {number} is a {kind}, no number, pointer or tensor map"
-            )
-        letters.append(letter)
-    return " ".join(letters)
-
-
 def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
     """Whether an architecture has a kernel's instructions. Raises InvalidArgumentError for a name that is no arch."""
     match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)
@@ -296,76 +264,6 @@ def needs_of(specialisation: Specialisation) -> str:
     return f"sm_{specialisation.min_capability}{'a' if specialisation.needs_arch_features else ''}"
 
 
-def identifier(name: str) -> str:
-    """A name with everything but letters, digits and _ replaced."""
-    return re.sub(r"\W", "_", name, flags=re.ASCII)
-
-
 def default_folder() -> Path:
     """``$XDG_CACHE_HOME/xserv/kernels``, or the same below ``~/.cache``."""
     return cache_root("kernels")
-
-
-def _source_digest(specialisation: Specialisation) -> str:
-    return digest_of(Path(specialisation.kernel.py_func.__code__.co_filename))
-
-
-@functools.cache
-def digest_of(source: Path) -> str:
-    """Of a kernel's file, of what it imports from this project, and of what compiles it: names and contents."""
-    from numba_kernels.cache import sources_digest
-
-    return sources_digest(source, _SOURCES / "compile.py")
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Of every Python file under `numba_kernels/cuda`, names and contents."""
-    digest = hashlib.sha256()
-    for path in sorted(_SOURCES.rglob("*.py")):
-        digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-@functools.cache
-def tool_versions() -> str:
-    """What compiles kernels, each with its version."""
-    found = [f"python {platform.python_version()}"]
-    for package in _TOOLS:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} -")
-    return ", ".join(found)
-
-
-def function_digest(function: Any) -> str:
-    """Of a function's byte code and constants, its closure, and the functions that those reach."""
-    digest = hashlib.sha256()
-    seen: set[int] = set()
-
-    def add(value: Any) -> None:
-        value = getattr(value, "py_func", getattr(value, "_defn", value))  # of a kernel; of an intrinsic
-        if (code := getattr(value, "__code__", None)) is not None:
-            if id(value) in seen:
-                return
-            seen.add(id(value))
-            add(code)
-            held = [cell.cell_contents for cell in value.__closure__ or ()]
-            held += [value.__globals__.get(name) for name in code.co_names] + [*(value.__defaults__ or ())]
-            for each in held:
-                add(each)
-        elif hasattr(value, "co_code"):
-            digest.update(value.co_code + repr(value.co_names).encode())
-            for constant in value.co_consts:
-                add(constant)
-        elif isinstance(value, tuple | list):
-            for each in value:
-                add(each)
-            digest.update(f"{len(value)}\0".encode())
-        else:
-            text = str(value)
-            digest.update(f"{type(value).__qualname__} {'' if ' at 0x' in text else text}\0".encode())
-
-    add(function)
-    return digest.hexdigest()

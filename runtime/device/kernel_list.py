@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.device.kernel_cache import CompiledKernel, KernelCache, argument_format, identifier
+from runtime.device.compiled_kernel import CompiledKernel, argument_format, identifier
+from runtime.device.kernel_cache import KernelCache
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation

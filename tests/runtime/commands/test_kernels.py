@@ -68,20 +68,24 @@ def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> Non
         manifest = json.loads(bundle.read("manifest.json"))
         assert manifest["arch"] == "sm_90a"
         assert len(manifest["kernels"]) == len(bundle.namelist()) - 1 >= 1
-        for name, facts in manifest["kernels"].items():
+        for facts in manifest["kernels"]:
             image = bundle.read(facts["file"])
             assert image[:4] == b"\x7fELF"
-            assert name.encode() in image
+            assert facts["name"].encode() in image
             assert facts["sha256"] == hashlib.sha256(image).hexdigest()
             assert set(facts["argument_format"].split()) <= {*"QIifBbHhqd?", "128s"}
             assert facts["max_threads"] > 0
             assert facts["num_registers"] > 0
+    (folder / "other.bundle").write_bytes(files[0].read_bytes())
+    count = len(manifest["kernels"])
+    assert f"other.bundle: {count} kernels for sm_90a, cubin\n" in invoke("list")[1]
+    assert f"{2 * count} kernels removed" in invoke("clear")[1]
+    assert not any(folder.iterdir())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["build", "--image", "ptx", "--bundle", "x.zip"], "a bundle holds cubins"),
         (["build", "--arch", "sm_9000"], "'sm_9000' is not one such as 'sm_80'"),
         (["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'"),
         (["build", "--image", "elf"], "--image"),

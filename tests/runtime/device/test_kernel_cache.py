@@ -18,9 +18,10 @@ from numba import cuda, float32, types
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.specialisation import Specialisation
-from runtime.device import kernel_cache
+from runtime.device import kernel_cache, kernel_key
+from runtime.device.compiled_kernel import CompiledKernel
 from runtime.device.errors import CompileError
-from runtime.device.kernel_cache import CompiledKernel, KernelCache, is_meant_for, needs_of
+from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.errors import DeviceError, InvalidArgumentError
 from tests.runtime.device.kernels import scale, scale_dependent
 
@@ -85,7 +86,7 @@ def test_a_folder_that_others_write_is_refused(cache: KernelCache) -> None:
         lambda data: data.replace(b'"Q Q I f"', b"17"),
         lambda data: data.replace(b'"name"', b'"other"'),
         lambda data: b"[]\n" + data.partition(b"\n")[2],
-        lambda data: data.replace(b'"format": 3', b'"format": 0'),
+        lambda data: data.replace(b'"format": 4', b'"format": 0'),
         lambda data: os.urandom(300),
     ],
 )
@@ -230,7 +231,7 @@ def test_everything_that_matters_is_in_the_key(cache: KernelCache, monkeypatch: 
     assert path() == paths[0]
     monkeypatch.setattr(kernel_cache, "tool_versions", lambda: "numba 0.0")
     assert path() not in paths
-    monkeypatch.setattr(kernel_cache, "digest_of", lambda source: "0" * 64)
+    monkeypatch.setattr(kernel_key, "_digest_of_files", lambda names: "0" * 64)
     assert path() not in paths
 
 
@@ -244,14 +245,39 @@ def test_functions_are_told_apart_by_what_they_reach() -> None:
         return function
 
     functions = [made(one, 1), made(two, 1), made(one, 2), made(one, float32(1)), made(made(one, 1), 1)]
-    digests = [kernel_cache.function_digest(function) for function in functions]
+    digests = ["\0".join(kernel_key.function_words(function)) for function in functions]
     assert len(set(digests)) == len(digests)
-    assert kernel_cache.function_digest(made(one, 1)) == digests[0]
+    assert kernel_key.function_words(made(one, 1)) == kernel_key.function_words(functions[0])
+
+
+def test_the_index_is_made_of_nothing_that_a_version_of_python_or_numba_changes() -> None:
+    assert kernel_key.function_words(scale(2.0).kernel) == [
+        "tests.runtime.device.kernels.scale.<locals>.kernel",
+        "constant float32 2.0",
+    ]
+    add = instruction("add.u32 $0, $1, $2;", "r", "r r", is_pure=True)
+    assert kernel_key.function_words(add)[1:] == [
+        "typed (Signature, numba_kernels.cuda.intrinsics.asm.instruction.<locals>.generate)",
+        "numba_kernels.cuda.intrinsics.asm.instruction.<locals>.generate",
+        "assembly add.u32 $0, $1, $2; =r,r,r False",
+        "groups ('r', 'r')",
+        "is_accumulating False",
+        "outputs 'r'",
+    ]
+
+
+def test_a_function_without_a_source_file_is_known_by_its_code() -> None:
+    functions = []
+    for text in ("x + 1", "x + 2"):
+        names: dict[str, Any] = {"__name__": "typed"}
+        exec(f"def function(x):\n    return {text}\n", names)
+        functions.append(names["function"])
+    assert kernel_key.function_words(functions[0]) != kernel_key.function_words(functions[1])
 
 
 def test_the_sources_are_all_files_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = kernel_cache.sources_digest.__wrapped__
-    monkeypatch.setattr(kernel_cache, "_SOURCES", tmp_path)
+    digest = kernel_key.all_sources.__wrapped__
+    monkeypatch.setattr(kernel_key, "SOURCES", tmp_path)
     (tmp_path / "gemm").mkdir()
     found = {digest()}
     for name, text in (("a.py", "1"), ("gemm/b.py", "1"), ("a.py", "2"), ("gemm/b.py", "3"), ("gemm/c.py", "3")):
@@ -261,8 +287,9 @@ def test_the_sources_are_all_files_of_the_kernels(tmp_path: Path, monkeypatch: p
 
 
 def test_a_kernels_sources_are_its_file_and_what_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = kernel_cache.digest_of.__wrapped__
-    folder = kernel_cache._SOURCES
+    monkeypatch.setattr(kernel_key, "_digest_of_files", kernel_key._digest_of_files.__wrapped__)
+    digest = kernel_key.digest_of.__wrapped__
+    folder = kernel_key.SOURCES
     tiers = {name: digest(folder / "gemm" / f"{name}.py") for name in ("naive", "tiled")}
     assert tiers["naive"] != tiers["tiled"]
     real = Path.read_bytes
