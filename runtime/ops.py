@@ -314,7 +314,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """As `sample`, of parameters that lie on the device: on a GPU queued only, so that a graph can record it.
 
-    ``fields`` are the arrays of SamplingArrays but for the mask, in their order; seeds int64. Starts may begin above 0.
+    ``fields`` are the arrays of SamplingArrays but for the mask, in their order; seeds int64.
     ``results [2 n + 1]`` int32 gets ids, statuses (0: drawn), and on a GPU whether an id was outside its table since
     the last `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch
     for.

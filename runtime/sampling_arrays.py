@@ -1,8 +1,9 @@
-"""Sampling parameters of one step as plain arrays, one row a sampled sequence: what the sampling kernel reads.
+"""Sampling parameters of one step as plain arrays, one row a draw: what the sampling kernel reads.
 
-All arrays are C-contiguous numpy arrays on the host; the operation brings them to the device. Ragged lists are in CSR
-form: row ``i`` owns ``ids[start[i] : start[i + 1]]``. Semantics and order are vLLM V1's: allowed mask and bias, then
-penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top-p and the draw.
+All arrays are C-contiguous numpy arrays on the host; the operation brings them to the device. A draw's lists are
+``ids[start[i] : end[i]]``; several draws of a sequence read one list, each up to its own end. Semantics and order are
+vLLM V1's: allowed mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k,
+top-p and the draw.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
     seed: NDArray[np.uint64]  # [n]
     choice_index: Int32Array  # [n] which of a request's n choices
     position: Int32Array  # [n] output position of the token being drawn
-    prompt_ids: Int32Array  # [sum] only rows that need penalties have entries
-    prompt_start: Int32Array  # [n + 1]
-    output_ids: Int32Array  # [sum] only rows that need penalties have entries
-    output_start: Int32Array  # [n + 1]
-    bias_ids: Int32Array  # [sum] logit_bias, and -inf for ids that must not be drawn
-    bias_values: Float32Array  # [sum]
-    bias_start: Int32Array  # [n + 1]
+    prompt_ids: Int32Array  # [any] only rows that need penalties have entries
+    prompt_start: Int32Array  # [n]
+    prompt_end: Int32Array  # [n]
+    output_ids: Int32Array  # [any] only rows that need penalties have entries
+    output_start: Int32Array  # [n]
+    output_end: Int32Array  # [n]
+    bias_ids: Int32Array  # [any] logit_bias, and -inf for ids that must not be drawn
+    bias_values: Float32Array  # as many
+    bias_start: Int32Array  # [n]
+    bias_end: Int32Array  # [n]
     allowed_mask: NDArray[np.uint32] | None = None  # [n, ceil(V / 32)] bit t % 32 of word t // 32: t may be drawn
 
     @property
@@ -55,12 +59,15 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
             choice_index=np.zeros(num_rows, np.int32),
             position=np.zeros(num_rows, np.int32),
             prompt_ids=np.empty(0, np.int32),
-            prompt_start=np.zeros(num_rows + 1, np.int32),
+            prompt_start=np.zeros(num_rows, np.int32),
+            prompt_end=np.zeros(num_rows, np.int32),
             output_ids=np.empty(0, np.int32),
-            output_start=np.zeros(num_rows + 1, np.int32),
+            output_start=np.zeros(num_rows, np.int32),
+            output_end=np.zeros(num_rows, np.int32),
             bias_ids=np.empty(0, np.int32),
             bias_values=np.empty(0, np.float32),
-            bias_start=np.zeros(num_rows + 1, np.int32),
+            bias_start=np.zeros(num_rows, np.int32),
+            bias_end=np.zeros(num_rows, np.int32),
         )
 
 

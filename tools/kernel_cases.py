@@ -29,6 +29,7 @@ from numba_kernels.cuda import (
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
+from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
 from tools.kernel_counts import Bench, Work
 
@@ -316,12 +317,7 @@ def _sample(bench: Bench) -> None:
     params = SamplingArrays.neutral(4)
     params.temperature[:], params.top_k[:], params.top_p[:] = 0.8, 50, 0.9
     logits = bench.normal((4, _VOCAB), "f32")
-    names = (
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-        "choice_index", "position", "prompt_ids", "prompt_start", "output_ids", "output_start", "bias_ids",
-        "bias_values", "bias_start",
-    )  # fmt: skip
-    arrays = [bench.put(getattr(params, name)) for name in names]
+    arrays = [bench.put(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
     work, counts = (bench.empty(4 * 4 * _VOCAB) for _ in range(2))
     tokens, statuses = bench.empty(16), bench.empty(16)
     bench.launch(sampling.plan(4, _VOCAB), logits, *arrays, 0, work, counts, tokens, statuses, _VOCAB, -(-_VOCAB // 32))

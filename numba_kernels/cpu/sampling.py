@@ -23,8 +23,8 @@ from numba_kernels.cpu.selection import last_kept
 
 FIELDS = Fields(
     "*logits *temperature *top_k *top_p *min_p *repetition *presence *frequency *seed *choice *position *prompt_ids "
-    "*prompt_start *output_ids *output_start *bias_ids *bias_values *bias_start *allowed *token_ids *statuses "
-    "num_rows vocab mask_words"
+    "*prompt_start *prompt_end *output_ids *output_start *output_end *bias_ids *bias_values *bias_start *bias_end "
+    "*allowed *token_ids *statuses num_rows vocab mask_words"
 )
 BAD_ID = 1
 GREEDY_BELOW = np.float32(1e-5)  # vLLM's: a lower temperature is the argmax
@@ -95,6 +95,13 @@ def _race(logits, weights, threshold, last_id, seed, choice, position):
 
 
 @njit(nogil=True)
+def _range_of(starts, ends, num_rows, row):
+    """Where a row's list begins, and how long it is."""
+    start = np.int64(int32_at(starts, num_rows)[row])
+    return start, np.int64(int32_at(ends, num_rows)[row]) - start
+
+
+@njit(nogil=True)
 def _first_equal(logits, value):
     """The first place of the value, which is there: found block by block, since a loop that stops is not vectorised."""
     size = logits.shape[0]
@@ -123,8 +130,7 @@ def _draw(a, row):
     repetition = float32_at(a.repetition, num_rows)[row]
     presence = float32_at(a.presence, num_rows)[row]
     frequency = float32_at(a.frequency, num_rows)[row]
-    bias_start = int32_at(a.bias_start, num_rows + 1)
-    num_bias = bias_start[row + 1] - bias_start[row]
+    first_bias, num_bias = _range_of(a.bias_start, a.bias_end, num_rows, row)
     penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
     logits = float32_at(raw, vocab)
     if temperature < GREEDY_BELOW and num_bias == 0 and a.allowed == 0 and not penalised:
@@ -136,17 +142,17 @@ def _draw(a, row):
         for token in range(vocab):
             if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
                 logits[token] = _MINUS_INFINITY
-    bias_ids = int32_at(a.bias_ids + bias_start[row] * 4, num_bias)
-    bias_values = float32_at(a.bias_values + bias_start[row] * 4, num_bias)
+    bias_ids = int32_at(a.bias_ids + first_bias * 4, num_bias)
+    bias_values = float32_at(a.bias_values + first_bias * 4, num_bias)
     for i in range(num_bias):
         if bias_ids[i] < 0 or bias_ids[i] >= vocab:
             return _OUT_OF_RANGE
         logits[bias_ids[i]] += bias_values[i]
     if penalised:
-        starts = int32_at(a.prompt_start, num_rows + 1)
-        prompt_ids = int32_at(a.prompt_ids + starts[row] * 4, starts[row + 1] - starts[row])
-        starts = int32_at(a.output_start, num_rows + 1)
-        output_ids = int32_at(a.output_ids + starts[row] * 4, starts[row + 1] - starts[row])
+        first, count = _range_of(a.prompt_start, a.prompt_end, num_rows, row)
+        prompt_ids = int32_at(a.prompt_ids + first * 4, count)
+        first, count = _range_of(a.output_start, a.output_end, num_rows, row)
+        output_ids = int32_at(a.output_ids + first * 4, count)
         if not _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
             return _OUT_OF_RANGE
     if temperature >= GREEDY_BELOW:

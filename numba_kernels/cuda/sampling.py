@@ -12,8 +12,9 @@ cpu kernel rounds them, masses are integers, and finishing times are pairs of fl
 The order of the arguments, addresses but for the last two:
 
     logits [rows, vocab] f32; temperature f32, top_k i32, top_p f32, min_p f32, repetition f32, presence f32,
-    frequency f32, seed u64, choice i32, position i32 [rows each]; prompt_ids i32, prompt_start i32 [rows + 1],
-    output_ids i32, output_start i32 [rows + 1], bias_ids i32, bias_values f32, bias_start i32 [rows + 1];
+    frequency f32, seed u64, choice i32, position i32 [rows each]; prompt_ids i32 [any], prompt_start i32,
+    prompt_end i32 [rows each]; output_ids i32 [any], output_start i32, output_end i32 [rows each]; bias_ids i32,
+    bias_values f32 [any], bias_start i32, bias_end i32 [rows each];
     allowed u32 [rows, mask_words] or 0; work f32 [rows, vocab]; counts i32 [rows, vocab] or 0 where no row has a
     penalty; token_ids i32 [rows]; status i32 [rows]; vocab u32; mask_words u32
 
@@ -211,8 +212,8 @@ def _kernel(is_aligned: bool) -> Specialisation:
 
     def sampling(
         logits, temperatures, top_ks, top_ps, min_ps, repetitions, presences, frequencies, seeds, choices, positions,
-        prompt_ids, prompt_start, output_ids, output_start, bias_ids, bias_values, bias_start, allowed, work,
-        all_counts, token_ids, statuses, vocab, mask_words,
+        prompt_ids, prompt_start, prompt_end, output_ids, output_start, output_end, bias_ids, bias_values, bias_start,
+        bias_end, allowed, work, all_counts, token_ids, statuses, vocab, mask_words,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -231,7 +232,7 @@ def _kernel(is_aligned: bool) -> Specialisation:
         frequency = load_f32(frequencies + of_row)
         min_p = load_f32(min_ps + of_row)
         first_bias = load_b32(bias_start + of_row)
-        num_bias = load_b32(bias_start + of_row + uint64(4)) - first_bias
+        num_bias = load_b32(bias_end + of_row) - first_bias
         is_penalised = repetition != float32(1.0) or presence != float32(0.0) or frequency != float32(0.0)
         is_greedy = temperature < float32(GREEDY_BELOW)
         is_listed = allowed != uint64(0) or num_bias > uint32(0) or is_penalised
@@ -275,10 +276,10 @@ def _kernel(is_aligned: bool) -> Specialisation:
             bad = _add_bias(row, vocab, bias_ids + place, bias_values + place, num_bias)
             if is_penalised:
                 start = load_b32(prompt_start + of_row)
-                count = load_b32(prompt_start + of_row + uint64(4)) - start
+                count = load_b32(prompt_end + of_row) - start
                 bad |= _count_tokens(counts, vocab, prompt_ids + uint64(start) * uint64(4), count, True)
                 start = load_b32(output_start + of_row)
-                count = load_b32(output_start + of_row + uint64(4)) - start
+                count = load_b32(output_end + of_row) - start
                 bad |= _count_tokens(counts, vocab, output_ids + uint64(start) * uint64(4), count, False)
             if cuda.syncthreads_or(bad) != int32(0):
                 status = int32(BAD_ID)
@@ -385,7 +386,7 @@ def _kernel(is_aligned: bool) -> Specialisation:
     return Specialisation(
         name=f"sampling_{'aligned' if is_aligned else 'any'}",
         kernel=cuda.jit(sampling),
-        argument_types=(uint64,) * 23 + (uint32,) * 2,
+        argument_types=(uint64,) * 26 + (uint32,) * 2,
         max_threads=THREADS,
         constants={"is_aligned": is_aligned},
     )

@@ -37,11 +37,10 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
     """See `ops.draw`. The kernel looks at a row's parameters itself: ``has_penalties`` tells it nothing new."""
     op = "draw"
     rows = check(op, "logits", logits, float32, (None, None)).shape[0]
-    sizes = {"n": rows, "n+1": rows + 1, "any": None}
     addresses = []
     for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
         wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
-        addresses.append(checked_address(op, f"fields.{name}", field, wanted, (sizes[shape],)))
+        addresses.append(checked_address(op, f"fields.{name}", field, wanted, (rows if shape == "n" else None,)))
     out = checked_address(op, "results", results, int32, (2 * rows + 1,))
     _launch(op, logits, addresses, 0, out, out + 4 * rows)
 

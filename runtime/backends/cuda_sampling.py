@@ -50,11 +50,10 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
     op = "draw"
     gpu = first(op, "logits", logits, float32, (None, None))
     rows, device = logits.shape[0], logits.device
-    sizes = {"n": rows, "n+1": rows + 1, "any": None}
     addresses = []
     for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
         wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
-        addresses.append(check(op, f"fields.{name}", field, device, wanted, (sizes[shape],)))
+        addresses.append(check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,)))
     out = check(op, "results", results, device, int32, (2 * rows + 1,))
     _launch(gpu, logits, addresses, 0, out, has_penalties)
     gpu.copy(out + 8 * rows, id_flag(device).address, 4)

@@ -14,12 +14,15 @@ SAMPLING_FIELDS = (
     ("choice_index", np.dtype(np.int32), "n"),
     ("position", np.dtype(np.int32), "n"),
     ("prompt_ids", np.dtype(np.int32), "any"),
-    ("prompt_start", np.dtype(np.int32), "n+1"),
+    ("prompt_start", np.dtype(np.int32), "n"),
+    ("prompt_end", np.dtype(np.int32), "n"),
     ("output_ids", np.dtype(np.int32), "any"),
-    ("output_start", np.dtype(np.int32), "n+1"),
+    ("output_start", np.dtype(np.int32), "n"),
+    ("output_end", np.dtype(np.int32), "n"),
     ("bias_ids", np.dtype(np.int32), "any"),
     ("bias_values", np.dtype(np.float32), "any"),
-    ("bias_start", np.dtype(np.int32), "n+1"),
+    ("bias_start", np.dtype(np.int32), "n"),
+    ("bias_end", np.dtype(np.int32), "n"),
 )  # in the order of the kernels' arguments
 
 
@@ -28,13 +31,14 @@ def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> No
     mask_words = -(-vocab // 32)
     for name, dtype, shape in SAMPLING_FIELDS:
         value = getattr(params, name)
-        wanted = {"n": (rows,), "n+1": (rows + 1,), "any": value.shape[:1]}[shape]
+        wanted = (rows,) if shape == "n" else value.shape[:1]
         if value.dtype != dtype or value.shape != wanted or not value.flags.c_contiguous:
             raise fail(op, f"params.{name}", f"is {value.dtype} {value.shape}, must be contiguous {dtype} {wanted}")
-    for start, ids in (("prompt_start", "prompt_ids"), ("output_start", "output_ids"), ("bias_start", "bias_ids")):
-        offsets = getattr(params, start)
-        if offsets[0] != 0 or offsets[-1] > getattr(params, ids).size or (rows and np.diff(offsets).min() < 0):
-            raise fail(op, f"params.{start}", f"must rise from 0 to at most the number of {ids}")
+    for name in ("prompt", "output", "bias") if rows else ():
+        start, end = getattr(params, f"{name}_start"), getattr(params, f"{name}_end")
+        size = getattr(params, f"{name}_ids").size
+        if start.min() < 0 or end.max() > size or (start > end).any():
+            raise fail(op, f"params.{name}_end", f"must lie between {name}_start, from 0 on, and the {size} {name}_ids")
     if params.bias_values.size != params.bias_ids.size:
         raise fail(op, "params.bias_values", f"has {params.bias_values.size} entries, bias_ids {params.bias_ids.size}")
     mask = params.allowed_mask

@@ -51,8 +51,8 @@ def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int
         )
     ]  # fmt: skip
     whole += [(name, DType.parse(column.dtype)) for name, column in COLUMNS.items()]
-    starts = [(name, int32, num_places + 1) for name in ("prompt_start", "output_start")]  # of lists, in the tail
-    return [*((name, dtype, num_places) for name, dtype in whole), *starts, ("num_changes", int32, 1)]
+    whole += [(name, int32) for name in ("prompt_start", "prompt_end", "output_start", "output_end")]  # in the tail
+    return [*((name, dtype, num_places) for name, dtype in whole), ("num_changes", int32, 1)]
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class DecodeArrays:
         self._flat_tables = self._tables.view(-1)
         self._group_starts = range(0, len(slots) * places, places)
         self._results = Tensor.zeros(2 * places + 1, int32, device)
-        self._zeros = Tensor.zeros(places + 1, int32, device)
+        self._zeros = Tensor.zeros(places, int32, device)
         self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
         self._buffers = [runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1) for _ in range(2)]
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
@@ -228,12 +228,13 @@ class DecodeArrays:
 
     def draw(self, logits: Tensor, *, has_penalties: bool) -> None:
         """Queue the draw from ``logits [num_places, vocab_size]``."""
-        num_places, device = logits.shape[0], self._on_device
-        tail = self._tail[int32]
+        num_places, tail = logits.shape[0], self._tail[int32]
+        device = {name: column[:num_places] for name, column in self._on_device.items()}
+        no_bias = self._zeros[:num_places]
         fields = [
-            *(device[name][:num_places] for name in (*COLUMNS, "seed", "choice_index", "position")),
-            tail, device["prompt_start"][: num_places + 1], tail, device["output_start"][: num_places + 1],
-            tail, self._tail[float32], self._zeros[: num_places + 1],  # no logit bias
+            *(device[name] for name in (*COLUMNS, "seed", "choice_index", "position")),
+            tail, device["prompt_start"], device["prompt_end"], tail, device["output_start"], device["output_end"],
+            tail, self._tail[float32], no_bias, no_bias,
         ]  # fmt: skip
         ops.draw(logits, fields, self._results[: 2 * num_places + 1], has_penalties=has_penalties)
 
@@ -296,15 +297,12 @@ class DecodeArrays:
     def _write_lists(
         self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int
     ) -> int:
-        """Write the lists from ``tail[at]`` on, by place; where they end."""
-        order = np.argsort(placement.places).tolist()
-        for index, name in enumerate(("prompt_start", "output_start")):
-            starts = self._columns[name]
-            starts.fill(0)
-            starts[placement.places + 1] = [len(pair[index]) for pair in lists]
-            np.cumsum(starts, out=starts)
-            total = int(starts[-1])
-            np.concatenate([lists[i][index] for i in order], out=tail[at : at + total])
-            starts += at
-            at += total
+        """Write the lists from ``tail[at]`` on, in the order of the step; where they end."""
+        for index, name in enumerate(("prompt", "output")):
+            lengths = [len(pair[index]) for pair in lists]
+            ends = at + np.cumsum(lengths)
+            self._columns[f"{name}_start"][placement.places] = ends - lengths
+            self._columns[f"{name}_end"][placement.places] = ends
+            first, at = at, int(ends[-1])
+            np.concatenate([pair[index] for pair in lists], out=tail[first:at])
         return at

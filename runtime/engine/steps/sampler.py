@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ _INTEGERS = [name for name, column in COLUMNS.items() if column.dtype is np.int3
 """What is kept as rows of one array, so that one call gathers all of a type."""
 
 Rows = NDArray[np.int64]
+Number = TypeVar("Number", np.int32, np.float32)
 
 PenaltyLists = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The ids of a prompt and of an output that penalties count."""
@@ -59,7 +60,7 @@ class SamplingRows:
         self._outputs: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._bias_values: list[NDArray[np.float32]] = [_NO_VALUES] * max_num_seqs
-        self._end_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
+        self._num_bias = np.zeros(max_num_seqs, np.int64)  # of these, before the ids that min_tokens forbids
         self._bad_words: list[list[list[int]]] = [[]] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
         self._broken: set[int] = set()
@@ -74,10 +75,10 @@ class SamplingRows:
         self._integers[:, row] = [*(int(numbers[name]) for name in _INTEGERS[:-1]), load.choice_index]
         self._seeds[row] = load.seed
         self._prompt_ids[row] = _NO_IDS if load.prompt_ids is None else load.prompt_ids
-        self._bias_ids[row] = np.array(load.bias_ids, np.int32)
-        self._bias_values[row] = np.array(load.bias_values, np.float32)
+        self._bias_ids[row] = np.array([*load.bias_ids, *load.end_ids], np.int32)
+        self._bias_values[row] = np.array([*load.bias_values, *[-np.inf] * len(load.end_ids)], np.float32)
+        self._num_bias[row] = len(load.bias_ids)
         self._min_tokens[row] = load.min_tokens
-        self._end_ids[row] = np.array(load.end_ids, np.int32)
         self._bad_words[row] = load.bad_words
         self._allowed[row] = None if load.allowed_ids is None else _bit_mask(load.allowed_ids, self.vocab_size)
         has_penalties = any(numbers[name] != neutral for name, neutral in PENALTIES.items())
@@ -110,7 +111,7 @@ class SamplingRows:
         """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
 
         Where a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
-        no_entries = np.zeros(len(rows) + 1, np.int32)
+        no_entries = np.zeros(len(rows), np.int32)
         floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
         integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
         any_penalties, any_bias, any_allowed = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
@@ -121,16 +122,20 @@ class SamplingRows:
             position=positions.astype(np.int32),
             prompt_ids=_NO_IDS,
             prompt_start=no_entries,
+            prompt_end=no_entries,
             output_ids=_NO_IDS,
             output_start=no_entries,
+            output_end=no_entries,
             bias_ids=_NO_IDS,
             bias_values=_NO_VALUES,
             bias_start=no_entries,
+            bias_end=no_entries,
         )
         if any_penalties:
             prompts, outputs = zip(*self.penalty_lists(rows, positions))
-            arrays.prompt_ids, arrays.prompt_start = _ragged(prompts, np.int32)
-            arrays.output_ids, arrays.output_start = _ragged(outputs, np.int32)
+            owners: list[int] = rows.tolist()
+            arrays.prompt_ids, arrays.prompt_start, arrays.prompt_end = shared_lists(owners, prompts)
+            arrays.output_ids, arrays.output_start, arrays.output_end = shared_lists(owners, outputs)
         if any_bias:
             self._gather_bias(arrays, rows, positions)
         if any_allowed:
@@ -189,7 +194,7 @@ class SamplingRows:
         or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
-            len(self._bias_ids[rows[i]]) > 0
+            self._num_bias[rows[i]] > 0
             or len(self._bad_words[rows[i]]) > 0
             or positions[i] < self._min_tokens[rows[i]]
             for i in may_mask.nonzero()[0].tolist()
@@ -204,22 +209,21 @@ class SamplingRows:
         columns["seed"][places] = self._seeds.take(rows).view(columns["seed"].dtype)
 
     def _gather_bias(self, arrays: SamplingArrays, rows: Rows, positions: NDArray[np.int64]) -> None:
+        owners: list[int | None] = []
         ids: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []
         for row, position in zip(rows.tolist(), positions.tolist()):
-            ids.append(self._bias_ids[row])
-            values.append(self._bias_values[row])
-            forbidden = []
-            if position < self._min_tokens[row]:
-                forbidden.append(self._end_ids[row])
+            end = None if position < self._min_tokens[row] else self._num_bias[row]
+            ids.append(self._bias_ids[row][:end])
+            values.append(self._bias_values[row][:end])
+            owners.append(row)
             if self._bad_words[row]:
-                forbidden.append(last_ids(self._bad_words[row], self._outputs[row][:position]))
-            if forbidden:
-                masked = np.concatenate(forbidden)
-                ids[-1] = np.concatenate((ids[-1], masked))
-                values[-1] = np.concatenate((values[-1], np.full(len(masked), -np.inf, np.float32)))
-        arrays.bias_ids, arrays.bias_start = _ragged(ids, np.int32)
-        arrays.bias_values = np.concatenate(values)
+                forbidden = last_ids(self._bad_words[row], self._outputs[row][:position])
+                ids[-1] = np.concatenate((ids[-1], forbidden))
+                values[-1] = np.concatenate((values[-1], np.full(len(forbidden), -np.inf, np.float32)))
+                owners[-1] = None  # another draw's list has other words
+        arrays.bias_ids, arrays.bias_start, arrays.bias_end = shared_lists(owners, ids)
+        arrays.bias_values, _, _ = shared_lists(owners, values)
 
 
 def token_logprobs(
@@ -260,10 +264,24 @@ def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _ragged(
-    parts: Sequence[NDArray[np.int32]], dtype: type[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The parts in one row, and ``[len(parts) + 1]`` offsets."""
-    start = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum([len(part) for part in parts], out=start[1:])
-    return np.concatenate(parts, dtype=dtype), start
+def shared_lists(
+    owners: Sequence[int | None], lists: Sequence[NDArray[Number]]
+) -> tuple[NDArray[Number], NDArray[np.int32], NDArray[np.int32]]:
+    """Each draw's list in one array, and ``[len(lists)]`` where it starts and ends.
+
+    Neighbours of one owner share a list: each of theirs begins as the longest does. An owner of None shares with none.
+    """
+    kept: list[NDArray[Number]] = []
+    starts: list[int] = []
+    start, end, before = 0, 0, None
+    for owner, each in zip(owners, lists, strict=True):
+        if owner is None or owner != before:
+            start, before = end, owner
+            kept.append(each)
+        elif len(each) > end - start:
+            kept[-1] = each
+        end = max(end, start + len(each))
+        starts.append(start)
+    start_of = np.array(starts, np.int32)
+    lengths = np.array([len(each) for each in lists], np.int32)
+    return np.concatenate(kept), start_of, start_of + lengths

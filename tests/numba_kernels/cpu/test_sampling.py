@@ -24,7 +24,9 @@ def _fill(num_rows: int, **values) -> SamplingArrays:
 
 def _lists(params: SamplingArrays, name: str, rows: list[list[int]]) -> None:
     setattr(params, f"{name}_ids", np.array([token for row in rows for token in row], np.int32))
-    setattr(params, f"{name}_start", np.cumsum([0, *map(len, rows)]).astype(np.int32))
+    ends = np.cumsum([*map(len, rows)]).astype(np.int32)
+    setattr(params, f"{name}_start", np.append(np.int32(0), ends[:-1]))
+    setattr(params, f"{name}_end", ends)
 
 
 FILTERS = [
@@ -176,8 +178,33 @@ def test_refuses_ids_outside_the_vocabulary(name, token):
         ops.sample(tensor(np.zeros((2, 5), np.float32)), params)
 
 
-def test_refuses_offsets_that_leave_their_list():
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (-1, 2), (2, 1), (4, 4)])
+@pytest.mark.parametrize("name", ["prompt", "output", "bias"])
+def test_refuses_a_range_that_leaves_its_list(name, start, end):
     params = SamplingArrays.neutral(2)
-    params.output_start = np.array([0, 0, 3], np.int32)
-    with pytest.raises(InvalidArgumentError, match=r"params.output_start must rise"):
+    params.prompt_ids = params.output_ids = params.bias_ids = np.zeros(3, np.int32)
+    params.bias_values = np.zeros(3, np.float32)
+    getattr(params, f"{name}_start")[1], getattr(params, f"{name}_end")[1] = start, end
+    with pytest.raises(InvalidArgumentError, match=f"params.{name}_end must lie between {name}_start, from 0 on, and"):
         ops.sample(tensor(np.zeros((2, 5), np.float32)), params)
+
+
+def test_draws_that_share_a_list_read_it_up_to_their_own_end():
+    """Row j has penalties of the first j ids; the same draws with a copy of the list each give the same tokens."""
+    rng = np.random.default_rng(6)
+    rows, vocab = 24, 20
+    logits = np.repeat(normal(rng, (1, vocab)), rows, 0)
+    output = rng.integers(0, vocab, rows).tolist()
+    values = {"temperature": np.arange(rows) % 3 * 0.5, "seed": 5, "position": np.arange(rows)}
+    values |= {"repetition_penalty": 1.5, "frequency_penalty": 1.5}
+    copied, shared = _fill(rows, **values), _fill(rows, **values)
+    for name in ("prompt", "output", "bias"):
+        _lists(copied, name, [output[:end] for end in range(rows)])
+        setattr(shared, f"{name}_ids", np.array(output, np.int32))
+        getattr(shared, f"{name}_end")[:] = np.arange(rows)
+    copied.bias_values = np.full(copied.bias_ids.size, 0.25, np.float32)
+    shared.bias_values = np.full(shared.bias_ids.size, 0.25, np.float32)
+    drawn = ops.sample(tensor(logits), shared)
+    np.testing.assert_array_equal(drawn.token_ids, ops.sample(tensor(logits), copied).token_ids)
+    shared.output_end[:] = rows
+    assert (ops.sample(tensor(logits), shared).token_ids != drawn.token_ids).any()

@@ -21,8 +21,8 @@ FILTERS = [
 ]  # fmt: skip
 _ORDER = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "choice_index", "position", "prompt_ids", "prompt_start", "output_ids", "output_start", "bias_ids", "bias_values",
-    "bias_start",
+    "choice_index", "position", "prompt_ids", "prompt_start", "prompt_end", "output_ids", "output_start", "output_end",
+    "bias_ids", "bias_values", "bias_start", "bias_end",
 )  # fmt: skip
 
 
@@ -72,7 +72,9 @@ def _filtered(rng: np.random.Generator, copies: int) -> SamplingArrays:
 
 def _lists(params: SamplingArrays, name: str, rows: list[list[int]]) -> None:
     setattr(params, f"{name}_ids", np.array([token for row in rows for token in row], np.int32))
-    setattr(params, f"{name}_start", np.cumsum([0, *map(len, rows)]).astype(np.int32))
+    ends = np.cumsum([*map(len, rows)]).astype(np.int32)
+    setattr(params, f"{name}_start", np.append(np.int32(0), ends[:-1]))
+    setattr(params, f"{name}_end", ends)
 
 
 def _packed(allowed: np.ndarray) -> np.ndarray:

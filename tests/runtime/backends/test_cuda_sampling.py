@@ -27,7 +27,8 @@ def parameters(rows: int) -> SamplingArrays:
     params.position[:] = np.arange(rows)
     for name in ("prompt", "output", "bias"):
         setattr(params, f"{name}_ids", rng.integers(0, VOCAB, 4 * rows).astype(np.int32))
-        setattr(params, f"{name}_start", np.arange(0, 4 * rows + 1, 4, dtype=np.int32))
+        setattr(params, f"{name}_start", np.arange(0, 4 * rows, 4, dtype=np.int32))
+        setattr(params, f"{name}_end", np.arange(4, 4 * rows + 1, 4, dtype=np.int32))
     params.bias_values = rng.standard_normal(4 * rows).astype(np.float32)
     params.allowed_mask = rng.integers(0, 2**32, (rows, -(-VOCAB // 32)), dtype=np.uint32)
     return params

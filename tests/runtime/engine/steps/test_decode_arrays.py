@@ -218,8 +218,8 @@ def test_parameters_and_lists_lie_at_the_places(running: Running) -> None:
         assert int(held["seed"].view(np.uint64)[place]) == sequence.request.seed
         assert held["choice_index"][place] == sequence.index
         assert held["position"][place] == sequence.num_output_tokens
-        for name, ids in (("prompt_start", prompt), ("output_start", output)):
-            start, end = held[name][place : place + 2].tolist()
+        for name, ids in (("prompt", prompt), ("output", output)):
+            start, end = held[f"{name}_start"][place], held[f"{name}_end"][place]
             assert tail[start:end].tolist() == ids.tolist()
     assert held["sources"][placement.places].tolist() == [-1, 4, -1]
     (empty,) = {0, 1, 2, 3} - {*placement.places.tolist()}
