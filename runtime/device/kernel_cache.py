@@ -45,6 +45,7 @@ from runtime.device.compiled_kernel import (
 from runtime.device.errors import CompileError
 from runtime.device.kernel_bundle import BUNDLE_SUFFIX, Bundle
 from runtime.device.kernel_key import SOURCES, digest_of, kernel_index, sources_of, tool_versions
+from runtime.device.toolkit import require_compiler
 from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
     from numba_kernels.cuda.compile import llvm_ir
 
     argument_format(specialisation)
+    require_compiler()
     try:
         return llvm_ir(specialisation)
     except Exception as error:  # numba raises its own kinds from each of its passes
@@ -219,6 +221,7 @@ def compile_kernel(
     from numba_kernels.cuda.compile import ptx_of
 
     letters = argument_format(specialisation)
+    require_compiler()
     try:
         text = ptx_of(specialisation, modules, arch)
     except Exception as error:  # NVVM's own, with its own words

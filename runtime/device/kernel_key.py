@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runtime.device.toolkit import toolkit_version
+
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
@@ -75,6 +77,7 @@ def tool_versions() -> str:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"{package} -")
+    found.append(f"toolkit {toolkit_version()}")
     return ", ".join(found)
 
 
