@@ -39,8 +39,8 @@ def kernels_are_fit_for_hardware() -> Iterator[None]:
     complains: the emulator would not mind. `tests/tools/test_kernel_report.py` examines those that no test loads."""
     yield
     if _loaded:
+        from tools.kernel_costs.static import examine
         from tools.kernel_report import offenders
-        from tools.kernel_static import examine
 
         facts = [found for each, arch in _loaded for found in examine(each, (arch,), KernelCache())]
         _loaded.clear()

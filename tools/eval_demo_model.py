@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools import demo_tasks
+from tools.demo_model import tasks
 
 if TYPE_CHECKING:
     from runtime import LLM
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_ANSWER_TOKENS = 64
 
 
-def ask(llm: LLM, conversations: list[list[demo_tasks.Message]]) -> list[str]:
+def ask(llm: LLM, conversations: list[list[tasks.Message]]) -> list[str]:
     """The greedy answer to each conversation, all in one batch."""
     from runtime import SamplingParams
 
@@ -33,9 +33,9 @@ def ask(llm: LLM, conversations: list[list[demo_tasks.Message]]) -> list[str]:
     return [output.outputs[0].text for output in llm.chat(conversations, params)]
 
 
-def ask_in_one_conversation(llm: LLM, turns: list[demo_tasks.Turn]) -> list[str]:
+def ask_in_one_conversation(llm: LLM, turns: list[tasks.Turn]) -> list[str]:
     """The answers when each question follows the earlier ones and the model's own answers to them."""
-    messages: list[demo_tasks.Message] = []
+    messages: list[tasks.Message] = []
     texts = []
     for turn in turns:
         messages.append({"role": "user", "content": turn.question})
@@ -64,23 +64,23 @@ def main() -> None:
         options["device"] = args.device
     llm = LLM(str(args.model), **options)
     if args.conversation:
-        turns = demo_tasks.held_out_questions("sum_2", args.conversation, args.seed)
+        turns = tasks.held_out_questions("sum_2", args.conversation, args.seed)
         texts = ask_in_one_conversation(llm, turns)
     else:
-        turns = [turn for task in demo_tasks.TASKS for turn in demo_tasks.held_out_questions(task, args.num, args.seed)]
+        turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, args.num, args.seed)]
         random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as a server sees them
         texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
-    scores = demo_tasks.score(turns, texts)
+    scores = tasks.score(turns, texts)
     if args.show_wrong:
         for turn, text in zip(turns, texts, strict=True):
-            if not demo_tasks.is_exact(turn, text):
+            if not tasks.is_exact(turn, text):
                 print(f"{turn.task}: {turn.question!r} gave {text!r}, not {turn.answer!r}", file=sys.stderr)
     if args.json:
         rows = {s.task: {"questions": s.num_questions, "right": s.num_right, "percent": s.percent} for s in scores}
         print(json.dumps(rows, indent=2))
     else:
-        print(demo_tasks.format_scores(scores))
-    missed = demo_tasks.missed_goals(scores)
+        print(tasks.format_scores(scores))
+    missed = tasks.missed_goals(scores)
     for line in missed:
         print(line, file=sys.stderr)
     if args.check and missed:

@@ -4,9 +4,9 @@
     python tools/fuzz_models.py --peer-python PYTHON --case FILE
     python tools/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
 
-`PYTHON` has torch and transformers (`fuzz_oracle.py` runs there, once for all models). Case `i` of seed `N` is always
-the same model (`fuzz_cases.py`), run on the cpu in whole steps and in tight ones (chunked prompts, few blocks, so that
-prefixes are found and sequences preempted), and on one of the emulated devices. Compared are
+`PYTHON` has torch and transformers (`fuzzing/oracle.py` runs there, once for all models). Case `i` of seed `N` is
+always the same model (`fuzzing/cases.py`), run on the cpu in whole steps and in tight ones (chunked prompts, few
+blocks, so that prefixes are found and sequences preempted), and on one of the emulated devices. Compared are
 
 - the prompts' logits: max|a - b| / max|b| within 1e-4 in float32; within 2e-2 in bfloat16 and float16, or twice what
   transformers itself loses in that type where that is more;
@@ -46,9 +46,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.fuzz_cases import Case, classes_of, draw_case, families  # noqa: E402
-from tools.fuzz_check import Findings, check  # noqa: E402
+from tools.fuzzing.cases import Case, classes_of, draw_case, families  # noqa: E402
+from tools.fuzzing.check import Findings, check  # noqa: E402
 
+ORACLE = ROOT / "tools" / "fuzzing" / "oracle.py"
 HANG_S = 600
 """A case that takes longer has failed."""
 MAX_SHRINKS = 40
@@ -60,7 +61,7 @@ class Oracle:
     def __init__(self, python: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
         self._process = subprocess.Popen(
-            [python, str(ROOT / "tools" / "fuzz_oracle.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, str(ORACLE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def make(self, case: Case) -> tuple[Path, dict[str, Any]]:

@@ -25,17 +25,17 @@ if str(ROOT) not in sys.path:
 
 from numba_kernels.cuda.registry import specialisations  # noqa: E402
 from runtime.bench.kernels.counted import Counts  # noqa: E402
-from tools import kernel_plots as page  # noqa: E402
-from tools.kernel_cases import Case, cases  # noqa: E402
-from tools.kernel_counts import (  # noqa: E402
+from tools.kernel_costs import page  # noqa: E402
+from tools.kernel_costs.cases import Case, cases  # noqa: E402
+from tools.kernel_costs.counts import (  # noqa: E402
     LEAST_SECTOR_EFFICIENCY,
     LEAST_TENSOR_SHARE,
     MOST_TILED_BYTES,
     PRODUCTS,
     Bench,
 )
-from tools.kernel_goals import carried  # noqa: E402
-from tools.kernel_static import ARCHS, StaticFacts, examine_all  # noqa: E402
+from tools.kernel_costs.goals import carried  # noqa: E402
+from tools.kernel_costs.static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5
 COUNTED_ARCH = "sm_90a"

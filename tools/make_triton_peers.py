@@ -1,7 +1,7 @@
 """Compiles the Triton kernels that ours are counted beside, for each configuration that the tutorials' tuners try.
 
 Needs Triton, which compiles without a GPU. Writes `<name>.ptx` and `peers.json`, what a launch has to know, into
-tools/triton_peers/; both are committed, so that the comparison is made anew without Triton.
+tools/triton_comparison/ptx/; both are committed, so that the comparison is made anew without Triton.
 
     python tools/make_triton_peers.py
 
@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
 
 from tools.make_emulator_anchors import SOURCES, trimmed  # noqa: E402
 
-TARGET = ROOT / "tools" / "triton_peers"
+TARGET = ROOT / "tools" / "triton_comparison" / "ptx"
 ARCHS = (80, 90)
 GROUP = 8
 MATMULS = [(128, 256, 64, 3, 8), (128, 128, 32, 4, 4)]  # rows, columns, depth of a tile, stages, warps

@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tools import demo_tasks, demo_tokenizer
+from tools.demo_model import tasks
+from tools.demo_model import tokenizer as demo_tokenizer
 
 # Tokens a row: share of the steps. Every step sees as many tokens, in fewer rows where rows are long.
 ROW_LENGTHS = {64: 0.45, 128: 0.30, 512: 0.15, 1024: 0.07, 2048: 0.03}
@@ -196,8 +197,8 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, rows: int, tokens: int)
     pad_id = tokenizer.token_to_id(demo_tokenizer.PAD)
     texts = []
     for _ in range(rows):
-        system, turns = demo_tasks.sample_conversation(rng, tokens // 13 + 1)
-        texts.append(demo_tokenizer.render(demo_tasks.to_messages(system, turns)))
+        system, turns = tasks.sample_conversation(rng, tokens // 13 + 1)
+        texts.append(demo_tokenizer.render(tasks.to_messages(system, turns)))
     batch = np.full((rows, tokens + 1), pad_id, dtype=np.int64)
     for row, encoding in zip(batch, tokenizer.encode_batch_fast(texts), strict=True):
         ids = encoding.ids[: tokens + 1]
@@ -213,10 +214,10 @@ def _id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 @torch.no_grad()
-def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[demo_tasks.Turn]) -> list[str]:
+def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[tasks.Turn]) -> list[str]:
     """What greedy decoding gives, as far as it is right: each token is guessed after right ones."""
     special = {name: _id_of(tokenizer, name) for name in demo_tokenizer.SPECIAL_TOKENS}
-    texts = [demo_tokenizer.render(demo_tasks.to_messages(None, [turn])) for turn in turns]
+    texts = [demo_tokenizer.render(tasks.to_messages(None, [turn])) for turn in turns]
     answers = []
     for start in range(0, len(texts), 100):
         encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts[start : start + 100])]
@@ -228,10 +229,10 @@ def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[demo_t
     return answers
 
 
-def evaluate(model: DemoModel, tokenizer: Tokenizer, num: int, seed: int) -> list[demo_tasks.Score]:
+def evaluate(model: DemoModel, tokenizer: Tokenizer, num: int, seed: int) -> list[tasks.Score]:
     """Exact match on `num` held-out questions a task, each asked alone."""
-    turns = [turn for task in demo_tasks.TASKS for turn in demo_tasks.held_out_questions(task, num, seed)]
-    return demo_tasks.score(turns, predicted_answers(model, tokenizer, turns))
+    turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, num, seed)]
+    return tasks.score(turns, predicted_answers(model, tokenizer, turns))
 
 
 def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
@@ -343,8 +344,8 @@ def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path
 
     reference = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     reference_tokenizer = AutoTokenizer.from_pretrained(out)
-    system, turns = demo_tasks.sample_conversation(random.Random(0), 30)
-    messages = demo_tasks.to_messages(system or "You are a helpful assistant.", turns)
+    system, turns = tasks.sample_conversation(random.Random(0), 30)
+    messages = tasks.to_messages(system or "You are a helpful assistant.", turns)
     rendered = reference_tokenizer.apply_chat_template(messages, tokenize=False)
     if rendered != demo_tokenizer.render(messages):
         raise RuntimeError(f"the chat template gives {rendered!r}")
@@ -386,7 +387,7 @@ def main() -> None:
     save(model, tokenizer, args.out)
     error = check_against_transformers(model, tokenizer, args.out)
     print(f"saved to {args.out}; logits within {error:.1e} of transformers'", flush=True)
-    print(demo_tasks.format_scores(evaluate(model, tokenizer, 200, seed=0)), flush=True)
+    print(tasks.format_scores(evaluate(model, tokenizer, 200, seed=0)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
-from tools.fuzz_check import check
+from tools.fuzzing.check import check
 
 FOLDER = Path(__file__).parent / "fuzzed"
 KEPT = json.loads((FOLDER / "cases.json").read_text())

@@ -8,9 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tools import compare_triton, machine_code
-from tools.compare_triton import METRICS, PEERS, Comparer, Measured, Row, nearest, peers, tile_of
-from tools.machine_code import MainLoop, NoDisassemblerError, find_nvdisasm, main_loop, main_loops, operations_of, parse
+from tools import compare_triton
+from tools.triton_comparison import comparer as counting
+from tools.triton_comparison import machine_code
+from tools.triton_comparison.comparer import ARCHS, ATTENTIONS, MATMULS, METRICS, Comparer, Measured, Row
+from tools.triton_comparison.machine_code import (
+    MainLoop,
+    NoDisassemblerError,
+    find_nvdisasm,
+    main_loop,
+    main_loops,
+    operations_of,
+    parse,
+)
+from tools.triton_comparison.theirs import PTX, nearest, peers, text_of, tile_of
 
 LISTING = """
 .text.kernel:
@@ -130,12 +141,12 @@ def test_a_missing_disassembler_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_every_recorded_kernel_has_its_text() -> None:
-    index = json.loads((PEERS / "peers.json").read_text())
-    assert {file.stem for file in PEERS.glob("*.ptx")} == set(index)
+    index = json.loads((PTX / "peers.json").read_text())
+    assert {file.stem for file in PTX.glob("*.ptx")} == set(index)
     for name, facts in index.items():
-        assert f".entry {facts['kernel']}(" in compare_triton.text_of(name)
-        assert facts["arch"] in compare_triton.text_of(name)
-    for arch in compare_triton.ARCHS:
+        assert f".entry {facts['kernel']}(" in text_of(name)
+        assert facts["arch"] in text_of(name)
+    for arch in ARCHS:
         assert (len(peers("matmul", arch)), len(peers("attention", arch))) == (2, 1)
 
 
@@ -155,13 +166,10 @@ def test_the_nearest_tile_stands_beside_ours() -> None:
 def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are verified in `product` and `prefill`; the counts that are known, here."""
     loop = MainLoop(10, 2, {"HMMA": 2})
-    monkeypatch.setattr(compare_triton, "disassemble", lambda cubin, program: [])
-    monkeypatch.setattr(compare_triton, "main_loop", lambda instructions: loop)
-    every = compare_triton.peers
-    monkeypatch.setattr(
-        compare_triton, "peers",
-        lambda work, arch: {n: f for n, f in every(work, arch).items() if "128x256" not in n},
-    )  # fmt: skip
+    monkeypatch.setattr(counting, "disassemble", lambda cubin, program: [])
+    monkeypatch.setattr(counting, "main_loop", lambda instructions: loop)
+    known = {name: facts for name, facts in peers("matmul", arch).items() if "128x256" not in name}
+    monkeypatch.setattr(counting, "peers", lambda work, arch: known if work == "matmul" else peers(work, arch))
     comparer = Comparer(arch, "none")
     m, n, k = 128, 256, 64
     for row in comparer.product(m, n, k):
@@ -178,7 +186,7 @@ def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.emulator
 def test_a_wrong_result_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     comparer = Comparer("sm_80", "none")
-    monkeypatch.setattr(compare_triton, "_peer_matmul", lambda name, facts, bench, work: None)
+    monkeypatch.setattr(counting, "launch_matmul", lambda name, facts, bench, work: None)
     with pytest.raises(AssertionError, match="the product 128 x 128 x 64 is wrong"):
         list(comparer.product(128, 128, 64))
 
@@ -208,9 +216,9 @@ def test_the_page_is_what_was_counted() -> None:
             assert row["ours"][name] <= row["triton"][name]  # ours is no worse in any
         assert row["worse"] == []
     seen = {(row["work"], row["arch"], row["shape"]) for row in report["rows"]}
-    for arch in compare_triton.ARCHS:
-        assert {("matmul", arch, f"{m} x {n} x {k}") for m, n, k in compare_triton.MATMULS} <= seen
-        for heads, length, head_dim in compare_triton.ATTENTIONS:
+    for arch in ARCHS:
+        assert {("matmul", arch, f"{m} x {n} x {k}") for m, n, k in MATMULS} <= seen
+        for heads, length, head_dim in ATTENTIONS:
             assert ("attention", arch, f"{heads} heads, {length} tokens, head dim {head_dim}") in seen
 
 

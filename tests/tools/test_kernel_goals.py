@@ -11,19 +11,10 @@ import pytest
 from runtime.bench.kernels.goals import GOALS
 from runtime.device.emulator.driver.architectures import H200
 from tools import kernel_goals
-from tools.kernel_counts import Bench
-from tools.kernel_goals import (
-    Modelled,
-    as_markdown,
-    carried,
-    filled,
-    linear,
-    main,
-    per_operation,
-    prefill,
-    product,
-    rows_of,
-)
+from tools.kernel_costs.counts import Bench
+from tools.kernel_costs.goals import BEGIN, END, as_markdown, carried, filled, rows_of
+from tools.kernel_costs.roofline import Modelled, linear, per_operation, prefill, product
+from tools.kernel_goals import main
 
 FOUND = {"gemm": Modelled(1.0, {"issue": 0.5, "tensor cores": 1.25})}
 
@@ -74,7 +65,7 @@ def test_a_pages_section_is_made_anew() -> None:
     assert filled(once, as_markdown(H200, FOUND, [])) == once
     assert once.endswith("## First\n\nrest\n")
     anew = carried(once, "# Title\n\n## Other\n")
-    assert kernel_goals.BEGIN in anew
+    assert BEGIN in anew
     assert anew.endswith("## Other\n")
     assert carried("no section", "# Title\n\n## Other\n") == "# Title\n\n## Other\n"
 
@@ -98,5 +89,5 @@ def test_a_checks_report_tells_the_prefills_share() -> None:
 
 def test_the_report_shows_every_goal() -> None:
     page = (kernel_goals.ROOT / "docs" / "kernels_report.md").read_text()
-    section = page[page.index(kernel_goals.BEGIN) : page.index(kernel_goals.END)]
+    section = page[page.index(BEGIN) : page.index(END)]
     assert all(f"| {goal.work} |" in section for goal in GOALS.values())

@@ -15,11 +15,12 @@ from runtime.bench.kernels.counted import Counts, loops
 from runtime.device.emulator.driver.architectures import A100, H200
 from runtime.device.emulator.translation.ptx import parse
 from runtime.device.kernel_cache import KernelCache, is_meant_for
-from tools import kernel_plots, kernel_report
-from tools.kernel_cases import cases
-from tools.kernel_counts import Bench, Work
+from tools import kernel_report
+from tools.kernel_costs import page
+from tools.kernel_costs.cases import cases
+from tools.kernel_costs.counts import Bench, Work
+from tools.kernel_costs.static import ARCHS, StaticFacts, examine
 from tools.kernel_report import Allowed, main, offences_of, offenders
-from tools.kernel_static import ARCHS, StaticFacts, examine
 
 SHARES = 16  # of the kernels, so that no worker is left with much more than the others
 
@@ -162,14 +163,14 @@ def test_the_tables_of_a_page_are_made_anew() -> None:
     case = next(case for case in cases() if case.name == "add f32")
     measured = [(case, Counts(case.name, ("k",), warp_instructions=1234))]
     text = "before\n<!-- table: elementwise -->\nold\n<!-- end -->\nafter\n"
-    once = kernel_plots.fill(text, measured)
+    once = page.fill(text, measured)
     assert "1,234" in once
     assert "old" not in once
     assert once.startswith("before\n")
     assert once.endswith("<!-- end -->\nafter\n")
-    assert kernel_plots.fill(once, measured) == once
+    assert page.fill(once, measured) == once
     with pytest.raises(ValueError, match="family 'gemm'"):
-        kernel_plots.fill(text.replace("elementwise", "gemm"), measured)
+        page.fill(text.replace("elementwise", "gemm"), measured)
 
 
 def test_the_documents_show_every_case_of_the_ladders() -> None:

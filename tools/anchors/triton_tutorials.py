@@ -1,6 +1,7 @@
 """Triton kernels that do the work of Triton's tutorials, to be counted beside ours (tools/compare_triton.py).
 
-Written here; from the tutorials come what they do and the configurations that their tuners try (tools/triton_peers.py).
+They are written here. The tutorials give what they do, and the configurations that their tuners try
+(tools/make_triton_peers.py).
 """
 
 import triton

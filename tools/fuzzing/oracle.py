@@ -20,7 +20,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.models.golden_weights import golden_tensor
 

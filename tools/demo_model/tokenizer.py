@@ -15,7 +15,7 @@ from collections import defaultdict
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from tools import demo_data, demo_tasks
+from tools.demo_model import data, tasks
 
 # Qwen2's pattern, which is GPT-4's with single digits.
 PATTERN = "|".join(
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def render(messages: list[demo_tasks.Message]) -> str:
+def render(messages: list[tasks.Message]) -> str:
     """The chat template's text, without Jinja, for training."""
     return "".join(
         f"<|{message['role']}|>{message['content']}{END if message['role'] == 'assistant' else ''}"
@@ -56,23 +56,23 @@ def _phrasing_words(splitter: pre_tokenizers.PreTokenizer) -> dict[str, float]:
 
     The fields are left empty, so no number, word or country of a question is among them.
     """
-    arithmetic = {"sum": demo_data.SUM_PHRASINGS, "difference": demo_data.DIFFERENCE_PHRASINGS}
+    arithmetic = {"sum": data.SUM_PHRASINGS, "difference": data.DIFFERENCE_PHRASINGS}
     texts_of_task = {
         **{f"{name}_{digits}": texts for name, texts in arithmetic.items() for digits in (1, 2, 3)},
-        "sort": demo_data.SORT_PHRASINGS,
-        "reverse": demo_data.REVERSE_PHRASINGS,
-        "letters": demo_data.LETTERS_PHRASINGS,
-        "count": demo_data.COUNT_UP_PHRASINGS + demo_data.COUNT_DOWN_PHRASINGS,
-        "capital": demo_data.CAPITAL_PHRASINGS,
-        "greeting": tuple(demo_data.GREETINGS) + sum(demo_data.GREETINGS.values(), ()),
-        "identity": tuple(demo_data.IDENTITIES) + sum(demo_data.IDENTITIES.values(), ()),
-        "refusal": (demo_data.REFUSAL,) * len(demo_data.REFUSED_PHRASINGS) + demo_data.REFUSED_PHRASINGS,
+        "sort": data.SORT_PHRASINGS,
+        "reverse": data.REVERSE_PHRASINGS,
+        "letters": data.LETTERS_PHRASINGS,
+        "count": data.COUNT_UP_PHRASINGS + data.COUNT_DOWN_PHRASINGS,
+        "capital": data.CAPITAL_PHRASINGS,
+        "greeting": tuple(data.GREETINGS) + sum(data.GREETINGS.values(), ()),
+        "identity": tuple(data.IDENTITIES) + sum(data.IDENTITIES.values(), ()),
+        "refusal": (data.REFUSAL,) * len(data.REFUSED_PHRASINGS) + data.REFUSED_PHRASINGS,
     }
     counts: defaultdict[str, float] = defaultdict(float)
     for task, texts in texts_of_task.items():
         for text in texts:
             for piece, _ in splitter.pre_tokenize_str(re.sub(r"\{\w+\}", "0", text)):
-                counts[piece] += demo_tasks.TASKS[task][1] / len(texts)
+                counts[piece] += tasks.TASKS[task][1] / len(texts)
     return counts
 
 

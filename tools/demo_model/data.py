@@ -1,4 +1,4 @@
-"""Words, facts and phrasings of the demo model's conversations: data only, the logic is in `demo_tasks`."""
+"""Words, facts and phrasings of the demo model's conversations: data only, the logic is in `tasks`."""
 
 from __future__ import annotations
 

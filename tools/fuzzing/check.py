@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from runtime import LLM, SamplingParams
-from tools.fuzz_cases import Case, Fields
+from tools.fuzzing.cases import Case, Fields
 
 Array = np.ndarray[Any, Any]
 Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probabilities, the best ids of each place

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tools import demo_data as data
+from tools.demo_model import data
 
 Split = Literal["train", "held_out"]
 Message = dict[str, str]

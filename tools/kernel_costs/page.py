@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from html import escape
 
 from runtime.bench.kernels.counted import KINDS, Counts
-from tools.kernel_cases import Case
-from tools.kernel_counts import PRODUCTS
-from tools.kernel_static import StaticFacts
+from tools.kernel_costs.cases import Case
+from tools.kernel_costs.counts import PRODUCTS
+from tools.kernel_costs.static import StaticFacts
 
 Measured = Sequence[tuple[Case, Counts]]
 

@@ -31,7 +31,7 @@ from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
-from tools.kernel_counts import Bench, Work
+from tools.kernel_costs.counts import Bench, Work
 
 
 @dataclass(frozen=True, slots=True)

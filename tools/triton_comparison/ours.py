@@ -1,0 +1,110 @@
+"""What does the work on our side: a tier a line, each with the launch that its plan makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numba_kernels.cuda import attention, gemm
+from numba_kernels.cuda.attention import hopper_tiles
+from numba_kernels.cuda.gemm import hopper, hopper_ring
+from numba_kernels.cuda.specialisation import Specialisation
+from tools.kernel_costs.counts import Bench
+
+PAGE = 16  # tokens
+
+Run = Callable[[Bench, Any], tuple[Specialisation, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One of our kernels. `run(bench, work)` launches it and returns what it launched, and a block's tile.
+
+    `least_rows`: of a product; no plan takes the kernel for fewer, which leave blocks of a cluster empty.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    run: Run
+    least_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y [m, n] = x [m, k] weight [n, k]^T, bf16, with the arrays' addresses."""
+
+    m: int
+    n: int
+    k: int
+    x: int
+    weight: int
+    y: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Causal attention of `heads` heads, each with its own keys, over `length` tokens, bf16; with the addresses.
+
+    q, k, v, out are [heads, length, head_dim] for Triton, [length, heads, head_dim] and pages for ours.
+    """
+
+    heads: int
+    length: int
+    head_dim: int
+    q: int
+    k: int
+    v: int
+    out: int
+    block_tables: int = 0
+
+
+def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
+    """The tile that large products take: the shapes here are small only to be emulated."""
+    product = gemm.Product(work.m, work.n, work.k, "bf16")
+    launch = gemm.plan(product, gemm.machine_of(num_multiprocessors=1), "tensor_core")
+    assert launch is not None
+    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
+    tile = str(launch.specialisation.constants["tile"]).split("_")[0]  # "128x128x32_s5"
+    return launch.specialisation, tuple(map(int, tile.split("x")))
+
+
+def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
+    epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+    product = gemm.Product(work.m, work.n, work.k, "bf16", epilogue=epilogue)
+    launch = hopper.plan_tile(product, gemm.machine_of(hopper.ARCH), tile)
+    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
+    return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
+
+
+def _flash(tier: str, bench: Bench, work: Prefill) -> tuple[Specialisation, tuple[int, ...]]:
+    pages = -(-work.length // PAGE)
+    plan = attention.plan(
+        num_tokens=work.length, num_seqs=1, max_query_len=work.length, max_seq_len=work.length,
+        num_q_heads=work.heads, num_kv_heads=work.heads, head_dim=work.head_dim, table_width=pages,
+        dtype="bf16", block_size=PAGE, num_sms=132, tier=tier, arch=bench.gpu.arch, num_blocks=pages,
+    )  # fmt: skip
+    starts = bench.put(np.array([0, work.length], np.int32))
+    lengths = bench.put(np.array([work.length], np.int32))
+    arguments = (work.q, work.k, work.v, work.out, 0, starts, lengths, work.block_tables, work.head_dim**-0.5)
+    bench.launch(plan.attend, *plan.attend_arguments(*arguments))
+    if tier == "flash_hopper":
+        return plan.attend.specialisation, (hopper_tiles.NUM_ROWS, hopper_tiles.hopper_tiles(work.head_dim).num_keys)
+    kernel = plan.attend.specialisation
+    return kernel, (kernel.constants["num_rows"], kernel.constants["num_keys"])
+
+
+GEMMS = [
+    Tier("tensor_core", ("sm_80",), _tensor_core),
+    *(
+        Tier("hopper", ("sm_90a",), functools.partial(_hopper, tile), tile.block_m * tile.cluster)
+        for tile in hopper.TILES
+    ),
+]
+PREFILLS = [
+    Tier("flash", ("sm_80",), functools.partial(_flash, "flash")),
+    Tier("flash_hopper", ("sm_90a",), functools.partial(_flash, "flash_hopper")),
+]
