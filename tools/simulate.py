@@ -17,12 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
 from models.registry import load_config
 from runtime.bench.load.traces import Trace, read_trace
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.simulation import ROUTERS, simulate
-from runtime.bench.scheduling.step_model import GPUS, LinearStepModel, RooflineStepModel, StepModel, roofline
+from runtime.bench.scheduling.step_model import (
+    GPUS,
+    LinearStepModel,
+    RooflineStepModel,
+    StepModel,
+    roofline,
+    window_shares,
+)
 from runtime.engine.config import (
     BATCHING,
     POLICIES,
@@ -34,6 +40,7 @@ from runtime.engine.config import (
 )
 from runtime.engine.process.client import BURST_PAUSE_S
 from runtime.errors import XservError
+from runtime.kv.groups import cut_layers
 
 _CONFIG = EngineConfig()
 MEMORY_SHARE = 0.9  # of a GPU's memory, for weights and KV cache together
@@ -59,13 +66,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trace = trace.head(options.num_requests)
     if (options.rate, options.length) != (1.0, 1.0):
         trace = trace.scaled(rate=options.rate, length=options.length)
-    model, config = _step_model(options)
-    limits = _limits(options, trace, model, config)
+    model, layer_windows, positions = _step_model(options)
+    limits = _limits(options, trace, model, layer_windows, positions or trace.longest)
     start, start_processor = time.perf_counter(), time.process_time()
     simulation = simulate(
         trace,
         limits,
         model,
+        windows=window_shares(layer_windows),
         num_replicas=options.replicas,
         router=ROUTERS[options.router](),
         block_transfer_s=options.block_transfer_ms / 1e3,
@@ -89,22 +97,43 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _step_model(options: argparse.Namespace) -> tuple[StepModel, ModelConfig | None]:
+def _step_model(options: argparse.Namespace) -> tuple[StepModel, tuple[int | None, ...], int | None]:
+    """The model of time, the window of each layer, and the most positions, where they are known."""
     if options.step_model is not None:
         values = json.loads(options.step_model.read_text())
-        return LinearStepModel.from_json(values.get("step_model", values)), None
+        if "step_model" not in values:  # the terms alone
+            return LinearStepModel.from_json(values), (None,), None
+        return LinearStepModel.from_json(values["step_model"]), _layer_windows(values), None
     if options.config is None:
         raise BenchmarkError("a step-time model is needed: --step-model FILE, or --config FOLDER for a roofline")
     config = load_config(options.config)
-    return roofline(config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3), config
+    model = roofline(config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3)
+    return model, config.layer_windows, config.max_position_embeddings
 
 
-def _limits(options: argparse.Namespace, trace: Trace, model: StepModel, config: ModelConfig | None) -> EngineLimits:
+def _layer_windows(report: dict[str, Any]) -> tuple[int | None, ...]:
+    windows = report.get("layer_windows")
+    if isinstance(windows, list) and windows and all(each is None or _is_window(each) for each in windows):
+        return tuple(windows)
+    raise BenchmarkError(f"layer_windows must have each layer's window, null where it has none, not {windows!r:.80}")
+
+
+def _is_window(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _limits(
+    options: argparse.Namespace,
+    trace: Trace,
+    model: StepModel,
+    layer_windows: tuple[int | None, ...],
+    positions: int,
+) -> EngineLimits:
     """The limits of each replica; blocks as many as named, else as the GPU's memory holds beside the weights."""
     num_blocks = options.num_blocks
     if num_blocks is None and isinstance(model, RooflineStepModel):
         free = MEMORY_SHARE * model.rates.memory_bytes - model.weight_bytes
-        num_blocks = int(free // (model.kv_bytes_per_token * options.block_size))
+        num_blocks = int(free // (model.kv_bytes_per_block_token * options.block_size))
     if num_blocks is None:
         raise BenchmarkError("--num-blocks is needed with --step-model: nothing says how much memory there is")
     engine = EngineConfig(
@@ -122,12 +151,12 @@ def _limits(options: argparse.Namespace, trace: Trace, model: StepModel, config:
         victim=options.victim,
         swap_space_bytes=options.swap_blocks,  # a block counts as one byte here
     )
-    positions = config.max_position_embeddings if config is not None else trace.longest
     return resolve(
         engine,
         max_position_embeddings=max(positions, engine.max_model_len or 0),
         bytes_per_block=1,
         available_bytes=num_blocks,
+        group_windows=tuple(group.window for group in cut_layers(layer_windows)),
     )
 
 

@@ -40,13 +40,45 @@ def test_roofline(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
-    model.write_text(json.dumps({"step_model": {**dict.fromkeys(TERMS, 0.0), "sequences": 0.5}}))
+    terms = {**dict.fromkeys(TERMS, 0.0), "sequences": 0.5}
+    model.write_text(json.dumps({"step_model": terms, "layer_windows": [None]}))
     arguments = (trace, "--step-model", str(model), "--num-blocks", "64", "--num-requests", "4")
     assert run(capsys, *arguments)["ttft_s"]["max"] > 1.0  # one a second, half a second for each of 5 tokens
     slow = run(capsys, *arguments, "--rate", "0.1", "--replicas", "2", "--router", "least-loaded")
     assert slow["ttft_s"]["max"] == pytest.approx(0.5, rel=0.01)
     assert slow["num_requests"] == 4
     assert run(capsys, *arguments, "--length", "0.5")["num_steps"] < run(capsys, *arguments)["num_steps"]
+
+
+def test_windows_make_steps_shorter_and_give_up_blocks(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers of 5 tokens behind prompts of 20 to 110, at a second for a token of decode context."""
+    model = tmp_path / "model.json"
+    report: dict[str, Any] = {"step_model": {**dict.fromkeys(TERMS, 0.0), "decode_context": 1.0}}
+    arguments = (trace, "--step-model", str(model), "--block-size", "8", "--max-num-batched-tokens", "16")
+    durations = {}
+    for windows in ([None, None], [None, 8], [8, 8]):
+        model.write_text(json.dumps({**report, "layer_windows": windows}))
+        durations[str(windows)] = run(capsys, *arguments, "--num-blocks", "900", "--rate", "1e-3")["tpot_s"]["mean"]
+    full, half, all_windows = durations.values()
+    assert all_windows == pytest.approx(8.0)
+    assert full > 20.0
+    assert half == pytest.approx((full + all_windows) / 2)
+    few = (*arguments, "--num-blocks", "16", "--rate", "1e6")
+    together = run(capsys, *few)["num_steps"]
+    model.write_text(json.dumps({**report, "layer_windows": [None]}))
+    assert run(capsys, *few)["num_steps"] > 1.2 * together  # of the long prompts the blocks hold one
+
+
+@pytest.mark.parametrize("windows", [[], [0], [True], 8, None, ["8"]])
+def test_layer_windows_are_checked(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], windows: Any
+) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"step_model": dict.fromkeys(TERMS, 1.0), "layer_windows": windows}))
+    assert simulate.main([trace, "--step-model", str(model), "--num-blocks", "64"]) == 2
+    assert "layer_windows" in capsys.readouterr().err
 
 
 def test_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,10 @@ from runtime.bench.environment import describe_engine
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.bench.scheduling.engines import like, served
+from runtime.bench.scheduling.engines import like, local, served
 from runtime.bench.scheduling.schedule import prompts_of
 from runtime.bench.scheduling.simulation import Simulation, simulate
-from runtime.bench.scheduling.step_model import Fit, StepFeatures, features_of, fit
+from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShares, features_of, fit, window_shares
 
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
@@ -49,7 +49,9 @@ def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_le
     return Trace("poisson", tuple(requests)).scaled(max_len=max_len)
 
 
-def step_times(records: Sequence[StepRecord]) -> tuple[list[StepFeatures], list[float]]:
+def step_times(
+    records: Sequence[StepRecord], windows: WindowShares = ()
+) -> tuple[list[StepFeatures], list[float]]:
     """Features and seconds of each step. Where the next step goes on with a sequence of this one there was no pause,
     and a step lasts until the next begins: handing out its tokens is part of it."""
     features, seconds = [], []
@@ -60,7 +62,7 @@ def step_times(records: Sequence[StepRecord]) -> tuple[list[StepFeatures], list[
             if any((chunk.request_id, chunk.index) in mine for chunk in after.chunks):
                 end_s = after.start_s
         if record.chunks:
-            features.append(features_of([(chunk.start, chunk.num_tokens) for chunk in record.chunks]))
+            features.append(features_of([(chunk.start, chunk.num_tokens) for chunk in record.chunks], windows))
             seconds.append(end_s - record.start_s)
     return features, seconds
 
@@ -73,7 +75,7 @@ def bench_simulation(
     rate  arrivals this many times as dense; None: so that the simulator is busy for `BUSY_SHARE` of the time
 
     `ttft_error` and `throughput_error` are the medians over the pairs of |predicted / measured - 1|; `step_model` is
-    the fit, for `tools/simulate.py --step-model`.
+    the fit, with `layer_windows` for `tools/simulate.py --step-model`.
     """
     if num_pairs < 1 or num_requests < 2:
         raise BenchmarkError("at least one pair of at least two requests is needed")
@@ -86,8 +88,8 @@ def bench_simulation(
     records = list(_run(engine, at_once, seed).timeline)
     for index in range(min(NUM_ALONE, num_requests)):
         records += _run(engine, _stretch(first, index, 1), seed + index).timeline
-    chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, first, _fit(records))
-    fitted = _fit([*records, *_run(engine, first.scaled(rate=chosen), seed).timeline])
+    chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, first, _fit(engine, records))
+    fitted = _fit(engine, [*records, *_run(engine, first.scaled(rate=chosen), seed).timeline])
     pairs: list[dict[str, Any]] = []
     for index, stretch in enumerate(stretches[1:]):
         scaled = stretch.scaled(rate=chosen)
@@ -109,6 +111,7 @@ def bench_simulation(
             "total_error": fitted.total_error,
         },
         "step_model": fitted.model.as_json(),
+        "layer_windows": list(_layer_windows(engine)),
         "pairs": pairs,
         "environment": describe_engine(engine.info),
     }
@@ -147,11 +150,18 @@ def _run(engine: Engine, trace: Trace, seed: int) -> _Measured:
 def _simulate(engine: Engine, trace: Trace, fitted: Fit) -> Simulation:
     from runtime.engine.process.client import BURST_PAUSE_S
 
-    return simulate(trace, engine.limits, fitted.model, wake_s=BURST_PAUSE_S)
+    return simulate(
+        trace, engine.limits, fitted.model, windows=window_shares(_layer_windows(engine)), wake_s=BURST_PAUSE_S
+    )
 
 
-def _fit(records: Sequence[StepRecord]) -> Fit:
-    return fit(*step_times(records))
+def _fit(engine: Engine, records: Sequence[StepRecord]) -> Fit:
+    return fit(*step_times(records, window_shares(_layer_windows(engine))))
+
+
+def _layer_windows(engine: Engine) -> tuple[int | None, ...]:
+    spec = local(engine).kv_cache.spec
+    return spec.layer_windows or (None,) * spec.num_layers
 
 
 def _figures_of(simulation: Simulation) -> dict[str, float]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
-from runtime.bench.scheduling.step_model import StepModel, features_of
+from runtime.bench.scheduling.step_model import StepModel, WindowShares, features_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import BlockPool
@@ -36,7 +36,12 @@ class Replica:
     """A scheduler with its blocks and a clock (seconds since the trace's first request)."""
 
     def __init__(
-        self, limits: EngineLimits, model: StepModel, block_transfer_s: float = 0.0, wake_s: float = 0.0
+        self,
+        limits: EngineLimits,
+        model: StepModel,
+        windows: WindowShares = (),
+        block_transfer_s: float = 0.0,
+        wake_s: float = 0.0,
     ) -> None:
         self.pool = BlockPool(
             limits.num_blocks,
@@ -52,6 +57,7 @@ class Replica:
         self.num_open_tokens = 0
         self.worst_gaps_s: dict[int, float] = {}
         self._model = model
+        self._windows = windows
         self._block_transfer_s = block_transfer_s
         self._wake_s = wake_s
 
@@ -77,7 +83,8 @@ class Replica:
             raise BenchmarkError(f"the scheduler has work but chose nothing at {self.clock_s:.6f} s: a deadlock")
         seconds = 0.0
         if step.chunks:
-            seconds = self._model.seconds(features_of([(chunk.start, chunk.num_tokens) for chunk in step.chunks]))
+            chunks = [(chunk.start, chunk.num_tokens) for chunk in step.chunks]
+            seconds = self._model.seconds(features_of(chunks, self._windows))
             scheduler.observe(step.num_tokens, seconds)
         if step.has_transfers:
             num_blocks = len(step.swap_out) + len(step.swap_in)
@@ -195,6 +202,7 @@ def simulate(
     limits: EngineLimits,
     model: StepModel,
     *,
+    windows: WindowShares = (),
     num_replicas: int = 1,
     router: Router | None = None,
     block_transfer_s: float = 0.0,
@@ -202,6 +210,7 @@ def simulate(
 ) -> Simulation:
     """Run the whole trace.
 
+    windows           of the model's layers; those of its cache groups are in ``limits``
     router            None: round robin
     block_transfer_s  of one block between device and host
     wake_s            that an idle replica waits for more after a request came (the engine's ``BURST_PAUSE_S``)
@@ -212,7 +221,7 @@ def simulate(
         raise BenchmarkError(f"{num_replicas} replicas: at least 1 is needed")
     if trace.longest > limits.max_model_len:
         raise BenchmarkError(f"a request of {trace.longest} tokens exceeds max_model_len={limits.max_model_len}")
-    replicas = [Replica(limits, model, block_transfer_s, wake_s) for _ in range(num_replicas)]
+    replicas = [Replica(limits, model, windows, block_transfer_s, wake_s) for _ in range(num_replicas)]
     choose = router or round_robin()
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

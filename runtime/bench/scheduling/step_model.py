@@ -7,11 +7,14 @@ Both map ``StepFeatures`` to seconds. The fitted one is linear in non-negative t
 whose ``min`` terms let the first tokens of a step be dearer than the next: a product with one row reads all weights,
 one with 64 rows reads them once, too. Non-negative least squares (Lawson and Hanson, "Solving Least Squares Problems",
 1974, chapter 23) keeps a term that the measurements do not support at zero instead of letting two cancel.
+
+Pairs and context are those of a layer: where some layers see a window, the mean over all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bench.metrics import BenchmarkError
+from runtime.kv.groups import cut_layers
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -33,27 +37,48 @@ class StepFeatures(NamedTuple):
 
     tokens          in all chunks
     sequences       chunks
-    prefill_pairs   query-key pairs of attention in chunks of more than one token
-    decode_context  tokens that single-token chunks attend to, themselves included
+    prefill_pairs   query-key pairs of attention in chunks of more than one token, the mean over the layers
+    decode_context  tokens that single-token chunks attend to, themselves included, the mean over the layers
     """
 
     tokens: int
     sequences: int
-    prefill_pairs: int
-    decode_context: int
+    prefill_pairs: float
+    decode_context: float
 
 
-def features_of(chunks: Iterable[tuple[int, int]]) -> StepFeatures:
+WindowShares = tuple[tuple[int, float], ...]
+"""Windows, each with the share of a model's layers that see so many tokens; the other layers see all."""
+
+
+def window_shares(layer_windows: Sequence[int | None]) -> WindowShares:
+    """The shares of layers with these windows; None: all tokens."""
+    counts = Counter(window for window in layer_windows if window is not None)
+    return tuple((window, count / len(layer_windows)) for window, count in sorted(counts.items()))
+
+
+def features_of(chunks: Sequence[tuple[int, int]], windows: WindowShares = ()) -> StepFeatures:
     """Features of a step from each chunk's (start, number of tokens)."""
-    tokens = sequences = pairs = context = 0
+    tokens = 0
+    pairs = context = 0.0
     for start, count in chunks:
-        sequences += 1
         tokens += count
         if count == 1:
             context += start + 1
         else:
             pairs += count * start + count * (count + 1) // 2
-    return StepFeatures(tokens, sequences, pairs, context)
+    for window, share in windows:
+        for start, count in chunks:
+            furthest = start + count - window  # keys that the chunk's last query does not see
+            if furthest <= 0:
+                continue
+            nearest = max(start + 1 - window, 1)  # the fewest, of those queries that miss any
+            hidden = (nearest + furthest) * (furthest - nearest + 1) // 2
+            if count == 1:
+                context -= share * hidden
+            else:
+                pairs -= share * hidden
+    return StepFeatures(tokens, len(chunks), pairs, context)
 
 
 class StepModel(Protocol):
@@ -188,12 +213,14 @@ class RooflineStepModel:
 
     Attributes:
         weight_bytes: read once a step; kv_bytes_per_token: of all layers, keys and values.
+        kv_bytes_per_block_token: of the layers of one cache group, padding included.
         flops_per_token: of the weights' products; flops_per_pair: of attention, a query with one key, all layers.
         flops_per_logits_row: of the output projection, once a sequence (an upper bound: unfinished prompts have none).
     """
 
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_bytes_per_block_token: int
     flops_per_token: int
     flops_per_pair: int
     flops_per_logits_row: int
@@ -217,9 +244,12 @@ def roofline(config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_p
     num_mlp = 3 if config.activation == "silu" else 2
     per_layer = 2 * config.hidden_size * (heads + kv_heads) + num_mlp * config.hidden_size * config.intermediate_size
     logits = config.vocab_size * config.hidden_size
+    group = cut_layers(config.layer_windows)[0]
+    kv_bytes = bytes_per_value * 2 * kv_heads  # of a token in a layer
     return RooflineStepModel(
         weight_bytes=bytes_per_value * (config.num_layers * per_layer + logits),
-        kv_bytes_per_token=bytes_per_value * 2 * config.num_layers * kv_heads,
+        kv_bytes_per_token=kv_bytes * config.num_layers,
+        kv_bytes_per_block_token=kv_bytes * (len(group.layers) + group.num_padding),
         flops_per_token=2 * config.num_layers * per_layer,
         flops_per_pair=4 * config.num_layers * heads,
         flops_per_logits_row=2 * logits,

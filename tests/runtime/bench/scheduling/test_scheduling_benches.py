@@ -197,6 +197,7 @@ def test_simulation(folder: Path) -> None:
         assert pair[f"{name}_error"] == pytest.approx(error)
         assert report[f"{name}_error"] == pytest.approx(abs(error))
     assert set(report["step_model"]) == set(TERMS)
+    assert report["layer_windows"] == [None] * len(report["layer_windows"]) != []
     assert report["fit"]["num_steps"] >= 16
     bench(folder, *arguments, "--most-error", "-1", "--rate", "100", status=1)
 

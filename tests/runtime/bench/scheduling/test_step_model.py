@@ -18,6 +18,7 @@ from runtime.bench.scheduling.step_model import (
     fit,
     non_negative_least_squares,
     roofline,
+    window_shares,
 )
 
 
@@ -27,6 +28,23 @@ def test_features() -> None:
         tokens=5, sequences=3, prefill_pairs=21, decode_context=11
     )
     assert features_of([]) == StepFeatures(0, 0, 0, 0)
+
+
+def test_layers_with_a_window_see_its_tokens_alone() -> None:
+    windows = (None, 4, 7, 4, None, 1)
+    shares = window_shares(windows)
+    assert shares == ((1, 1 / 6), (4, 2 / 6), (7, 1 / 6))
+    assert window_shares((None, None)) == ()
+    chunks = [(9, 1), (5, 3), (0, 1), (0, 12), (2, 2), (3, 1), (30, 40)]
+    pairs = context = 0.0
+    for window in windows:
+        for start, count in chunks:
+            seen = sum(min(position + 1, window or position + 1) for position in range(start, start + count))
+            pairs += 0 if count == 1 else seen
+            context += seen if count == 1 else 0
+    found = features_of(chunks, shares)
+    assert found[:2] == (60, 7)
+    assert found[2:] == (pytest.approx(pairs / 6), pytest.approx(context / 6))
 
 
 def random_steps(count: int) -> list[StepFeatures]:
@@ -110,6 +128,21 @@ def test_roofline_by_hand() -> None:
     flops = 2 * 3 * 576 * 4 + 4 * 3 * 8 * (21 + 10) + 2 * 80 * 2
     computing = roofline(parse_config(dict(CONFIG)), GpuRates(1e12, 100.0, 1), overhead_s=0.0)
     assert computing.seconds(step) == pytest.approx(flops / 100.0)
+
+
+def test_roofline_of_layers_with_windows_by_hand() -> None:
+    windows = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
+    windows |= {"sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 4}
+    config = parse_config({**CONFIG, **windows})
+    assert config.layer_windows == (None, 4, 4, 4)
+    rates = GpuRates(1000.0, 1e9, 1)
+    model = roofline(config, rates, overhead_s=0.0)
+    assert model.kv_bytes_per_token == 2 * 2 * 4 * 4
+    assert model.kv_bytes_per_block_token == 2 * 2 * 4  # four groups of a layer each
+    step = features_of([(9, 1), (1, 1)], window_shares(config.layer_windows))
+    # Keys of one layer: the full one reads 10 and 2, the others 4 and 2; each layer writes those of two tokens.
+    moved = model.weight_bytes + 2 * 2 * 4 * ((12 + 3 * 6) + 4 * 2)
+    assert model.seconds(step) == pytest.approx(moved / 1000.0)
 
 
 def test_rates_are_below_the_data_sheets() -> None:
