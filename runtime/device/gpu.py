@@ -26,7 +26,8 @@ from runtime.errors import DeviceError, InvalidArgumentError
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 
-_MOST_TENSOR_MAPS = 65_536
+_MOST_TENSOR_MAPS, _MOST_LAUNCHES = 16_384, 4_096
+"""That are remembered: the latest, by when they were made."""
 STAGING_BYTES = 8 << 20
 """Copies from and to memory that is not pinned go through pinned pieces of this size, each copied while the next is
 filled."""
@@ -295,9 +296,8 @@ class Gpu:
         """
         found = self._tensor_maps.get((address, layout))
         if found is None:
-            if len(self._tensor_maps) == _MOST_TENSOR_MAPS:
-                self._tensor_maps.clear()
             found = self._tensor_maps[address, layout] = tensor_map.encode(self.driver, address, layout)
+            _forget_oldest(self._tensor_maps, _MOST_TENSOR_MAPS)
         return found
 
     @functools.cached_property
@@ -325,6 +325,7 @@ class Gpu:
         bound = self._bound.launches.get(launch)
         if bound is None:
             bound = self._bound.launches[launch] = self.bind(launch)
+            _forget_oldest(self._bound.launches, _MOST_LAUNCHES)
         if launch.maps:
             arguments = self._with_maps(launch, arguments)
         if stream is None or stream is self._streams.current:
@@ -409,6 +410,11 @@ class _BoundOfThread(threading.local):
 
     def __init__(self) -> None:
         self.launches: dict[Launch, Bound] = {}
+
+
+def _forget_oldest(remembered: dict[Any, Any], most: int) -> None:
+    if len(remembered) > most:
+        del remembered[next(iter(remembered))]
 
 
 _opened: dict[str, Gpu] = {}  # by the device's full name; only grows

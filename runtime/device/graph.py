@@ -23,6 +23,7 @@ from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
 
+from runtime.device.collection import NO_COLLECTION
 from runtime.device.errors import CaptureError, PoolTooSmallError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import Argument, Arguments, Kernel
@@ -189,7 +190,7 @@ def _record(gpu: Gpu, stream: Stream, work: Callable[[], Any]) -> tuple[Any, Any
     mode = gpu.driver.types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     gpu.context.call("cuStreamBeginCapture", stream.handle, mode)
     try:
-        with gpu.captured(stream):
+        with gpu.captured(stream), NO_COLLECTION:  # a finaliser that frees or waits would end the recording
             result = work()
     except BaseException:
         status, *graph = gpu.driver.api.cuStreamEndCapture(stream.handle)

@@ -258,6 +258,7 @@ class Engine:
             num_decode_graphs=graphs.num_graphs,
             decode_graph_bytes=graphs.size_bytes,
             num_graph_steps=graphs.num_steps,
+            num_failed_graphs=graphs.num_failed,
             num_waiting_tokens=self.num_unscheduled_tokens,
             iteration_token_counts=tuple(counters.steps_by_tokens),
             iteration_tokens=counters.step_tokens,

@@ -116,12 +116,13 @@ class _Members:
 class DecodeGraphs:
     """The graphs of one model and KV cache. Belongs to the engine's loop.
 
-    num_steps  that graphs have run
+    num_steps   that graphs have run
+    num_failed  recordings that failed: each is tried once more, then no more graphs are made
     """
 
     def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows) -> None:
         self.device = model.device
-        self.num_steps = 0
+        self.num_steps = self.num_failed = 0
         self._model = model
         self._kv_cache = kv_cache
         self._limits = limits
@@ -244,24 +245,30 @@ class DecodeGraphs:
     def record(self) -> None:
         """Record the graph that was missing last, if there is one and none runs. Waits for the device.
 
-        Where its memory is not to be had, or the model does what cannot be recorded, all steps without a graph stay so.
+        Where its memory is not to be had, or it fails twice (the model does what cannot be recorded), all steps without
+        a graph stay so.
         """
         key = self._wanted
         if key is None or self._running is not None:
             return
         self._wanted = None
-        try:
-            self._graphs[key] = self._recorded(key)
-        except OutOfMemoryError as error:
-            self._has_given_up = True
-            logger.warning(
-                "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
-                key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
-            )  # fmt: skip
-        except LaunchError:  # the device is lost
-            raise
-        except DeviceError as error:  # as of work that cannot be recorded
-            self._say_what_cannot_be_recorded(error)
+        for is_last in (False, True):
+            try:
+                self._graphs[key] = self._recorded(key)
+                return
+            except OutOfMemoryError as error:
+                self._has_given_up = True
+                logger.warning(
+                    "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
+                    key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
+                )  # fmt: skip
+                return
+            except LaunchError:  # the device is lost
+                raise
+            except DeviceError as error:  # as of work that cannot be recorded, or that another thread interrupted
+                self.num_failed += 1
+                if is_last:
+                    self._say_what_cannot_be_recorded(error)
 
     def release(self) -> None:
         """Give the memory back; no step is started any more."""

@@ -94,11 +94,13 @@ class Computation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Decode graphs that are recorded, the device's memory that they hold, and steps that they have run."""
+    """Decode graphs that are recorded, the device's memory that they hold, steps that they have run, and recordings
+    that failed."""
 
     num_graphs: int = 0
     size_bytes: int = 0
     num_steps: int = 0
+    num_failed: int = 0
 
 
 class Executor(Protocol):

@@ -139,7 +139,8 @@ class LocalExecutor:
     def graph_stats(self) -> GraphStats:
         if self.graphs is None:
             return GraphStats()
-        return GraphStats(self.graphs.num_graphs, self.graphs.reserved_bytes, self.graphs.num_steps)
+        graphs = self.graphs
+        return GraphStats(graphs.num_graphs, graphs.reserved_bytes, graphs.num_steps, graphs.num_failed)
 
     def close(self) -> None:
         if self._worker is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.device.collection import NO_COLLECTION
 from runtime.device.emulator.async_copies.proxy import proxy_bytes
 from runtime.device.emulator.execution import counters, warp_state
 from runtime.device.emulator.execution.counters import Counters
@@ -339,34 +338,8 @@ def _pool(process: int, count: int) -> ThreadPoolExecutor:
 
 def _on_threads(work: Any, workers: list[_Worker]) -> None:
     pool = _pool(os.getpid(), len(workers) - 1)
-    with _PAUSE:
+    with NO_COLLECTION:  # what a thread's finds calls the driver, whose lock the launch holds while it waits for it
         others = [pool.submit(work, worker) for worker in workers[1:]]
         work(workers[0])
         for other in others:
             other.result()
-
-
-class _Pause:
-    """Python collects no garbage inside. What a collection in one of a kernel's threads finds (a stream, an event, a
-    tensor) would call the driver, whose lock the launching thread holds while it waits for that thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection in here may launch another driver's work
-        self._num_inside = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._num_inside += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0 and self._was_enabled:
-                gc.enable()
-
-
-_PAUSE = _Pause()

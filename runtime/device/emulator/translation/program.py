@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.device.collection import NO_COLLECTION
 from runtime.device.emulator.async_copies.proxy import needs_proxy
 from runtime.device.emulator.memory.device_memory import Machine
 from runtime.device.emulator.races.accesses import granule_shift
@@ -45,18 +44,6 @@ class Translation:
     register_bytes: int
     chunks: tuple[tuple[int, int], ...]
     reads_undefined: bool
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Translation makes many objects and no garbage: looking for some takes a quarter of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class LoadedKernel:
@@ -115,7 +102,7 @@ class LoadedKernel:
         )
 
     def _translate(self) -> Entry:
-        with _no_collection():
+        with NO_COLLECTION:  # looking for garbage, of which there is none, takes a quarter of the time
             low = Lowering(self.module, self.kernel)
             translate(low)
             text = str(low.ir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections import Counter
@@ -340,7 +341,47 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly(tmp_path: Path, caplog: py
         results = run_to_end(engine)
     assert len(results["x"].token_ids()) == 6
     assert "cannot be recorded" in caplog.text
-    assert engine.stats().num_graph_steps == 0
+    assert (engine.stats().num_graph_steps, engine.stats().num_failed_graphs) == (0, 2)
+
+
+def test_a_recording_that_failed_is_tried_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
+    model: Any = engine.executor.model
+    forward, failures = model.forward, [True]
+
+    def waits_once(batch: Any, kv_cache: KVCache) -> Any:
+        gpu = Gpu.of(model.device)
+        if gpu.stream_is_captured and failures:
+            failures.pop()
+            gpu.stream.synchronize()
+        return forward(batch, kv_cache)
+
+    model.forward = waits_once
+    engine.add(request("x", range(3, 9), max_tokens=6, ignore_eos=True))
+    with caplog.at_level(logging.WARNING, "xserv.engine"):
+        results = run_to_end(engine)
+    assert len(results["x"].token_ids()) == 6
+    assert not failures
+    assert not caplog.records
+    stats = engine.stats()
+    assert stats.num_failed_graphs == 1
+    assert stats.num_graph_steps > 0
+
+
+def test_nothing_is_collected_while_a_step_is_recorded(tmp_path: Path) -> None:
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
+    model: Any = engine.executor.model
+    forward = model.forward
+
+    def looks(batch: Any, kv_cache: KVCache) -> Any:
+        assert gc.isenabled() != Gpu.of(model.device).stream_is_captured
+        return forward(batch, kv_cache)
+
+    model.forward = looks
+    engine.add(request("x", range(3, 9), max_tokens=6, ignore_eos=True))
+    run_to_end(engine)
+    assert engine.stats().num_graph_steps > 0
+    assert gc.isenabled()
 
 
 def test_a_replay_that_does_not_wait_for_the_blocks_is_found(

@@ -330,7 +330,7 @@ def test_clusters_lie_in_one_group_of_multiprocessors() -> None:
     assert [clusters(size, 227 * 1024) for size in (2, 4, 8)] == [66, 32, 16]
     assert clusters(8, 110 * 1024) == 32  # two blocks a multiprocessor
     on_ampere = Harness("sm_80")
-    other = on_ampere.function("k", entry_text())
+    other = on_ampere.function("k", entry_text().replace("sm_90", "sm_80"))
     asked = config((2, 1, 1), (128, 1, 1), None, cluster=(2, 1, 1))
     assert on_ampere.status("cuOccupancyMaxActiveClusters", other, asked) == R.CUDA_ERROR_INVALID_VALUE
 
