@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tokenizer.decoders import Events
+from tokenizer.components.decoders import Events
 from tokenizer.errors import TokenizerError
 
 if TYPE_CHECKING:

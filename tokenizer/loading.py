@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizer.added_tokens import AddedToken
+from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
 from tokenizer.llama_class import is_rebuilt, rebuild

@@ -12,20 +12,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from tokenizer.added_tokens import AddedToken, AddedTokenFinder
-from tokenizer.automaton import compile_automaton
-from tokenizer.bpe import BpeModel, WordCache
-from tokenizer.byte_encoder import ByteEncoder
+from tokenizer.bpe.byte_encoder import ByteEncoder
+from tokenizer.bpe.model import BpeModel, WordCache
 from tokenizer.byte_level import replace_surrogates, to_byte_level
-from tokenizer.chat_template import render_chat
-from tokenizer.decoders import build_decoder
+from tokenizer.components.added_tokens import AddedToken, AddedTokenFinder
+from tokenizer.components.decoders import build_decoder
+from tokenizer.components.normalizers import build_normalizer, leaves_alone
+from tokenizer.components.post_processors import PostProcessor, build_post_processor
+from tokenizer.components.pre_tokenizers import build_pre_tokenizer, byte_level_step, pre_tokenize, word_pattern
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerFileError
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, read_folder
-from tokenizer.normalizers import build_normalizer, leaves_alone
-from tokenizer.pattern_tree import NotTabularError
-from tokenizer.post_processors import PostProcessor, build_post_processor
-from tokenizer.pre_tokenizers import build_pre_tokenizer, byte_level_step, pre_tokenize, word_pattern
+from tokenizer.patterns.automaton import compile_automaton
+from tokenizer.patterns.tree import NotTabularError
+from tokenizer.templates.chat_template import render_chat
 
 _ID_LIMIT = 1 << 32
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenizer.bpe.merge_table import MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles
-from tokenizer.merge_table import MergeTable
 from tokenizer.tokenizer import Tokenizer
 
 
@@ -15,7 +15,7 @@ def is_compiled() -> bool:
     """Whether a process before has compiled the loops, so that `warm_up` takes no compiler."""
     from numba_kernels.cache import cache_folder
 
-    return any(cache_folder(Path(__file__).with_name("encode_kernel.py")).iterdir())
+    return any(cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 
 def warm_up() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tokenizer.support import random_text
-from tokenizer.automaton import Automaton, compile_automaton
-from tokenizer.character_classes import NUM_CHARACTERS, classify
-from tokenizer.oniguruma import MOVED_LETTER, translate
-from tokenizer.pattern_tree import NotTabularError
+from tokenizer.patterns.automaton import Automaton, compile_automaton
+from tokenizer.patterns.character_classes import NUM_CHARACTERS, classify
+from tokenizer.patterns.oniguruma import MOVED_LETTER, translate
+from tokenizer.patterns.tree import NotTabularError
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

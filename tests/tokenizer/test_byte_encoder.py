@@ -29,7 +29,8 @@ from tests.tokenizer.support import (
     shared,
 )
 from tests.tokenizer.test_automaton import ALPHABET, GPT2, LLAMA3, O200K
-from tokenizer import Tokenizer, TokenizerFileError, byte_encoder
+from tokenizer import Tokenizer, TokenizerFileError
+from tokenizer.bpe import byte_encoder
 from tokenizer.byte_level import to_byte_level
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -282,7 +283,7 @@ def test_threads_have_words_of_their_own() -> None:
 
 def test_warming_up_runs_the_loops_of_encoding() -> None:
     command = (
-        "from tokenizer.warm_up import warm_up; warm_up(); from tokenizer import encode_kernel, index_kernel;"
+        "from tokenizer.warm_up import warm_up; warm_up(); from tokenizer.bpe import encode_kernel, index_kernel;"
         "loops = encode_kernel.encode, index_kernel.index_tokens, index_kernel.index_merges;"
         "print(*[len(loop.signatures) for loop in loops])"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tokenizer.support import FIXTURES, build, byte_level_model, content_of, shared
 from tokenizer import ChatTemplateError, Tokenizer
-from tokenizer.chat_template import render_chat
+from tokenizer.templates.chat_template import render_chat
 
 _USER = [{"role": "user", "content": "Hello"}]
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from tests.tokenizer.support import random_text
-from tokenizer.oniguruma import PatternError
-from tokenizer.patterns import compile_pattern, find_spans
+from tokenizer.patterns.compiled import compile_pattern, find_spans
+from tokenizer.patterns.oniguruma import PatternError
 
 _PATTERNS = [
     # The patterns of real tokenizers: GPT-2, Llama 3, o200k, DeepSeek, tiktoken's newest cl100k, BLOOM

@@ -13,10 +13,10 @@ from functools import cache
 import pytest
 
 from tests.tokenizer.support import random_text
-from tokenizer import unicode_tables
+from tokenizer.components.normalizers import build_normalizer
 from tokenizer.json_fields import Fields
-from tokenizer.normalizers import build_normalizer
-from tokenizer.patterns import compile_pattern, compile_raw
+from tokenizer.patterns import unicode_tables
+from tokenizer.patterns.compiled import compile_pattern, compile_raw
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers library")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizer import Tokenizer
 from tokenizer.byte_level import from_byte_level
-from tokenizer.pre_tokenizers import GPT2_PATTERN
+from tokenizer.components.pre_tokenizers import GPT2_PATTERN
 
 NAMES = ("ours", "tokenizers", "tiktoken")
 

@@ -57,7 +57,7 @@ def marker(*arguments: str) -> Path | None:
 
     if not is_kept(CODE_FOLDER):
         return None
-    loops = sources_digest(*Path(tokenizer.__file__).parent.glob("*.py"))
+    loops = sources_digest(*Path(tokenizer.__file__).parent.rglob("*.py"))
     words = f"{arguments} {loops} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
     return CODE_FOLDER / f"ahead-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 

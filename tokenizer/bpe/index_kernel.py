@@ -15,7 +15,7 @@ import numpy as np
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i32_at, i64_at, u8_at, u64_at
-from tokenizer.kernel_support import NOTHING, are_equal, hash_bytes, pair_key, pair_slot
+from tokenizer.bpe.kernel_support import NOTHING, are_equal, hash_bytes, pair_key, pair_slot
 
 END = 0xFF
 """The byte behind each string."""

@@ -43,8 +43,8 @@ class MergeTable:
         """
         import numpy as np
 
-        from tokenizer.index_kernel import index_merges, index_tokens
-        from tokenizer.kernel_support import NOTHING
+        from tokenizer.bpe.index_kernel import index_merges, index_tokens
+        from tokenizer.bpe.kernel_support import NOTHING
 
         self.tokens = _packed(vocab)
         self.starts = np.empty(len(vocab) + 1, np.int64)
@@ -68,7 +68,7 @@ class MergeTable:
         """The ids of a word, given as the tokens to begin with; all are in the vocabulary."""
         import numpy as np
 
-        from tokenizer.merge_kernel import SCRATCH_BYTES, merge_tokens
+        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES, merge_tokens
 
         text = _packed(tokens)
         count = len(tokens)

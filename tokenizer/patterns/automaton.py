@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokenizer.character_classes import ClassTable, classify
-from tokenizer.pattern_tree import Character, Choice, LookAhead, Node, NotTabularError, Repeat, Row, parse
+from tokenizer.patterns.character_classes import ClassTable, classify
+from tokenizer.patterns.tree import Character, Choice, LookAhead, Node, NotTabularError, Repeat, Row, parse
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,11 +13,11 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 
-from tokenizer import unicode_tables
 from tokenizer.byte_level import to_byte_level
+from tokenizer.components.normalizers import read_pattern
 from tokenizer.json_fields import Fields
-from tokenizer.normalizers import read_pattern
-from tokenizer.patterns import RUST_WORD, Pattern, compile_literal, compile_pattern, compile_raw, find_spans
+from tokenizer.patterns import unicode_tables
+from tokenizer.patterns.compiled import RUST_WORD, Pattern, compile_literal, compile_pattern, compile_raw, find_spans
 
 Step = Callable[[list[str], bool], tuple[list[str], bool]]
 """(pieces, is_at_start) → (pieces, is_at_start)."""

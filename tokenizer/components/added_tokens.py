@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizer import unicode_tables
 from tokenizer.json_fields import Fields
-from tokenizer.patterns import RUST_WORD, compile_raw
+from tokenizer.patterns import unicode_tables
+from tokenizer.patterns.compiled import RUST_WORD, compile_raw
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i32_at, i64_at, u8_at, u32_at, u64_at
-from tokenizer.index_kernel import find_token
-from tokenizer.kernel_support import ZERO, chunk_at, hash_bytes
-from tokenizer.merge_kernel import merge, symbols_at
+from tokenizer.bpe.index_kernel import find_token
+from tokenizer.bpe.kernel_support import ZERO, chunk_at, hash_bytes
+from tokenizer.bpe.merge_kernel import merge, symbols_at
 
 CLASSES = 0  # [0x110000] uint8: `Automaton.classes`
 TRANSITIONS = 1  # int32: `Automaton.transitions`

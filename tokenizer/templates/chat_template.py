@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from tokenizer.errors import ChatTemplateError
-from tokenizer.template_functions import to_json
+from tokenizer.templates.functions import to_json
 
 Message = Mapping[str, Any]
 
@@ -199,6 +199,6 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    from tokenizer.jinja_environment import make_environment
+    from tokenizer.templates.jinja_environment import make_environment
 
     return make_environment()

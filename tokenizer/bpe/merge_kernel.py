@@ -12,8 +12,8 @@ import numpy as np
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i32_at, i64_at, u8_at, u64_at
-from tokenizer.index_kernel import find_token, string_end
-from tokenizer.kernel_support import NOTHING, pair_key, pair_slot
+from tokenizer.bpe.index_kernel import find_token, string_end
+from tokenizer.bpe.kernel_support import NOTHING, pair_key, pair_slot
 
 SCRATCH_BYTES = 28
 """Bytes of scratch for each symbol: two entries of the heap, the symbol, the places of both neighbours."""

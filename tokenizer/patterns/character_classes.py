@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokenizer.oniguruma import MOVED_LETTER
-from tokenizer.pattern_tree import NotTabularError
-from tokenizer.unicode_tables import WHITE_SPACE
+from tokenizer.patterns.oniguruma import MOVED_LETTER
+from tokenizer.patterns.tree import NotTabularError
+from tokenizer.patterns.unicode_tables import WHITE_SPACE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenizer.byte_level import from_byte_level
+from tokenizer.components.normalizers import read_pattern, replace_spans
+from tokenizer.components.pre_tokenizers import read_prepend_scheme
 from tokenizer.json_fields import Fields
-from tokenizer.normalizers import read_pattern, replace_spans
-from tokenizer.patterns import Pattern
-from tokenizer.pre_tokenizers import read_prepend_scheme
+from tokenizer.patterns.compiled import Pattern
 
 Events = list[str | None]
 """Fragments of tokens; None ends a token."""

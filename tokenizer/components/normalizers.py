@@ -14,17 +14,17 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
-from tokenizer import unicode_tables
 from tokenizer.byte_level import to_byte_level
 from tokenizer.json_fields import Fields
-from tokenizer.oniguruma import PatternError
-from tokenizer.patterns import (
+from tokenizer.patterns import unicode_tables
+from tokenizer.patterns.compiled import (
     Pattern,
     compile_literal,
     compile_pattern,
     compile_raw,
     find_spans,
 )
+from tokenizer.patterns.oniguruma import PatternError
 
 Normalizer = Callable[[str, bool], tuple[str, bool]]
 """(text, is_at_start) → (text, is_at_start)."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tokenizer.automaton import Automaton
+from tokenizer.bpe.merge_table import MergeTable, address
 from tokenizer.byte_level import BYTE_TO_CHAR
-from tokenizer.merge_table import MergeTable, address
+from tokenizer.patterns.automaton import Automaton
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ class ByteEncoder:
         """
         import numpy as np
 
-        from tokenizer import encode_kernel as kernel
+        from tokenizer.bpe import encode_kernel as kernel
 
         self._frombuffer, self._uint8 = np.frombuffer, np.uint8
         nodes, roots, added_ids, added_special = _trie(added)
@@ -94,7 +94,7 @@ class _Workspace:
     def __init__(self) -> None:
         import numpy as np
 
-        from tokenizer import encode_kernel as kernel
+        from tokenizer.bpe import encode_kernel as kernel
 
         self._kernel = kernel.encode
         self._position, self._stop = kernel.POSITION, kernel.STOP
@@ -132,8 +132,8 @@ class _Workspace:
         """Room for words of `size` bytes."""
         import numpy as np
 
-        from tokenizer import encode_kernel as kernel
-        from tokenizer.merge_kernel import SCRATCH_BYTES
+        from tokenizer.bpe import encode_kernel as kernel
+        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES
 
         self._out = np.empty(size, np.uint32)
         self._scratch = np.empty(SCRATCH_BYTES * size, np.uint8)

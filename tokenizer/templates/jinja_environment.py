@@ -12,7 +12,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from tokenizer.template_functions import strftime_now, to_json
+from tokenizer.templates.functions import strftime_now, to_json
 
 
 class _GenerationTag(jinja2.ext.Extension):

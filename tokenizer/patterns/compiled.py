@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tokenizer.oniguruma import MOVED_LETTER, UNICODE_WORD, PatternError, translate
+from tokenizer.patterns.oniguruma import MOVED_LETTER, UNICODE_WORD, PatternError, translate
 
 # The Rust crate `regex`, which Whitespace and single_word use, has the joiners.
 RUST_WORD = UNICODE_WORD + r"\u200c\u200d"

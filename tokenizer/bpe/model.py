@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tokenizer.bpe.merge_table import MIDDLE, MergeError, MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields, shown
-from tokenizer.merge_table import MIDDLE, MergeError, MergeTable
 
 _LONGEST_CACHED = 256
 _MOST_CACHED = 1 << 16

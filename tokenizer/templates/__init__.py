@@ -1,0 +1,1 @@
+"""Chat templates: Jinja in a sandbox, with the functions that models' templates use."""
