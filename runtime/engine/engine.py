@@ -40,7 +40,7 @@ from runtime.engine.scheduling.step import Step
 from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.embedder import Embedder
 from runtime.engine.steps.executor import Computation, Drawn, Executor
-from runtime.engine.steps.step_input import RowLoad
+from runtime.engine.steps.step_input import Mode, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
 logger = logging.getLogger("xserv.engine")
@@ -111,9 +111,8 @@ class Engine:
         self.scheduler = Scheduler(limits, self.pool, depth=executor.depth)
         self.executor = executor
         self.overlaps = executor.overlaps
-        self.assembler = Assembler(
-            limits.max_num_seqs, executor.num_groups, "eager" if limits.decode_graphs == "off" else "record"
-        )
+        mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
+        self.assembler = Assembler(limits.max_num_seqs, executor.num_groups, limits.block_size, mode)
         self.embedder = Embedder(executor, limits, info.vocab_size)
         self.opened = OpenRequests(self.scheduler, seed)
         self.vocabulary = vocabulary
@@ -122,6 +121,8 @@ class Engine:
         self._masks = MaskComputer()
         self._open: deque[_OpenStep] = deque()  # started, in order
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * limits.max_num_seqs  # by row
+        self._chunk_keys: list[ChunkKey] = []  # of the step assembled last, and the rows that it has
+        self._chunk_rows: NDArray[np.int64] | None = None
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
@@ -360,7 +361,9 @@ class Engine:
         opened.assembled = self.assembler.assemble(step, loads) if step.has_work else None
         if opened.assembled is not None:
             made = opened.assembled.input
-            record.set_chunks([self._keys[row] for row in made.rows.tolist()], made.starts, made.counts)
+            if made.loads or made.rows is not self._chunk_rows:
+                self._chunk_rows, self._chunk_keys = made.rows, [self._keys[row] for row in made.rows.tolist()]
+            record.set_chunks(self._chunk_keys, made.starts, made.counts)
 
     def _loads(self, step: Step, outputs: list[EngineOutput]) -> list[RowLoad]:
         """The rows of sequences that start to run; one that has none that can be made ends its request alone."""
@@ -443,9 +446,10 @@ class Engine:
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
                 self.opened.append(opened.assembled, drawn, ended, outputs)
-                if record.num_tokens:
-                    self.scheduler.observe(record.num_tokens, record.run_s)
-                    self._counters.count_tokens(record.num_tokens)
+                num_tokens = opened.assembled.input.num_tokens
+                if num_tokens:
+                    self.scheduler.observe(num_tokens, record.run_s)
+                    self._counters.count_tokens(num_tokens)
             num_blocks, seconds = self.executor.take_timed()
             if num_blocks:
                 self.scheduler.observe_transfer(num_blocks, seconds)

@@ -16,7 +16,7 @@ from runtime.engine.messages import ChunkView
 from runtime.engine.scheduling.step import PreemptionWay
 
 TIMELINE_STEPS = 8192
-"""Records kept: at 256 sequences a step these are about 40 MB."""
+"""Records kept: at 256 sequences a step these are about 20 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,12 @@ class StepRecord:
         self.num_running = self.num_waiting = self.num_free_blocks = 0
         self.swapped_out = self.swapped_in = self.copied = 0
         self.preempted: list[tuple[str, int, PreemptionWay]] = []
-        self.set_chunks([], _NO_TOKENS, _NO_TOKENS)
+        self._keys: list[ChunkKey] = []
+        self._starts = self._counts = _NO_TOKENS
 
     def set_chunks(self, keys: list[ChunkKey], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Whose chunks the step has, where each begins and how many tokens it has."""
-        self._keys = keys
-        self._starts = starts.astype(np.int32)
-        self._counts = counts.astype(np.int32)
+        """Whose chunks the step has, where each begins and how many tokens it has; all are kept, and read only."""
+        self._keys, self._starts, self._counts = keys, starts, counts
 
     @property
     def num_tokens(self) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from runtime.engine.scheduling.sequence import Sequence
 
 PreemptionWay = Literal["recompute", "swap"]
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, gc=False):
     """The tokens ``start : start + num_tokens`` of a sequence, to be computed in this step.
 
     is_first  the sequence was given its row in this step
@@ -33,8 +33,7 @@ class Chunk:
         return 1 + len(self.draft_ids) if self.is_last else 0
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """Executed in the order ``swap_out``, ``swap_in``, ``copies``, chunks.
 
     number          counts the steps that were planned
@@ -52,14 +51,14 @@ class Step:
     number: int
     max_tokens: int
     num_tokens: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[tuple[Sequence, PreemptionWay]] = field(default_factory=list)
-    held_blocks: list[tuple[int, int]] = field(default_factory=list)
-    held_slots: list[list[int]] = field(default_factory=list)
-    returned_slots: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = []
+    swap_out: list[tuple[int, int]] = []
+    swap_in: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
+    preempted: list[tuple[Sequence, PreemptionWay]] = []
+    held_blocks: list[tuple[int, int]] = []
+    held_slots: list[list[int]] = []
+    returned_slots: list[int] = []
 
     @property
     def budget(self) -> int:

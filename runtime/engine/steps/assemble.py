@@ -13,7 +13,7 @@ from runtime.engine.scheduling.step import Chunk, Step
 from runtime.engine.steps.step_input import LAST_TOKEN, BlockAddition, Mode, PromptLogprobs, RowLoad, StepInput
 from runtime.sampling_table import COLUMNS
 
-_ROW, _IS_LAST = attrgetter("sequence.row"), attrgetter("is_last")
+_IS_LAST = attrgetter("is_last")
 
 
 @dataclass(slots=True)
@@ -30,57 +30,73 @@ class Assembled:
 
 
 class Assembler:
-    """Knows what the executor's rows hold. A step that was assembled and is not `sent` is forgotten."""
+    """Knows what the executor's rows hold. A step that was assembled and is not `sent` is forgotten.
 
-    def __init__(self, max_num_seqs: int, num_groups: int, mode: Mode) -> None:
+    A running sequence's tables only grow. Entries go to the executor with the first chunk that needs them.
+    """
+
+    def __init__(self, max_num_seqs: int, num_groups: int, block_size: int, mode: Mode) -> None:
         self._mode: Mode = mode
-        self._num_blocks = [[0] * max_num_seqs for _ in range(num_groups)]  # by row
+        self._block_size = block_size
+        self._num_blocks = [[0] * max_num_seqs for _ in range(num_groups)]  # by row: entries that the executor has
+        self._num_covered = np.zeros(max_num_seqs, np.int64)  # by row: tokens whose pages it has in all groups
         self._first_unknown = [0] * max_num_seqs  # by row: position whose prompt log probabilities come next
         self._last_tokens = np.full(max_num_seqs, LAST_TOKEN, np.int32)
         self._ones = np.ones(max_num_seqs, np.int64)
-        self._row_list: list[int] = []  # of the step before
+        # Of the plan before, which mostly has the same sequences in the same order.
+        self._planned_rows: list[int] = []
+        self._order: NDArray[np.intp] = np.empty(0, np.intp)  # its chunks by row
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._sequences: list[Sequence] = []  # by row
 
     def assemble(self, step: Step, loads: list[RowLoad]) -> Assembled:
         """The value of a plan, with the ``loads`` of the sequences whose first chunk it has."""
-        chunks = sorted(step.chunks, key=_ROW)
-        sequences = [chunk.sequence for chunk in chunks]
-        row_list: list[int] = [sequence.row for sequence in sequences]  # type: ignore[misc]  # all of them run
-        if row_list != self._row_list:
-            self._row_list, self._rows = row_list, np.array(row_list, np.int64)
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        count, drawing = len(chunks), sequences
-        made = StepInput(
-            number=step.number,
-            rows=self._rows,
-            starts=starts,
-            counts=self._ones[:count],
-            num_draws=self._ones[:count],
-            token_ids=self._last_tokens[:count],
-            mode=self._mode,
-            additions=self._additions(sequences, row_list),
-            loads=loads,
-        )
+        chunks, count = step.chunks, len(step.chunks)
+        planned_rows: list[int] = [chunk.sequence.row for chunk in chunks]  # type: ignore[misc]  # all of them run
+        if loads or planned_rows != self._planned_rows:
+            self._sort(chunks, planned_rows)
+        rows, drawing = self._rows, self._sequences
+        starts = np.array([chunk.start for chunk in chunks], np.int64)[self._order]
+        counts = num_draws = self._ones[:count]
+        token_ids = self._last_tokens[:count]
+        prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
         if step.num_tokens != count or not all(map(_IS_LAST, chunks)):
-            made.counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
-            made.num_draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
-            made.token_ids = _tokens_of(chunks, step.num_tokens)
+            chunks = [chunks[i] for i in self._order.tolist()]
+            counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+            num_draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
+            token_ids = _tokens_of(chunks, step.num_tokens)
             drawing = [chunk.sequence for chunk in chunks if chunk.is_last]
-            prompt_requests = self._want_prompt_logprobs(made, chunks)
-        if step.has_transfers:
-            made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
+            prompt_logprobs, prompt_requests = self._wanted_prompt_logprobs(chunks)
+        made = StepInput(
+            number=step.number,
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            num_draws=num_draws,
+            token_ids=token_ids,
+            mode=self._mode,
+            additions=self._additions(starts + counts),
+            loads=loads,
+            swap_out=step.swap_out,
+            swap_in=step.swap_in,
+            copies=step.copies,
+            prompt_logprobs=prompt_logprobs,
+        )
         return Assembled(made, drawing, prompt_requests)
 
     def sent(self, step: StepInput) -> None:
         """The executor has started this step."""
         for addition in step.additions:
-            self._num_blocks[addition.group][addition.row] = addition.first + len(addition.block_ids)
+            row = addition.row
+            self._num_blocks[addition.group][row] = addition.first + len(addition.block_ids)
+            self._num_covered[row] = min(num_blocks[row] for num_blocks in self._num_blocks) * self._block_size
 
     def load_of(self, sequence: Sequence) -> RowLoad:
         """What a row needs of a sequence that starts to run, whose tokens are all known."""
         request, params, row = sequence.request, sequence.request.params, sequence.row
         assert row is not None
+        self._num_covered[row] = 0
         for num_blocks in self._num_blocks:
             num_blocks[row] = 0
         known = request.prompt_logprobs if sequence.needs_prompt_logprobs else None
@@ -107,19 +123,27 @@ class Assembler:
             has_masks=sequence.matcher is not None,
         )
 
-    def _additions(self, sequences: list[Sequence], rows: list[int]) -> list[BlockAddition]:
+    def _sort(self, chunks: list[Chunk], planned_rows: list[int]) -> None:
+        order = sorted(range(len(chunks)), key=planned_rows.__getitem__)
+        self._planned_rows, self._order = planned_rows, np.array(order, np.intp)
+        self._rows = np.array(planned_rows, np.int64)[self._order]
+        self._sequences = [chunks[i].sequence for i in order]
+
+    def _additions(self, ends: NDArray[np.int64]) -> list[BlockAddition]:
+        """What the executor lacks of the tables of sequences whose chunks end at ``ends [n]``."""
         additions = []
-        for group, num_blocks in enumerate(self._num_blocks):
-            for sequence, row in zip(sequences, rows):
-                block_ids, known = sequence.blocks[group], num_blocks[row]
-                if len(block_ids) != known:
-                    first = min(known, len(block_ids))
+        for i in (ends > self._num_covered[self._rows]).nonzero()[0].tolist():
+            sequence, row = self._sequences[i], int(self._rows[i])
+            for group, block_ids in enumerate(sequence.blocks):
+                first = self._num_blocks[group][row]
+                if len(block_ids) > first:
                     additions.append(BlockAddition(group, row, first, block_ids[first:]))
         return additions
 
-    def _want_prompt_logprobs(self, made: StepInput, chunks: list[Chunk]) -> list[Request]:
-        """Ask for what this step can tell of prompts: the token at position ``p + 1`` is predicted at ``p``."""
-        requests, first_token = [], 0
+    def _wanted_prompt_logprobs(self, chunks: list[Chunk]) -> tuple[list[PromptLogprobs], list[Request]]:
+        """What this step can tell of prompts, and whose they are: the token at position ``p + 1`` is predicted at
+        ``p``."""
+        wanted, requests, first_token = [], [], 0
         for chunk in chunks:
             request, row = chunk.sequence.request, chunk.sequence.row
             assert row is not None
@@ -127,11 +151,11 @@ class Assembler:
             end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
             if first < end:  # else not wanted, or recomputed after a preemption: known already
                 targets = request.prompt_ids[first + 1 : end + 1]
-                wanted = PromptLogprobs(first_token + first - chunk.start, targets, request.params.prompt_logprobs or 0)
-                made.prompt_logprobs = [*made.prompt_logprobs, wanted]
+                num_alternatives = request.params.prompt_logprobs or 0
+                wanted.append(PromptLogprobs(first_token + first - chunk.start, targets, num_alternatives))
                 requests.append(request)
             first_token += chunk.num_tokens
-        return requests
+        return wanted, requests
 
 
 def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:

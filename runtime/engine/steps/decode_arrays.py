@@ -13,7 +13,7 @@ is stored nowhere and sees no keys, and what it draws is nobody's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from runtime.device.device import Device
 from runtime.dtype import DType, float32, int32, int64, uint8
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import DecodeDevice, StepBuffers, StepGraph
-from runtime.engine.steps.ragged import slots_of
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import PenaltyLists
 from runtime.sampling_table import COLUMNS
@@ -69,6 +68,14 @@ class Placement:
     additions: list[tuple[int, int, int, NDArray[np.int32]]]
 
 
+class _Upload(NamedTuple):
+    """A step's buffers, and the parts of what they send up: the columns as they lie in memory, and the tail."""
+
+    buffers: StepBuffers
+    columns: NDArray[np.uint8]
+    tail: NDArray[np.int32]
+
+
 class DecodeArrays:
     """``max_num_seqs`` places. Belongs to the engine's loop.
 
@@ -85,7 +92,7 @@ class DecodeArrays:
         self._exact = limits.exact
         self._num_places = places = limits.max_num_seqs
         self._table_width = width = -(-limits.max_model_len // limits.block_size)
-        self._slots = slots = [f"slot_mapping_{group}" for group in range(len(rows.tables))]
+        self._slots = slots = [f"slot_mapping_{group}" for group in range(rows.tables.num_groups)]
         columns = _columns_of(places, slots)
         self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count in columns) // 16) * 16
         inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
@@ -100,7 +107,7 @@ class DecodeArrays:
             self._on_device[name] = Tensor(inputs, dtype, (count,), (1,), offset // dtype.itemsize)
             offset = end
         first = self._columns[_PROGRESS[0]].ctypes.data - self._host.ctypes.data
-        self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32).reshape(-1, places)
+        self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32)
         self._empty_places()
         self._neutral = self._host.copy()
         self._tail = {
@@ -112,16 +119,20 @@ class DecodeArrays:
         self._results = Tensor.zeros(2 * places + 1, int32, device)
         self._zeros = Tensor.zeros(places, int32, device)
         self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
-        self._buffers = [runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1) for _ in range(2)]
+        self._uploads = []
+        for _ in range(2):
+            buffers = runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1)
+            self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
-        self._num_known = np.zeros((len(slots), places), np.int64)  # by place: table entries that the device has
+        self._num_known = [[0] * places for _ in slots]  # by group and place: table entries that the device has
+        self._behind: set[tuple[int, int]] = set()  # groups and places of which the device may lack entries
         self._has_sources = False  # whether the column holds any
-        self._rows: NDArray[np.int64] | None = None  # of the step placed last, and its places
-        self._places = np.zeros(0, np.intp)
-        self._num_used = 0  # of these, the number
-        self._is_behind = True  # whether the device's tables may lack blocks of that step
-        self._ahead = np.zeros((len(_PROGRESS), 0), np.int64)  # those columns less ``starts``
+        self._rows: NDArray[np.int64] | None = None  # of the step placed last
+        self._places = np.zeros(0, np.intp)  # of these rows
+        self._num_used = 0  # places of its graph
+        self._progress_at = np.zeros(0, np.intp)  # where the rows' entries in those columns lie
+        self._ahead = np.zeros((len(_PROGRESS), 0), np.int32)  # these entries less ``starts``
 
     @property
     def size_bytes(self) -> int:
@@ -140,22 +151,22 @@ class DecodeArrays:
 
     def change(self, group: int, row: int, first: int) -> None:
         """The row's table in this group changes from entry ``first`` on."""
-        self._is_behind = True
-        place = self._place_of[row]
-        if place >= 0 and first < self._num_known[group, place]:
-            self._num_known[group, place] = first
+        place = int(self._place_of[row])
+        if place >= 0:
+            self._num_known[group][place] = min(self._num_known[group][place], first)
+            self._behind.add((group, place))
 
     def place(self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int) -> Placement:
         """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: those
         that they have, where possible."""
         if rows is not self._rows or num_places != self._num_used:
             self._assign(rows, num_places)
-            self._rows, self._num_used, self._is_behind = rows, num_places, True
-        places, columns = self._places, self._columns
-        for slots, tables in zip(self._slots, self._row_data.tables):
-            columns[slots][places] = slots_of(tables.table, rows, starts, self._block_size)
-        self._progress[:, places] = self._ahead + starts
-        return Placement(places, num_places, self._missing_blocks(rows) if self._is_behind else [])
+            self._rows, self._num_used = rows, num_places
+        places = self._places
+        for name, slots in zip(self._slots, self._row_data.tables.slots(rows, starts)):
+            self._columns[name][places] = slots
+        self._progress[self._progress_at] = (self._ahead + starts.astype(np.int32)).reshape(-1)
+        return Placement(places, num_places, self._missing_blocks())
 
     def send(
         self,
@@ -170,27 +181,26 @@ class DecodeArrays:
         sources    of each row: the place where the step before draws its token, or -1; None: of none
         lists      of each row, where penalties count
         """
-        self._buffers.reverse()
-        buffers = self._buffers[0]
-        buffers.wait()  # of the step before the last: over
-        columns, size = self._columns, self._size
+        self._uploads.reverse()
+        upload = self._uploads[0]
+        upload.buffers.wait()  # of the step before the last: over
+        columns, tail = self._columns, upload.tail
         columns["token_ids"][placement.places] = token_ids
         if sources is not None or self._has_sources:
             columns["sources"][placement.places] = -1 if sources is None else sources
             self._has_sources = sources is not None
-        tail: NDArray[np.int32] = buffers.upload[size:].view(np.int32)
         num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
         num_changes = self._write_additions(placement, tail[: TAIL_WORDS - num_listed])
         end = 2 * num_changes
         columns["num_changes"][0] = num_changes
         if lists is not None:
             end = self._write_lists(placement, lists, tail, end)
-        buffers.upload[:size] = self._host
-        self.runs_on.upload(self._inputs, buffers, size + 4 * end)
+        upload.columns[:] = self._host
+        self.runs_on.upload(self._inputs, upload.buffers, self._size + 4 * end)
         for group, place, first, added in placement.additions:
-            self._num_known[group, place] = first + len(added)
-        self._is_behind = False
-        return buffers
+            self._num_known[group][place] = first + len(added)
+        self._behind.clear()
+        return upload.buffers
 
     def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
         """Queue the step, and the copy of what it draws."""
@@ -248,13 +258,13 @@ class DecodeArrays:
         for name, column in self._columns.items():
             column.fill(-1 if name in self._slots else _NEUTRAL.get(name, 0))
 
-    def _missing_blocks(self, rows: NDArray[np.int64]) -> list[tuple[int, int, int, NDArray[np.int32]]]:
-        missing = []
-        for group, tables in enumerate(self._row_data.tables):
-            known, lengths = self._num_known[group, self._places], tables.num_blocks[rows]
-            for i in np.flatnonzero(known != lengths).tolist():
-                first = min(int(known[i]), int(lengths[i]))
-                missing.append((group, int(self._places[i]), first, tables.table[rows[i], first : lengths[i]]))
+    def _missing_blocks(self) -> list[tuple[int, int, int, NDArray[np.int32]]]:
+        missing, tables = [], self._row_data.tables
+        for group, place in self._behind:
+            row, first = self._row_at[place], self._num_known[group][place]
+            end = tables.num_blocks[group, row]
+            if row >= 0 and first < end:
+                missing.append((group, place, first, tables.table[group, row, first:end]))
         return missing
 
     def _assign(self, rows: NDArray[np.int64], num_places: int) -> None:
@@ -272,11 +282,16 @@ class DecodeArrays:
             places[is_new] = new
             self._place_of[rows] = places
             self._row_at[new] = rows[is_new]
-            self._num_known[:, new] = 0
+            for group, known in enumerate(self._num_known):
+                for place in new.tolist():
+                    known[place] = 0
+                    self._behind.add((group, place))
         self._places = places
-        self._ahead = np.zeros((len(_PROGRESS), len(rows)), np.int64)
+        columns = np.arange(0, len(self._progress), self._num_places)
+        self._progress_at = (columns[:, None] + places).reshape(-1)
         sampling = self._row_data.sampling
-        self._ahead[1], self._ahead[2] = 1, 1 - sampling.num_prompt_tokens[rows]
+        ahead = np.zeros_like(rows), np.ones_like(rows), 1 - sampling.num_prompt_tokens[rows]
+        self._ahead = np.stack(ahead).astype(np.int32)
         self._empty_places()
         sampling.write_columns(self._columns, places, rows)
 
@@ -288,9 +303,8 @@ class DecodeArrays:
             if 2 * end > len(tail):
                 self.runs_on.write(self._flat_tables[entry:], added)
                 continue
-            pairs = tail[2 * count : 2 * end].reshape(-1, 2)
-            pairs[:, 0] = np.arange(entry, entry + len(added))
-            pairs[:, 1] = added
+            tail[2 * count : 2 * end : 2] = np.arange(entry, entry + len(added))
+            tail[2 * count + 1 : 2 * end : 2] = added
             count = end
         return count
 

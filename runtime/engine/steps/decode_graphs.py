@@ -16,6 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,8 +51,7 @@ def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int, nu
     return GpuDecodes(device, limits, vocab_size)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(msgspec.Struct, frozen=True, gc=False):
     """What a graph is for."""
 
     num_places: int
@@ -89,11 +89,10 @@ class DecodeRun:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
-        count = self._num_places
-        results = self._buffers.results
+        count, results = self._num_places, self._buffers.results
         if self._graphs.device.kind != "cpu" and results[2 * count]:  # the cpu's kernels check ids where they are
             ops.check_ids(self._graphs.device)
-        return results[self.places], results[count + self.places] == 0
+        return results[self.places], results[count:][self.places] == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class DecodeGraphs:
         self._limits = limits
         self._rows = rows
         self._runs_on = runs_on = open_decode_device(
-            model.device, limits, rows.sampling.vocab_size, len(rows.tables)
+            model.device, limits, rows.sampling.vocab_size, rows.tables.num_groups
         )
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
@@ -174,9 +173,10 @@ class DecodeGraphs:
             num_listed = sampling.num_penalty_ids(rows, positions)
             if num_listed is not None and num_listed > MOST_LISTED:
                 return None
+        longest = int(step.starts[step.starts.argmax()]) + 1  # `max` would go through functions in Python
         return GraphKey(
             num_places=members.num_places,
-            max_seq_len=self._lengths[bisect_left(self._lengths, int(step.starts.max()) + 1)],
+            max_seq_len=self._lengths[bisect_left(self._lengths, longest)],
             has_penalties=num_listed is not None,
             keeps_logits=members.keeps_logits,
         )

@@ -82,7 +82,7 @@ class LocalExecutor:
         self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.num_groups = len(kv_cache.spec.group_windows)
-        self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, vocab_size)
+        self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
@@ -227,8 +227,7 @@ class LocalExecutor:
         else:
             indices = self._drawing_tokens(step).astype(np.int32)
             token_ids = self.rows.tokens_of(step.token_ids, np.repeat(rows, step.counts))
-        tables = [tables.of(rows) for tables in self.rows.tables]
-        return lay_out(token_ids, step.starts, step.counts, tables, self.limits.block_size, indices)
+        return lay_out(token_ids, rows, step.starts, step.counts, self.rows.tables, indices)
 
     def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,18 +10,23 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
+from runtime.engine.steps.block_tables import BlockTables
 
 
 @dataclass(slots=True)
 class Layout:
-    """A ragged batch as arrays on the host; the fields are ``runtime.batch.Batch``'s."""
+    """A ragged batch as arrays on the host; the fields are ``runtime.batch.Batch``'s.
+
+    slot_mappings  [num_groups, num_tokens]
+    block_tables   [num_groups, num_seqs, width]
+    """
 
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int32]
     query_start: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
-    slot_mappings: list[NDArray[np.int64]]
-    block_tables: list[NDArray[np.int32]]
+    slot_mappings: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
     logits_indices: NDArray[np.int32]
     max_query_len: int
     max_seq_len: int
@@ -52,35 +56,24 @@ class Layout:
         )
 
 
-def slots_of(
-    table: NDArray[np.int32], rows: NDArray[np.int32] | NDArray[np.int64], positions: NDArray[np.int64], block_size: int
-) -> NDArray[np.int64]:
-    """The slots of tokens at ``positions [n]`` of the sequences in ``rows [n]`` of a block table."""
-    block, offset = np.divmod(positions, block_size)
-    slots = table[rows, block].astype(np.int64)
-    slots *= block_size
-    slots += offset
-    return slots
-
-
 def lay_out(
     token_ids: NDArray[np.int32],
+    rows: NDArray[np.int64],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],
-    block_tables: Sequence[NDArray[np.int32]],
-    block_size: int,
+    tables: BlockTables,
     logits_indices: NDArray[np.int32],
 ) -> Layout:
-    """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, in the order of their
-    sequences' ``block_tables``, one a KV cache group."""
+    """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, one a row, in the order of
+    ``rows``, which ascend."""
     num_seqs, num_tokens = len(counts), len(token_ids)
     if num_tokens == num_seqs:
         query_start = np.arange(num_seqs + 1, dtype=np.int32)
-        sequence_of_token, positions, max_query_len = query_start[:-1], starts, 1
+        row_of_token, positions, max_query_len = rows, starts, 1
     else:
         query_start = np.zeros(num_seqs + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
-        sequence_of_token = np.repeat(np.arange(num_seqs), counts)
+        row_of_token = np.repeat(rows, counts)
         positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
         max_query_len = int(counts.max())
     seq_lens = (starts + counts).astype(np.int32)
@@ -89,8 +82,8 @@ def lay_out(
         positions.astype(np.int32),
         query_start,
         seq_lens,
-        [slots_of(table, sequence_of_token, positions, block_size) for table in block_tables],
-        list(block_tables),
+        tables.slots(row_of_token, positions),
+        tables.of(rows),
         logits_indices,
         max_query_len,
         int(seq_lens.max()),

@@ -87,9 +87,9 @@ class RecordedForwards:
             del self._kept[next(iter(self._kept))]
         for recorded, given in zip(kept.inputs.shaped, layout.shaped):
             recorded[...] = given
-        for recorded, given in zip(kept.inputs.block_tables, layout.block_tables):
-            width = min(given.shape[1], recorded.shape[1])
-            recorded[:, :width] = given[:, :width]  # all that the sequences have
+        recorded_tables, tables = kept.inputs.block_tables, layout.block_tables
+        width = min(tables.shape[2], recorded_tables.shape[2])
+        recorded_tables[:, :, :width] = tables[:, :, :width]  # all that the sequences have
         kept.recording.replay()
         return kept.hidden, kept.logits
 
@@ -106,8 +106,8 @@ class RecordedForwards:
             positions=self._positions[:tokens],
             query_start=self._query_start[: seqs + 1],
             seq_lens=self._seq_lens[:seqs],
-            slot_mappings=[slots[:tokens] for slots in self._slot_mappings],
-            block_tables=[tables[: seqs * width].reshape(seqs, width) for tables in self._tables],
+            slot_mappings=self._slot_mappings[:, :tokens],
+            block_tables=self._tables[:, : seqs * width].reshape(-1, seqs, width),
             logits_indices=self._logits_indices[: shape.num_logits],
             max_query_len=tokens - seqs + 1,
             max_seq_len=shape.max_seq_len,

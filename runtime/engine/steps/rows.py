@@ -9,45 +9,26 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.sampler import SamplingRows
 from runtime.engine.steps.step_input import LAST_TOKEN, RowLoad, StepInput
 
 logger = logging.getLogger("xserv.engine")
 
 
-class BlockTables:
-    """Each row's blocks in one KV cache group: ``table [max_num_seqs, max_blocks]``, of which ``num_blocks[row]`` are
-    written."""
-
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)
-
-    def add(self, row: int, first: int, block_ids: list[int]) -> None:
-        """Write a row's blocks from entry ``first`` on; what was behind them is forgotten."""
-        end = first + len(block_ids)
-        self.table[row, first:end] = block_ids
-        self.num_blocks[row] = end
-
-    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tables of rows that ascend: a view where they are dense."""
-        count = len(rows)
-        if rows[-1] == count - 1:
-            return self.table[:count]
-        return self.table[:, : self.num_blocks[rows].max()].take(rows, axis=0)
-
-
 class Rows:
     """``max_num_seqs`` rows. Belongs to the engine's loop.
 
-    tables       block tables by KV cache group
+    tables       block tables
     last_tokens  the last token of each row, as far as the steps that drew one are over
     version      rises with each load: what is known of rows is then out of date
     versions     of each row: the version when it was loaded last
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, num_groups: int, vocab_size: int) -> None:
-        self.tables = [BlockTables(max_num_seqs, max_blocks) for _ in range(num_groups)]
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int
+    ) -> None:
+        self.tables = BlockTables(num_groups, max_num_seqs, max_blocks, block_size)
         self.last_tokens = np.zeros(max_num_seqs, np.int32)
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         self.version = 0
@@ -58,7 +39,7 @@ class Rows:
         for load in step.loads:
             self._load(load)
         for addition in step.additions:
-            self.tables[addition.group].add(addition.row, addition.first, addition.block_ids)
+            self.tables.add(addition.group, addition.row, addition.first, addition.block_ids)
 
     def tokens_of(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
@@ -83,8 +64,7 @@ class Rows:
         row = load.row
         self.version += 1
         self.versions[row] = self.version
-        for tables in self.tables:
-            tables.num_blocks[row] = 0
+        self.tables.clear(row)
         self.last_tokens[row] = load.last_token_id
         try:
             self.sampling.load(load)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.config import EngineLimits
+from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.ragged import lay_out
 from runtime.kv.cache import KVCache
@@ -29,21 +30,24 @@ class PagedSidePass:
         self._synchronize = synchronize
         self._model = model
         self._limits = limits
-        num_blocks = -(-np.array(lengths) // limits.block_size)
-        first_blocks = np.cumsum(num_blocks) - num_blocks
-        spec, total = model.kv_cache_spec(limits.block_size), int(num_blocks.sum())
+        spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
+        num_blocks = [-(-length // size) for length in lengths]
         num_groups = len(spec.group_windows)
-        self._pages = KVCache(spec, num_groups * total)
-        # A row that has fewer blocks than another ends with numbers that nobody reads.
-        tables = first_blocks[:, None] + np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
-        self._tables = [(tables + group * total).astype(np.int32) for group in range(num_groups)]
+        self._tables = BlockTables(num_groups, len(lengths), max(num_blocks), size)
+        self._rows = np.arange(len(lengths))
+        num_used = 0
+        for group in range(num_groups):
+            for row, count in enumerate(num_blocks):
+                self._tables.add(group, row, 0, range(num_used, num_used + count))
+                num_used += count
+        self._pages = KVCache(spec, num_used)
 
     def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
         self._synchronize()
         counts = np.array([len(ids) for ids in token_ids])
         no_logits = np.empty(0, np.int32)
         layout = lay_out(
-            np.concatenate(token_ids), np.array(starts), counts, self._tables, self._limits.block_size, no_logits
+            np.concatenate(token_ids), self._rows, np.array(starts), counts, self._tables, no_logits
         )
         return self._model.forward(layout.batch(self._model.device, exact=self._limits.exact), self._pages)
 

@@ -516,7 +516,7 @@ def test_a_decode_step_does_not_depend_on_the_context() -> None:
     for name in "abc":
         engine.add(request(name, [1] * 30, max_tokens=5))
     run_to_end(engine)
-    (own,) = engine.executor.rows.tables
+    own = engine.executor.rows.tables
     assert all(np.shares_memory(table, own.table) for table in tables)
 
 

@@ -18,7 +18,7 @@ from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.decode_arrays import DecodeArrays
 from runtime.engine.steps.decode_graphs import open_decode_device
 from runtime.engine.steps.rows import Rows
-from runtime.engine.steps.step_input import RowLoad, StepInput
+from runtime.engine.steps.step_input import BlockAddition, StepInput
 from runtime.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
@@ -39,11 +39,11 @@ class Running:
     """Rows, the arrays over them, and what each sequence is expected to have there."""
 
     def __init__(self, device: Device) -> None:
-        self.rows = Rows(NUM_PLACES, 8, 1, 50)
+        self.rows = Rows(NUM_PLACES, 8, 1, BLOCK_SIZE, 50)
         self.arrays = DecodeArrays(device, open_decode_device(device, LIMITS, 50, 1), LIMITS, self.rows)
         self.sequences: dict[int, Sequence] = {}
         self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
-        self._assembler = Assembler(NUM_PLACES, 1, "record")
+        self._assembler = Assembler(NUM_PLACES, 1, BLOCK_SIZE, "record")
 
     def load(self, row: int, rng: random.Random, **params: object) -> Sequence:
         """A sequence whose prompt is computed: it decodes next."""
@@ -58,13 +58,22 @@ class Running:
         sequence.first_pages = [0]
         sequence.row = row
         self.sequences[row] = sequence
-        self._apply(self._step([row]), [self._assembler.load_of(sequence)])
+        load = self._assembler.load_of(sequence)
+        self.apply(self._assembler.assemble(self._step([row]), [load]).input)
         self.arrays.forget(row)
         return sequence
 
     def step(self) -> StepInput:
         """The decode step of all, whose additions are written."""
-        return self._apply(self._step(sorted(self.sequences)), [])
+        made = self._assembler.assemble(self._step(sorted(self.sequences)), []).input
+        self.apply(made)
+        return made
+
+    def apply(self, step: StepInput) -> None:
+        for addition in step.additions:
+            self.arrays.change(addition.group, addition.row, addition.first)
+        self.rows.apply(step)
+        self._assembler.sent(step)
 
     def _step(self, rows: list[int]) -> Step:
         step = Step(0, 64)
@@ -72,14 +81,6 @@ class Running:
             step.chunks.append(Chunk(self.sequences[row], self.sequences[row].num_tokens - 1, 1, False, True))
         step.num_tokens = len(rows)
         return step
-
-    def _apply(self, step: Step, loads: list[RowLoad]) -> StepInput:
-        made = self._assembler.assemble(step, loads).input
-        for addition in made.additions:
-            self.arrays.change(addition.group, addition.row, addition.first)
-        self.rows.apply(made)
-        self._assembler.sent(made)
-        return made
 
 
 @pytest.fixture(params=["cpu", "emulated:sm_80"])
@@ -173,21 +174,25 @@ def test_only_what_is_new_goes_up(running: Running) -> None:
     run_step(running, 4)
     arrays, step = running.arrays, running.step()
     assert arrays.place(step.rows, step.starts, 4).additions == []
-    sequences[1].blocks[0] += [77, 78]
+    sequence = sequences[1]
+    while sequence.num_tokens <= len(sequence.blocks[0]) * BLOCK_SIZE:
+        sequence.num_pending = 1
+        sequence.append(7)
+    sequence.blocks[0] += [77, 78]
     step = running.step()
     (addition,) = arrays.place(step.rows, step.starts, 4).additions
     assert addition[2] == len(sequences[1].blocks[0]) - 2
     assert addition[3].tolist() == [77, 78]
 
 
-def test_blocks_that_are_given_back_and_replaced_go_up(running: Running) -> None:
-    """As after tokens that were reserved and not kept: the table is as long as before, with another block."""
-    rng = random.Random(4)
-    sequence = running.load(0, rng)
+def test_an_entry_that_changes_goes_up(running: Running) -> None:
+    sequence = running.load(0, random.Random(4))
     run_step(running, 1)
-    last = sequence.blocks[0].pop()
-    running.step()
-    sequence.blocks[0].append((last + 1) % 100)
+    ids = sequence.blocks[0]
+    ids[-1] = (ids[-1] + 1) % 100
+    step = running.step()
+    step.additions = [BlockAddition(0, 0, len(ids) - 1, ids[-1:])]
+    running.apply(step)
     run_step(running, 1)
 
 
