@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from models.json_fields import Fields, config_path, read_json_object
+from runtime.sampling_table import COLUMNS, Column
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     """The fields that the engine has a use for; None where the file says nothing.
 
-    `eos_token_ids` end a generation. `max_new_tokens` and `max_length` are tokens; `max_length` includes
-    the prompt.
+    `eos_token_ids` end a generation. `sampling` has the parameters of `runtime.sampling_table` that the file gives and
+    that mean something: none that shapes draws if `do_sample` is false, which recommends the most probable token.
+    `max_new_tokens` and `max_length` are tokens; `max_length` includes the prompt.
     """
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    do_sample: bool | None = None  # False: greedy
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
     max_length: int | None = None
 
@@ -46,16 +44,26 @@ def load_generation_config(folder: str | Path) -> GenerationConfig:
     def ids(name: str) -> tuple[int, ...]:
         return (fields if name in fields else older).token_ids(name)
 
+    is_greedy = fields.boolean("do_sample", None) is False
+    sampling: dict[str, Any] = {"temperature": 0.0} if is_greedy else {}
+    for name, column in COLUMNS.items():
+        if column.is_recommended and not (is_greedy and column.shapes_draws):
+            value = _number(fields, name, column)
+            if value is not None:
+                sampling[name] = value
     return GenerationConfig(
         bos_token_id=next(iter(ids("bos_token_id")), None),
         eos_token_ids=ids("eos_token_id"),
         pad_token_id=next(iter(ids("pad_token_id")), None),
-        do_sample=fields.boolean("do_sample", None),
-        temperature=fields.number("temperature", None, least=0.0),
-        top_k=fields.integer("top_k", None, least=0),
-        top_p=fields.number("top_p", None, least=0.0, most=1.0),
-        min_p=fields.number("min_p", None, least=0.0, most=1.0),
-        repetition_penalty=fields.number("repetition_penalty", None, above=0.0),
+        sampling=sampling,
         max_new_tokens=fields.integer("max_new_tokens", None),
         max_length=fields.integer("max_length", None),
     )
+
+
+def _number(fields: Fields, name: str, column: Column) -> Any:
+    if column.kind is int:
+        return fields.integer(name, None, least=int(column.low), most=int(column.high))
+    if column.is_low_open:
+        return fields.number(name, None, above=column.low, most=column.high)
+    return fields.number(name, None, least=column.low, most=column.high)

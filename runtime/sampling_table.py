@@ -1,51 +1,102 @@
-"""The table of the sampling parameters that are one number a sequence.
+"""The table of the sampling parameters that are one number a draw.
 
-A line names a parameter, its type and default for users, and how kernels get it. Checks of requests, the API's bounds,
-the executor's rows, the columns that decode graphs read, the fields of ``SamplingArrays`` and the kernels' arguments
-derive from it, in this order.
+An entry names a parameter, its type and default for users, what it does, and how kernels get it. Checks of requests,
+the fields and bounds of the API, the options of the command line, what a model's files may recommend, the executor's
+rows, the columns that decode graphs read, the fields of ``SamplingArrays`` and the kernels' arguments derive from it,
+in this order. It needs no library, so that the command line's help starts quickly.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
-
-import msgspec
-import numpy as np
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MAX_FACTOR = 1e4
 """Bound of what logits are multiplied with or divided by, so that they stay finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """How kernels get a parameter.
+    """What there is to know of a parameter.
 
-    dtype       float32, or int32 for one that users give as an integer
+    help        what it does, in the command line's words
+    dtype       "float32", or "int32" for one that users give as an integer
     neutral     the value with which it does nothing; for ``temperature``: greedy
     low, high   bounds of what users may give; ``is_low_open``: above ``low``
     is_penalty  its kernels count the ids of prompt and output where it is not neutral
+    shapes_draws  it changes nothing where the most probable token is taken
+    is_recommended  a model's ``generation_config.json`` may give it
     """
 
-    dtype: type[np.float32] | type[np.int32]
+    help: str
+    dtype: Literal["float32", "int32"]
     neutral: float
     low: float
     high: float
     is_low_open: bool = False
     is_penalty: bool = False
+    shapes_draws: bool = False
+    is_recommended: bool = False
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        """What users give."""
+        return int if self.dtype == "int32" else float
 
 
-class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """The table; ``SamplingParams`` says what they mean."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingNumbers:
+    """The table."""
 
-    temperature: Annotated[float, Column(np.float32, 0.0, 0.0, MAX_FACTOR)] = 1.0
-    top_k: Annotated[int, Column(np.int32, 0, -1, 2**31 - 1)] = 0
-    top_p: Annotated[float, Column(np.float32, 1.0, 0.0, 1.0, is_low_open=True)] = 1.0
-    min_p: Annotated[float, Column(np.float32, 0.0, 0.0, 1.0)] = 0.0
-    repetition_penalty: Annotated[float, Column(np.float32, 1.0, 1 / MAX_FACTOR, MAX_FACTOR, is_penalty=True)] = 1.0
-    presence_penalty: Annotated[float, Column(np.float32, 0.0, -2.0, 2.0, is_penalty=True)] = 0.0
-    frequency_penalty: Annotated[float, Column(np.float32, 0.0, -2.0, 2.0, is_penalty=True)] = 0.0
+    temperature: Annotated[
+        float,
+        Column(
+            help="0: always the most probable token.", dtype="float32", neutral=0.0, low=0.0, high=MAX_FACTOR,
+            shapes_draws=True, is_recommended=True,
+        ),
+    ] = 1.0  # fmt: skip
+    top_k: Annotated[
+        int,
+        Column(
+            help="Keep the k most probable; 0 or -1: all.", dtype="int32", neutral=0, low=-1, high=2**31 - 1,
+            shapes_draws=True, is_recommended=True,
+        ),
+    ] = 0  # fmt: skip
+    top_p: Annotated[
+        float,
+        Column(
+            help="Nucleus, in (0, 1].", dtype="float32", neutral=1.0, low=0.0, high=1.0, is_low_open=True,
+            shapes_draws=True, is_recommended=True,
+        ),
+    ] = 1.0  # fmt: skip
+    min_p: Annotated[
+        float,
+        Column(
+            help="Least share of the largest probability.", dtype="float32", neutral=0.0, low=0.0, high=1.0,
+            shapes_draws=True, is_recommended=True,
+        ),
+    ] = 0.0  # fmt: skip
+    repetition_penalty: Annotated[
+        float,
+        Column(
+            help="Over prompt and answer; 1: none.", dtype="float32", neutral=1.0, low=1 / MAX_FACTOR, high=MAX_FACTOR,
+            is_penalty=True, is_recommended=True,
+        ),
+    ] = 1.0  # fmt: skip
+    presence_penalty: Annotated[
+        float,
+        Column(
+            help="Over the answer, in [-2, 2].", dtype="float32", neutral=0.0, low=-2.0, high=2.0, is_penalty=True,
+        ),
+    ] = 0.0  # fmt: skip
+    frequency_penalty: Annotated[
+        float,
+        Column(
+            help="Over the answer, for each time, in [-2, 2].", dtype="float32", neutral=0.0, low=-2.0, high=2.0,
+            is_penalty=True,
+        ),
+    ] = 0.0  # fmt: skip
 
 
 COLUMNS: dict[str, Column] = {
@@ -53,12 +104,14 @@ COLUMNS: dict[str, Column] = {
 }
 """By parameter, in the order of the kernels' arguments."""
 
+DEFAULTS: dict[str, float] = {field.name: field.default for field in fields(SamplingNumbers)}  # type: ignore[misc]
+
 PENALTIES = {name: column.neutral for name, column in COLUMNS.items() if column.is_penalty}
 
 
 def json_schema(name: str) -> dict[str, Any]:
     """A parameter's type and bounds as JSON schema."""
     column = COLUMNS[name]
-    schema: dict[str, Any] = {"type": "integer" if column.dtype is np.int32 else "number"}
+    schema: dict[str, Any] = {"type": "integer" if column.dtype == "int32" else "number"}
     schema["exclusiveMinimum" if column.is_low_open else "minimum"] = column.low
     return schema | ({} if column.high == math.inf else {"maximum": column.high})

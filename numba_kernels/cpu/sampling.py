@@ -22,9 +22,9 @@ from numba_kernels.cpu.rows import exponentials, largest_of
 from numba_kernels.cpu.selection import last_kept
 
 FIELDS = Fields(
-    "*logits *temperature *top_k *top_p *min_p *repetition *presence *frequency *seed *choice *position *prompt_ids "
-    "*prompt_start *prompt_end *output_ids *output_start *output_end *bias_ids *bias_values *bias_start *bias_end "
-    "*allowed *token_ids *statuses num_rows vocab mask_words"
+    "*logits *temperature *top_k *top_p *min_p *repetition_penalty *presence_penalty *frequency_penalty "
+    "*seed *choice_index *position *prompt_ids *prompt_start *prompt_end *output_ids *output_start *output_end "
+    "*bias_ids *bias_values *bias_start *bias_end *allowed *token_ids *statuses num_rows vocab mask_words"
 )
 BAD_ID = 1
 GREEDY_BELOW = np.float32(1e-5)  # vLLM's: a lower temperature is the argmax
@@ -127,9 +127,9 @@ def _draw(a, row):
         return _NOTHING
 
     temperature = float32_at(a.temperature, num_rows)[row]
-    repetition = float32_at(a.repetition, num_rows)[row]
-    presence = float32_at(a.presence, num_rows)[row]
-    frequency = float32_at(a.frequency, num_rows)[row]
+    repetition = float32_at(a.repetition_penalty, num_rows)[row]
+    presence = float32_at(a.presence_penalty, num_rows)[row]
+    frequency = float32_at(a.frequency_penalty, num_rows)[row]
     first_bias, num_bias = _range_of(a.bias_start, a.bias_end, num_rows, row)
     penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
     logits = float32_at(raw, vocab)
@@ -177,7 +177,7 @@ def _draw(a, row):
     if 0 < top_k < vocab or top_p < 1.0:
         threshold, last_id = last_kept(logits, weights, largest, top_k, top_p)
     seed = np.uint64(int64_at(a.seed, num_rows)[row])
-    choice = np.uint32(int32_at(a.choice, num_rows)[row])
+    choice = np.uint32(int32_at(a.choice_index, num_rows)[row])
     position = np.uint32(int32_at(a.position, num_rows)[row])
     return _race(logits, weights, threshold, last_id, seed, choice, position)
 

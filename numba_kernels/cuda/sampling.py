@@ -24,6 +24,7 @@ A row's token is -1 unless its status is OK.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -386,7 +387,7 @@ def _kernel(is_aligned: bool) -> Specialisation:
     return Specialisation(
         name=f"sampling_{'aligned' if is_aligned else 'any'}",
         kernel=cuda.jit(sampling),
-        argument_types=(uint64,) * 26 + (uint32,) * 2,
+        argument_types=(uint64,) * (len(inspect.signature(sampling).parameters) - 2) + (uint32,) * 2,
         max_threads=THREADS,
         constants={"is_aligned": is_aligned},
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from runtime.engine.config import Batching, DecodeGraphsMode, EngineConfig, Policy, Preemption, Quantization, Victim
 from runtime.engine.errors import RequestError
+from runtime.sampling_table import COLUMNS
 
 GIB = 1 << 30
 _CONFIG = EngineConfig()
@@ -137,17 +138,27 @@ class LlmOptions(EngineOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """`SamplingParams`' fields. None: as in the model's generation config, else `SamplingParams`' default."""
+if TYPE_CHECKING:
 
-    temperature: Annotated[float | None, typer.Option(help="0: always the most probable token.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Nucleus, in (0, 1].")] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable; 0: all.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Least share of the largest probability.")] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and answer; 1: none.")] = None
-    presence_penalty: Annotated[float | None, typer.Option(help="Over the answer, in [-2, 2].")] = None
-    frequency_penalty: Annotated[float | None, typer.Option(help="Over the answer, in [-2, 2].")] = None
+    @dataclass(frozen=True, kw_only=True)
+    class _NumberOptions: ...
+else:
+    _NumberOptions = make_dataclass(
+        "_NumberOptions",
+        [
+            (name, Annotated[column.kind | None, typer.Option(help=column.help)], None)
+            for name, column in COLUMNS.items()
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(_NumberOptions):
+    """`SamplingParams`' fields, those of `runtime.sampling_table` first. None: as in the model's generation config,
+    else `SamplingParams`' default."""
+
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None

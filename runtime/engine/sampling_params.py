@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
-from runtime.sampling_table import COLUMNS, PENALTIES, SamplingNumbers
+from runtime.sampling_table import COLUMNS, DEFAULTS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
 """Most choices of one request."""
@@ -35,16 +34,23 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the draw is the argmax, as in vLLM."""
 
 
-class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters of one request.
+if TYPE_CHECKING:
+
+    class _Numbers(SamplingNumbers, msgspec.Struct, frozen=True, kw_only=True): ...
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers",
+        [(name, column.kind, DEFAULTS[name]) for name, column in COLUMNS.items()],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request: the numbers of ``runtime.sampling_table``, ``temperature`` to
+    ``frequency_penalty``, whose meanings and bounds stand there, and
 
     n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
-    temperature             0 (or below 1e-5): greedy; at most 1e4
-    top_k                   keep the k most probable; 0 or -1: all
-    top_p, min_p            nucleus in (0, 1]; least probability relative to the most probable, in [0, 1]
-    repetition_penalty      1e-4 … 1e4, over prompt and output; 1: none
-    presence_penalty,
-    frequency_penalty       in [-2, 2], over the output
     seed                    a draw depends on seed, choice index and output position only; None: a random seed
     stop, stop_token_ids    strings and token ids that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
@@ -84,7 +90,7 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
         for name, column in COLUMNS.items():
-            if column.dtype is np.int32:
+            if column.kind is int:
                 self._integer(name, int(column.low), int(column.high))
             else:
                 self._number(name, column.low, column.high, low_open=column.is_low_open)

@@ -7,9 +7,11 @@ have no effect or are not built are in `server.openai_api.fields`; the requests 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+
+from runtime.sampling_table import COLUMNS
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer of 64 bits: no request brings arithmetic on thousands of digits."""
@@ -27,6 +29,17 @@ RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)
 MAX_BAD_WORDS = 128
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
 """Of a regular expression or a grammar in a request."""
+
+
+if TYPE_CHECKING:
+    SamplingFields = msgspec.Struct
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [(name, (Int if column.kind is int else float) | None, None) for name, column in COLUMNS.items()],
+        kw_only=True,
+    )
+"""The parameters of `runtime.sampling_table`."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,8 +97,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions have in common. Meanings and ranges: `runtime.engine.SamplingParams`.
+class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions have in common, beside `SamplingFields`. Meanings and ranges:
+    `runtime.engine.SamplingParams`.
 
     priority            smaller is admitted first; the "deadline" and "fcfs" policies take none
     cache_salt          cached prefixes are shared only with requests of the same salt
@@ -104,13 +118,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     stream_options: StreamOptions | None = None
 
     n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Int], msgspec.Meta(max_length=1024)] | None = None

@@ -102,8 +102,8 @@ def _params(
 def _asks_for_draws(request: GenerationRequest) -> bool:
     """A model may recommend greedy decoding. But several choices, or a field that says how to draw, would
     mean nothing then; who sends them without a temperature means OpenAI's default, 1."""
-    how_to_draw = (request.seed, request.top_p, request.top_k, request.min_p)
-    return (request.n or 1) > 1 or any(value is not None for value in how_to_draw)
+    how_to_draw = ["seed", *(name for name, column in COLUMNS.items() if column.shapes_draws)]
+    return (request.n or 1) > 1 or any(getattr(request, name) is not None for name in how_to_draw)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

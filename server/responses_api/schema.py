@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from server.openai_api.schema import Int, JsonObjectFormat, Name, ReasoningEffort, RequestId, TextFormat
+from runtime.sampling_table import COLUMNS
+from server.openai_api.schema import (
+    Int,
+    JsonObjectFormat,
+    Name,
+    ReasoningEffort,
+    RequestId,
+    SamplingFields,
+    TextFormat,
+)
 
 
 class NamedJsonSchemaFormat(
@@ -74,7 +83,7 @@ Include = Literal[
 """Only the first brings something: no other exists here. (Reasoning is sent in plain text.)"""
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/responses`.
 
     input                 a text, or items: messages, function calls and their outputs, reasoning
@@ -94,8 +103,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream_options: ResponseStreamOptions | None = None
     include: list[Include] | None = None
     max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -103,11 +110,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
@@ -119,14 +121,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 SAME_AS_IN_A_CHAT = (
-    "temperature",
-    "top_p",
+    *COLUMNS,
     "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "seed",
     "stop",
     "ignore_eos",

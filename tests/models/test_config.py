@@ -418,22 +418,23 @@ def test_generation_config(tmp_path: Path) -> None:
     config = load_generation_config(tmp_path)
     assert config.eos_token_ids == (3, 4)
     assert config.pad_token_id == 7
-    assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 0.6, 20, 0.95)
-    assert config.repetition_penalty is None
+    assert config.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 def test_without_generation_config_the_ids_are_the_models(tmp_path: Path) -> None:
     write(tmp_path, {**LLAMA, "eos_token_id": 9, "bos_token_id": 1})
     config = load_generation_config(tmp_path)
-    assert (config.eos_token_ids, config.bos_token_id, config.do_sample) == ((9,), 1, None)
+    assert (config.eos_token_ids, config.bos_token_id, config.sampling) == ((9,), 1, {})
 
 
 @pytest.mark.parametrize(
     ("generation", "message"),
     [
         ({"temperature": math.nan}, "temperature must be finite"),
-        ({"temperature": -0.5}, "temperature must be finite, at least 0, not -0.5"),
-        ({"top_p": 1.5}, "top_p must be finite, at least 0, at most 1, not 1.5"),
+        ({"temperature": -0.5}, "temperature must be finite, at least 0, at most 10000, not -0.5"),
+        ({"top_p": 1.5}, "top_p must be finite, greater than 0, at most 1, not 1.5"),
+        ({"top_p": 0, "do_sample": True}, "top_p must be finite, greater than 0, at most 1, not 0"),
+        ({"repetition_penalty": 1e5, "do_sample": False}, "repetition_penalty must be finite"),
         ({"top_k": 2.5}, "top_k must be an integer"),
         ({"eos_token_id": {}}, "eos_token_id must be a token id"),
         ({"max_new_tokens": 0}, "max_new_tokens must be from 1"),

@@ -23,8 +23,8 @@ from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
 
-_FLOATS = [name for name, column in COLUMNS.items() if column.dtype is np.float32]
-_INTEGERS = [name for name, column in COLUMNS.items() if column.dtype is np.int32] + ["choice_index"]
+_FLOATS = [name for name, column in COLUMNS.items() if column.dtype == "float32"]
+_INTEGERS = [name for name, column in COLUMNS.items() if column.dtype == "int32"] + ["choice_index"]
 """What is kept as rows of one array, so that one call gathers all of a type."""
 
 Rows = NDArray[np.int64]

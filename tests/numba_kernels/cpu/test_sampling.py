@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from numba_kernels.cpu.sampling import FIELDS
 from runtime import ops
+from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.errors import InvalidArgumentError
 from runtime.sampling_arrays import SamplingArrays
 from tests.numba_kernels.cpu.cases import normal, tensor
@@ -151,6 +153,11 @@ def test_a_large_vocabulary_with_equal_logits():
     ids, probabilities = oracle.kept_tokens(logits[0], top_k=5, top_p=0.25)
     assert len(ids) == -(-151_936 // 4)  # all tie with the fifth
     assert drawn.token_ids[0] == oracle.draw(ids, probabilities, 0, 0, 0)
+
+
+def test_the_kernels_arguments_are_the_fields_in_their_order():
+    names = [name for name, _, _ in SAMPLING_FIELDS]
+    assert FIELDS.names[1 : 1 + len(names)] == names
 
 
 def test_no_rows():

@@ -25,6 +25,7 @@ from runtime.engine.recommended_sampling import recommended_sampling
             {"do_sample": False, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
             {"temperature": 0.0, "repetition_penalty": 1.1},
         ),
+        ({"do_sample": False, "top_p": 0, "top_k": 2.5}, {"temperature": 0.0}),
         ({"min_p": 0.1, "max_new_tokens": 99}, {"min_p": 0.1, "max_tokens": 99}),
     ],
 )
