@@ -7,9 +7,11 @@ longer context makes the later chunks dearer, so equal times need smaller ones.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.engine.config import SchedulingConfig
+from runtime.engine.scheduling.step import Step
 
 CHUNK_MULTIPLE = 32
 """Staged chunks are multiples of this, as the tiles of matrix products are."""
@@ -54,3 +56,18 @@ def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int) -> Chunki
     if config.prefill_chunk_stages is not None:
         return StagedChunks(*config.prefill_chunk_stages)
     return FixedChunks(config.prefill_chunk or max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunks:
+    """How prompts are cut into steps, if they may be."""
+
+    chunking: Chunking
+    cuts_prompts: bool
+
+    def size(self, step: Step, num_computed: int, remaining: int) -> int:
+        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
+        the budget if it is alone."""
+        if self.cuts_prompts:
+            return min(remaining, step.budget, self.chunking.most(num_computed))
+        return remaining if remaining <= step.budget or not step.chunks else 0

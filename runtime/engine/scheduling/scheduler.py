@@ -9,9 +9,10 @@ Both queues are kept in the order that the policy gives. A sequence gets the blo
 starts to run, and one more whenever its output fills the last; in a cache group with a window it gets those of each
 chunk, and gives up those behind the window of its committed tokens. When one is missing, a running sequence gives up
 all of its own and waits again: the first in order is never the victim, and one request always fits the pool, so there
-is always progress. The parts that can be chosen live in modules of their own: ``policy`` (the order), ``batching``
-(how decodes and prompts share steps), ``chunking`` (how prompts are cut), ``preemption`` (the victim, and how its
-content comes back), ``reuse`` (what need not be computed at all).
+is always progress. Its parts live in modules of their own: ``policy`` (the order), ``batching`` (how decodes and
+prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (who starts, with which blocks), ``reuse`` (what
+need not be computed at all), ``drafts`` (proposed tokens), ``windowed_pages``, ``preemption`` (the victim, and how its
+content comes back).
 
 It knows no tensors, no model and no clock.
 """
@@ -20,32 +21,20 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from itertools import islice
 
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
-from runtime.engine.scheduling.block_pool import BlockPool, Hit, by_page
-from runtime.engine.scheduling.chunking import chunking_of
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.chunking import PromptChunks, chunking_of
+from runtime.engine.scheduling.drafts import reserve_drafts, take_back
 from runtime.engine.scheduling.invariants import check_scheduler, check_step
+from runtime.engine.scheduling.placement import Placement
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
-from runtime.engine.scheduling.reuse import reusable
 from runtime.engine.scheduling.sequence import Sequence, State
-from runtime.engine.scheduling.step import Chunk, PreemptionWay, Step
-from runtime.kv.groups import NO_BLOCK, first_page
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """The head of the queue could not start; it need not be asked again before so many blocks are free (or others have
-    left, which the scheduler notices)."""
-
-    sequence: Sequence
-    num_blocks: int
-
-    def holds(self, sequence: Sequence, pool: BlockPool) -> bool:
-        return sequence is self.sequence and pool.num_free < self.num_blocks
+from runtime.engine.scheduling.step import PreemptionWay, Step
+from runtime.engine.scheduling.windowed_pages import WindowedPages
 
 
 class Scheduler:
@@ -72,14 +61,14 @@ class Scheduler:
         self.drafts: dict[Sequence, list[int]] = {}
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
-        self._chunking = chunking_of(config, limits.max_num_batched_tokens)
+        chunking = chunking_of(config, limits.max_num_batched_tokens)
+        self._chunks = PromptChunks(chunking, self._batching.cuts_prompts)
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
-        self._refused: _Refusal | None = None
-        self._windowed = [group for group, window in enumerate(pool.windows) if window is not None]
-        self._shortest = self._windowed[0] if self._windowed else 0  # a group whose tables are never longer than others
-        pool.windowed_blocks = self._windowed_blocks
+        self._windowed = WindowedPages(pool)
+        self._placement = Placement(pool, self._windowed, self._chunks)
+        pool.windowed_blocks = lambda: self._windowed.blocks_of(self.running)
 
     @property
     def has_work(self) -> bool:
@@ -138,18 +127,18 @@ class Scheduler:
         """
         pool = self.pool
         block_size = self.limits.block_size
-        records, has_windows = pool.enable_prefix_caching, bool(self._windowed)
+        records, has_windows = pool.enable_prefix_caching, bool(self._windowed.groups)
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
             if chunk.draft_ids:
-                end = self._take_back(chunk, 1 if accepted is None else accepted[sequence])
+                end = take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
                 sequence.num_committed = end
                 if records and end >= (sequence.chain.num_blocks + 1) * block_size:
                     pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
                 if has_windows:
-                    self._give_up(sequence)
+                    self._windowed.give_up(sequence)
         self._settle(step)
 
     def abandon(self, step: Step) -> None:
@@ -170,7 +159,8 @@ class Scheduler:
 
     def decode(self, step: Step) -> None:
         """Add every running sequence that lacks nothing but its last token, as far as the budget goes."""
-        block_size, shortest, has_windows = self.limits.block_size, self._shortest, bool(self._windowed)
+        block_size, shortest = self.limits.block_size, self._windowed.shortest
+        has_windows = bool(self._windowed.groups)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
         for sequence in self._idle():
@@ -193,60 +183,32 @@ class Scheduler:
 
         if self.drafts:
             for chunk in step.chunks:
-                self._reserve_drafts(chunk, step)
-
-    def _reserve_drafts(self, chunk: Chunk, step: Step) -> None:
-        """Let a decode try its sequence's proposals, as far as the budget goes and blocks are free. Nothing else is
-        planned for the sequence until the step is committed."""
-        sequence = chunk.sequence
-        drafts = self.drafts.pop(sequence, [])
-        if sequence.num_pending != 1 or sequence.matcher is not None:
-            return  # they stand behind another token, or its grammar has masks for one draw a step
-        count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
-        size, end = self.limits.block_size, chunk.start + 1
-        lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
-        if sum(lacking) <= self.pool.num_free - len(self.running) * len(lacking):
-            fresh = iter(self.pool.allocate(sum(lacking)))
-            for ids, num_pages in zip(sequence.blocks, lacking):
-                ids += islice(fresh, num_pages)
-        count = min(count, min(map(len, sequence.blocks)) * size - end)
-        if count > 0:
-            chunk.draft_ids = drafts[:count]
-            chunk.num_tokens += count
-            step.num_tokens += count
-            sequence.num_pending += count
-
-    @staticmethod
-    def _take_back(chunk: Chunk, num_accepted: int) -> int:
-        """Count what a chunk with proposals has computed for nobody as neither computed nor pending. Returns the end of
-        its tokens that are known."""
-        sequence = chunk.sequence
-        sequence.num_pending -= chunk.num_draws - num_accepted
-        if sequence.row is not None:
-            sequence.num_computed = chunk.start + num_accepted
-        return chunk.start + 1
+                drafts = self.drafts.pop(chunk.sequence, [])
+                reserve_drafts(chunk, drafts, step, self.pool, len(self.running))
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
         for sequence in self._idle():
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
-                count = self._chunk_size(step, sequence.num_computed, remaining)
-                if self._windowed:
-                    count = self._grow(sequence, count)
+                count = self._chunks.size(step, sequence.num_computed, remaining)
+                if self._windowed.groups:
+                    count = self._windowed.grow(sequence, count)
                 if count > 0:
                     step.add(sequence, count, is_first=False)
 
     def admit(self, step: Step, most: int | None = None) -> None:
         """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
-        while self.waiting and most != 0 and not step.preempted and step.budget > 0:
+        while self.waiting and self.free_rows and most != 0 and not step.preempted and step.budget > 0:
             sequence = self.waiting[0]
             if self.depth > 1 and self._is_open(sequence):
                 return  # preempted: its tokens are known when that step is over
-            count = self._start(sequence, step)
+            count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return
             del self.waiting[0]
+            sequence.row = heapq.heappop(self.free_rows)
+            sequence.state = State.RUNNING
             insort(self.running, sequence, key=_order)
             step.add(sequence, count, is_first=True)
             most = None if most is None else most - 1
@@ -259,117 +221,6 @@ class Scheduler:
 
     def _is_open(self, sequence: Sequence) -> bool:
         return any(sequence.last_step == step.number for step in self.open_steps)
-
-    def _chunk_size(self, step: Step, num_computed: int, remaining: int) -> int:
-        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
-        the budget if it is alone."""
-        if self._batching.cuts_prompts:
-            return min(remaining, step.budget, self._chunking.most(num_computed))
-        return remaining if remaining <= step.budget or not step.chunks else 0
-
-    def _start(self, sequence: Sequence, step: Step) -> int:
-        """Give a waiting sequence its row and its blocks, if there are enough and if the step has room for it. Returns
-        how many of its tokens the step computes; 0: it cannot start.
-
-        While others run, one more free page is left for each of them, lest the newcomer be preempted at once; in groups
-        with a window also what its next chunk needs.
-        """
-        pool = self.pool
-        if not self.free_rows or (self._refused is not None and self._refused.holds(sequence, pool)):
-            return 0
-        spare = len(self.running) * len(pool.windows)
-        num_free = pool.num_free
-        hit = reusable(sequence, pool)
-        pool.share(hit.shared)
-        count, needed = self._first_chunk(sequence, hit, step)
-        if hit.partial:
-            pool.share(hit.partial)
-            if needed + spare > pool.num_free:  # to keep their sources might be what is too much
-                pool.release(hit.partial)
-                hit = hit.without_partial()
-                count, needed = self._first_chunk(sequence, hit, step)
-        if self._windowed and count:
-            if self.running:
-                spare += self._num_reserved(sequence.num_tokens - hit.num_tokens - count)
-            else:
-                count, needed = self._shortened(count, needed, hit.num_tokens)
-        if count and needed + spare <= pool.num_free:
-            self._place(sequence, hit, needed, count, step)
-            return count
-        if count:
-            self._refused = _Refusal(sequence, needed + spare + num_free - pool.num_free)
-        pool.release(hit.partial)
-        pool.release(hit.shared)
-        return 0
-
-    def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, int]:
-        """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks that it
-        needs for them."""
-        count = self._chunk_size(step, hit.num_tokens, sequence.num_tokens - hit.num_tokens)
-        needed = 0
-        for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
-            needed += num_pages - len(ids) + ids.count(None)
-        return count, needed
-
-    def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
-        """By group: the pages up to the last that a sequence is given which starts with ``hit`` and ``count`` more
-        tokens."""
-        known = -(-sequence.num_tokens // self.limits.block_size)
-        computed = -(-(hit.num_tokens + count) // self.limits.block_size)
-        return [known if window is None else computed for window in self.pool.windows]
-
-    def _num_reserved(self, remaining: int) -> int:
-        """The blocks that the next chunks of a prompt need beside the first, while nothing is given up."""
-        size = self.limits.block_size
-        return sum(-(-min(remaining, self.pool.windows[group] or 0) // size) for group in self._windowed)
-
-    def _shortened(self, count: int, needed: int, num_computed: int) -> tuple[int, int]:
-        """A first chunk for which there are blocks: shorter if it has to be and may be."""
-        lacking = needed - self.pool.num_free
-        if lacking <= 0 or not self._batching.cuts_prompts:
-            return count, needed
-        size, num_groups = self.limits.block_size, len(self._windowed)
-        num_pages = -(-lacking // num_groups)
-        end = (-(-(num_computed + count) // size) - num_pages) * size
-        return max(0, end - num_computed), needed - num_pages * num_groups
-
-    def _place(self, sequence: Sequence, hit: Hit, needed: int, count: int, step: Step) -> None:
-        """Start a sequence with the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit
-        is copied."""
-        pool = self.pool
-        if sequence.host_slots:
-            step.returned_slots += [slot for slots in sequence.host_slots for slot in slots]
-            sequence.host_slots = []
-        elif any(hit.host_slots):
-            assert pool.host_pool is not None
-            slots = [slot for slots in hit.host_slots for slot in slots]
-            pool.host_pool.hold(slots)
-            step.held_slots.append(slots)
-        fresh = iter(pool.allocate(needed))
-        sequence.blocks = []
-        for group, num_pages in enumerate(self._page_counts(sequence, hit, count)):
-            host_slots = iter(hit.host_slots[group])
-            ids: list[int] = []
-            for block_id in hit.blocks[group]:
-                if block_id is None:
-                    block_id = next(fresh)
-                    step.swap_in.append((next(host_slots), block_id))
-                ids.append(block_id)
-            if hit.partial:
-                source, target = hit.partial[group], next(fresh)
-                step.held_blocks.append((source, target))
-                step.copies.append((source, target))
-                ids.append(target)
-            ids += islice(fresh, num_pages - len(ids))
-            sequence.blocks.append(ids)
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = hit.num_tokens
-            pool.count_query(sequence.num_tokens, hit.num_tokens)
-        sequence.first_pages = list(hit.first_pages)
-        sequence.num_computed = hit.num_tokens
-        sequence.num_committed = hit.num_shared_pages * self.limits.block_size
-        sequence.row = heapq.heappop(self.free_rows)
-        sequence.state = State.RUNNING
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
         """Give each of these running sequences its next page, in order; preempt others until there are enough blocks.
@@ -393,31 +244,6 @@ class Scheduler:
                 ids.append(next(fresh))
         return not step.preempted
 
-    def _grow(self, sequence: Sequence, count: int) -> int:
-        """Give a running sequence the pages of its next ``count`` tokens in groups with a window, as far as there are
-        blocks. Returns for how many tokens it has them."""
-        size, shortest = self.limits.block_size, sequence.blocks[self._shortest]
-        wanted = -(-(sequence.num_computed + count) // size) - len(shortest)
-        num_pages = max(0, min(wanted, self.pool.num_free // len(self._windowed)))
-        fresh = iter(self.pool.allocate(num_pages * len(self._windowed)))
-        for group in self._windowed:
-            sequence.blocks[group] += islice(fresh, num_pages)
-        return min(count, len(shortest) * size - sequence.num_computed)
-
-    def _give_up(self, sequence: Sequence) -> None:
-        """Release the pages behind the window of a running sequence's committed tokens; what was drawn since may be
-        taken back. They can still be found."""
-        pool, before = self.pool, sequence.first_pages
-        num_tokens, size = sequence.num_committed, pool.block_size
-        firsts = [first_page(num_tokens, window, size) for window in pool.windows]
-        if firsts == before:
-            return
-        after = list(map(max, firsts, before))
-        pool.release(reversed(by_page([ids[:end] for ids, end in zip(sequence.blocks, after)], before)))
-        for ids, first, end in zip(sequence.blocks, before, after):
-            ids[first:end] = [NO_BLOCK] * (end - first)
-        sequence.first_pages = after
-
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take a running sequence's blocks and row, and let it wait."""
         way: PreemptionWay = "recompute"
@@ -439,14 +265,6 @@ class Scheduler:
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
-
-    def _windowed_blocks(self) -> list[int]:
-        return [
-            block_id
-            for sequence in self.running
-            for group in self._windowed
-            for block_id in sequence.blocks[group][sequence.first_pages[group] :]
-        ]
 
     def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
         """Host slots for a victim's blocks; None: it shall be computed again."""
@@ -477,7 +295,7 @@ class Scheduler:
         sequence.blocks, sequence.first_pages = [], []
         sequence.num_computed = sequence.num_committed = 0
         sequence.row = None
-        self._refused = None
+        self._placement.forget_refusal()
 
     def _close(self, step: Step) -> None:
         """The last touches of a plan."""

@@ -1,0 +1,135 @@
+"""Whether a waiting sequence can start, and the blocks that it starts with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from runtime.engine.scheduling.block_pool import BlockPool, Hit
+from runtime.engine.scheduling.chunking import PromptChunks
+from runtime.engine.scheduling.reuse import reusable
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.step import Step
+from runtime.engine.scheduling.windowed_pages import WindowedPages
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The head of the queue could not start; it need not be asked again before so many blocks are free."""
+
+    sequence: Sequence
+    num_blocks: int
+
+    def holds(self, sequence: Sequence, pool: BlockPool) -> bool:
+        return sequence is self.sequence and pool.num_free < self.num_blocks
+
+
+class Placement:
+    """Takes the blocks of sequences that start; their rows are the scheduler's."""
+
+    def __init__(self, pool: BlockPool, windowed: WindowedPages, chunks: PromptChunks) -> None:
+        self._pool = pool
+        self._windowed = windowed
+        self._chunks = chunks
+        self._refusal: _Refusal | None = None
+
+    def forget_refusal(self) -> None:
+        """A running sequence has left: the head of the queue may be asked again."""
+        self._refusal = None
+
+    def start(self, sequence: Sequence, step: Step, num_running: int) -> int:
+        """Give a waiting sequence its blocks, if there are enough and if the step has room for it. Returns how many of
+        its tokens the step computes; 0: it cannot start.
+
+        One more free page is left for each of the ``num_running`` sequences, lest the newcomer be preempted at once; in
+        groups with a window also what its next chunk needs.
+        """
+        pool = self._pool
+        if self._refusal is not None and self._refusal.holds(sequence, pool):
+            return 0
+        spare = num_running * len(pool.windows)
+        num_free = pool.num_free
+        hit = reusable(sequence, pool)
+        pool.share(hit.shared)
+        count, needed = self._first_chunk(sequence, hit, step)
+        if hit.partial:
+            pool.share(hit.partial)
+            if needed + spare > pool.num_free:  # to keep their sources might be what is too much
+                pool.release(hit.partial)
+                hit = hit.without_partial()
+                count, needed = self._first_chunk(sequence, hit, step)
+        if self._windowed.groups and count:
+            if num_running:
+                spare += self._windowed.num_reserved(sequence.num_tokens - hit.num_tokens - count)
+            else:
+                count, needed = self._shortened(count, needed, hit.num_tokens)
+        if count and needed + spare <= pool.num_free:
+            self._place(sequence, hit, needed, count, step)
+            return count
+        if count:
+            self._refusal = _Refusal(sequence, needed + spare + num_free - pool.num_free)
+        pool.release(hit.partial)
+        pool.release(hit.shared)
+        return 0
+
+    def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, int]:
+        """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks that it
+        needs for them."""
+        count = self._chunks.size(step, hit.num_tokens, sequence.num_tokens - hit.num_tokens)
+        needed = 0
+        for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
+            needed += num_pages - len(ids) + ids.count(None)
+        return count, needed
+
+    def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
+        """By group: the pages up to the last that a sequence is given which starts with ``hit`` and ``count`` more
+        tokens."""
+        known = -(-sequence.num_tokens // self._pool.block_size)
+        computed = -(-(hit.num_tokens + count) // self._pool.block_size)
+        return [known if window is None else computed for window in self._pool.windows]
+
+    def _shortened(self, count: int, needed: int, num_computed: int) -> tuple[int, int]:
+        """A first chunk for which there are blocks: shorter if it has to be and may be."""
+        lacking = needed - self._pool.num_free
+        if lacking <= 0 or not self._chunks.cuts_prompts:
+            return count, needed
+        size, num_groups = self._pool.block_size, len(self._windowed.groups)
+        num_pages = -(-lacking // num_groups)
+        end = (-(-(num_computed + count) // size) - num_pages) * size
+        return max(0, end - num_computed), needed - num_pages * num_groups
+
+    def _place(self, sequence: Sequence, hit: Hit, needed: int, count: int, step: Step) -> None:
+        """Give a sequence the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit is
+        copied."""
+        pool = self._pool
+        if sequence.host_slots:
+            step.returned_slots += [slot for slots in sequence.host_slots for slot in slots]
+            sequence.host_slots = []
+        elif any(hit.host_slots):
+            assert pool.host_pool is not None
+            slots = [slot for slots in hit.host_slots for slot in slots]
+            pool.host_pool.hold(slots)
+            step.held_slots.append(slots)
+        fresh = iter(pool.allocate(needed))
+        sequence.blocks = []
+        for group, num_pages in enumerate(self._page_counts(sequence, hit, count)):
+            host_slots = iter(hit.host_slots[group])
+            ids: list[int] = []
+            for block_id in hit.blocks[group]:
+                if block_id is None:
+                    block_id = next(fresh)
+                    step.swap_in.append((next(host_slots), block_id))
+                ids.append(block_id)
+            if hit.partial:
+                source, target = hit.partial[group], next(fresh)
+                step.held_blocks.append((source, target))
+                step.copies.append((source, target))
+                ids.append(target)
+            ids += islice(fresh, num_pages - len(ids))
+            sequence.blocks.append(ids)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = hit.num_tokens
+            pool.count_query(sequence.num_tokens, hit.num_tokens)
+        sequence.first_pages = list(hit.first_pages)
+        sequence.num_computed = hit.num_tokens
+        sequence.num_committed = hit.num_shared_pages * pool.block_size
