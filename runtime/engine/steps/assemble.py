@@ -57,13 +57,14 @@ class Assembler:
             self._sort(chunks, planned_rows)
         rows, drawing = self._rows, self._sequences
         starts = np.array([chunk.start for chunk in chunks], np.int64)[self._order]
-        counts = num_draws = self._ones[:count]
+        last_positions, counts, num_draws = starts, self._ones[:count], self._ones[:count]
         token_ids = self._last_tokens[:count]
         prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
         if step.num_tokens != count or not all(map(_IS_LAST, chunks)):
             chunks = [chunks[i] for i in self._order.tolist()]
             counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+            last_positions = starts + counts - 1
             num_draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
             token_ids = _tokens_of(chunks, step.num_tokens)
             drawing = [chunk.sequence for chunk in chunks if chunk.is_last]
@@ -76,7 +77,7 @@ class Assembler:
             num_draws=num_draws,
             token_ids=token_ids,
             mode=self._mode,
-            additions=self._additions(starts + counts),
+            additions=self._additions(last_positions),
             loads=loads,
             swap_out=step.swap_out,
             swap_in=step.swap_in,
@@ -129,10 +130,11 @@ class Assembler:
         self._rows = np.array(planned_rows, np.int64)[self._order]
         self._sequences = [chunks[i].sequence for i in order]
 
-    def _additions(self, ends: NDArray[np.int64]) -> list[BlockAddition]:
-        """What the executor lacks of the tables of sequences whose chunks end at ``ends [n]``."""
+    def _additions(self, last_positions: NDArray[np.int64]) -> list[BlockAddition]:
+        """What the executor lacks of the tables of sequences whose chunks' last tokens are at these positions
+        ``[n]``."""
         additions = []
-        for i in (ends > self._num_covered[self._rows]).nonzero()[0].tolist():
+        for i in (last_positions >= self._num_covered[self._rows]).nonzero()[0].tolist():
             sequence, row = self._sequences[i], int(self._rows[i])
             for group, block_ids in enumerate(sequence.blocks):
                 first = self._num_blocks[group][row]

@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 
 class BlockTables:
-    """Each row's blocks, by KV cache group.
+    """Each row's blocks, by KV cache group. An entry is a place in all rows, one behind another.
 
     table       [num_groups, num_rows, max_blocks] int32
-    num_blocks  [num_groups, num_rows] int64: entries that are written
+    num_blocks  by group and row: entries that are written
     """
 
     def __init__(self, num_groups: int, num_rows: int, max_blocks: int, block_size: int) -> None:
         self.table = np.zeros((num_groups, num_rows, max_blocks), np.int32)
-        self.num_blocks = np.zeros((num_groups, num_rows), np.int64)
+        self.num_blocks = [[0] * num_rows for _ in range(num_groups)]
         self._max_blocks = max_blocks
         self._block_size = block_size
-        # By group and entry: how far a token's slot lies behind its position.
-        self._shifts = np.zeros((num_groups, num_rows * max_blocks), np.int64)
+        self._block_ids = self.table.reshape(num_groups, -1)  # by entry
+        self._shifts = np.zeros(self._block_ids.shape, np.int64)  # by entry: how far slots lie behind positions
 
     @property
     def num_groups(self) -> int:
@@ -29,25 +29,29 @@ class BlockTables:
 
     def clear(self, row: int) -> None:
         """Forget the row's blocks."""
-        self.num_blocks[:, row] = 0
+        for num_blocks in self.num_blocks:
+            num_blocks[row] = 0
 
     def add(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> None:
-        """Write a row's blocks from entry ``first`` on; what was behind them is forgotten."""
-        end, entry, size = first + len(block_ids), row * self._max_blocks, self._block_size
-        self.table[group, row, first:end] = block_ids
-        self._shifts[group, entry + first : entry + end] = [
-            (block_id - index) * size for index, block_id in enumerate(block_ids, first)
-        ]
-        self.num_blocks[group, row] = end
+        """Write a row's blocks from its entry ``first`` on; what was behind them is forgotten."""
+        start, count, size = row * self._max_blocks + first, len(block_ids), self._block_size
+        self._block_ids[group, start : start + count] = block_ids
+        shifts = [(block_id - index) * size for index, block_id in enumerate(block_ids, first)]
+        self._shifts[group, start : start + count] = shifts
+        self.num_blocks[group][row] = first + count
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tables of rows ``[n]`` that ascend, ``[num_groups, n, width]``: a view where they are dense."""
         count = len(rows)
         if rows[-1] == count - 1:
             return self.table[:, :count]
-        return self.table[:, :, : self.num_blocks[:, rows].max()].take(rows, axis=1)
+        width = max(num_blocks[row] for num_blocks in self.num_blocks for row in rows.tolist())
+        return self.table[:, :, :width].take(rows, axis=1)
 
-    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots of tokens at ``positions [n]`` of ``rows [n]``, ``[num_groups, n]``."""
-        entries = rows * self._max_blocks + positions // self._block_size
-        return self._shifts.take(entries, axis=1) + positions
+    def first_entries(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where ``rows [n]`` begin."""
+        return rows * self._max_blocks
+
+    def slots(self, first_entries: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of tokens at ``positions [n]`` of rows that begin at ``first_entries [n]``, ``[num_groups, n]``."""
+        return self._shifts.take(first_entries + positions // self._block_size, axis=1) + positions

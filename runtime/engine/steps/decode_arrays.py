@@ -12,6 +12,7 @@ is stored nowhere and sees no keys, and what it draws is nobody's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,12 +61,10 @@ class Placement:
 
     places      of each row, in the order of the step
     num_places  of the graph that shall run: 0 ... num_places - 1
-    additions   (group, place, first entry, blocks): what block tables on the device lack
     """
 
     places: NDArray[np.intp]
     num_places: int
-    additions: list[tuple[int, int, int, NDArray[np.int32]]]
 
 
 class _Upload(NamedTuple):
@@ -125,11 +124,11 @@ class DecodeArrays:
             self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
-        self._num_known = [[0] * places for _ in slots]  # by group and place: table entries that the device has
-        self._behind: set[tuple[int, int]] = set()  # groups and places of which the device may lack entries
+        self._changes: dict[int, int] = {}  # what the device's tables lack: the block of each of these entries
         self._has_sources = False  # whether the column holds any
         self._rows: NDArray[np.int64] | None = None  # of the step placed last
         self._places = np.zeros(0, np.intp)  # of these rows
+        self._first_entries = np.zeros(0, np.int64)  # of these rows, in the host's tables
         self._num_used = 0  # places of its graph
         self._progress_at = np.zeros(0, np.intp)  # where the rows' entries in those columns lie
         self._ahead = np.zeros((len(_PROGRESS), 0), np.int32)  # these entries less ``starts``
@@ -149,12 +148,11 @@ class DecodeArrays:
             self._place_of[row] = self._row_at[place] = -1
             self._rows = None
 
-    def change(self, group: int, row: int, first: int) -> None:
-        """The row's table in this group changes from entry ``first`` on."""
+    def add(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> None:
+        """The row gets these blocks, from entry ``first`` of its table in this group on."""
         place = int(self._place_of[row])
         if place >= 0:
-            self._num_known[group][place] = min(self._num_known[group][place], first)
-            self._behind.add((group, place))
+            self._change(group, place, first, block_ids)
 
     def place(self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int) -> Placement:
         """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: those
@@ -163,10 +161,10 @@ class DecodeArrays:
             self._assign(rows, num_places)
             self._rows, self._num_used = rows, num_places
         places = self._places
-        for name, slots in zip(self._slots, self._row_data.tables.slots(rows, starts)):
+        for name, slots in zip(self._slots, self._row_data.tables.slots(self._first_entries, starts)):
             self._columns[name][places] = slots
         self._progress[self._progress_at] = (self._ahead + starts.astype(np.int32)).reshape(-1)
-        return Placement(places, num_places, self._missing_blocks())
+        return Placement(places, num_places)
 
     def send(
         self,
@@ -190,16 +188,12 @@ class DecodeArrays:
             columns["sources"][placement.places] = -1 if sources is None else sources
             self._has_sources = sources is not None
         num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
-        num_changes = self._write_additions(placement, tail[: TAIL_WORDS - num_listed])
+        columns["num_changes"][0] = num_changes = self._write_changes(tail[: TAIL_WORDS - num_listed])
         end = 2 * num_changes
-        columns["num_changes"][0] = num_changes
         if lists is not None:
             end = self._write_lists(placement, lists, tail, end)
         upload.columns[:] = self._host
         self.runs_on.upload(self._inputs, upload.buffers, self._size + 4 * end)
-        for group, place, first, added in placement.additions:
-            self._num_known[group][place] = first + len(added)
-        self._behind.clear()
         return upload.buffers
 
     def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
@@ -258,18 +252,13 @@ class DecodeArrays:
         for name, column in self._columns.items():
             column.fill(-1 if name in self._slots else _NEUTRAL.get(name, 0))
 
-    def _missing_blocks(self) -> list[tuple[int, int, int, NDArray[np.int32]]]:
-        missing, tables = [], self._row_data.tables
-        for group, place in self._behind:
-            row, first = self._row_at[place], self._num_known[group][place]
-            end = tables.num_blocks[group, row]
-            if row >= 0 and first < end:
-                missing.append((group, place, first, tables.table[group, row, first:end]))
-        return missing
+    def _change(self, group: int, place: int, first: int, block_ids: Sequence[int]) -> None:
+        entry = (self._group_starts[group] + place) * self._table_width + first
+        self._changes.update(zip(range(entry, entry + len(block_ids)), block_ids))
 
     def _assign(self, rows: NDArray[np.int64], num_places: int) -> None:
         """Give each row a place, and write its parameters there."""
-        places = self._place_of[rows]
+        places, tables = self._place_of[rows], self._row_data.tables
         is_new = (places < 0) | (places >= num_places)
         if is_new.any():
             left = places[is_new]
@@ -282,11 +271,10 @@ class DecodeArrays:
             places[is_new] = new
             self._place_of[rows] = places
             self._row_at[new] = rows[is_new]
-            for group, known in enumerate(self._num_known):
-                for place in new.tolist():
-                    known[place] = 0
-                    self._behind.add((group, place))
-        self._places = places
+            for row, place in zip(rows[is_new].tolist(), new.tolist()):
+                for group, num_blocks in enumerate(tables.num_blocks):
+                    self._change(group, place, 0, tables.table[group, row, : num_blocks[row]].tolist())
+        self._places, self._first_entries = places, tables.first_entries(rows)
         columns = np.arange(0, len(self._progress), self._num_places)
         self._progress_at = (columns[:, None] + places).reshape(-1)
         sampling = self._row_data.sampling
@@ -295,18 +283,21 @@ class DecodeArrays:
         self._empty_places()
         sampling.write_columns(self._columns, places, rows)
 
-    def _write_additions(self, placement: Placement, tail: NDArray[np.int32]) -> int:
-        """Write the added blocks as pairs; how many. What finds no room goes up by itself."""
-        count = 0
-        for group, place, first, added in placement.additions:
-            entry, end = (self._group_starts[group] + place) * self._table_width + first, count + len(added)
-            if 2 * end > len(tail):
-                self.runs_on.write(self._flat_tables[entry:], added)
-                continue
-            tail[2 * count : 2 * end : 2] = np.arange(entry, entry + len(added))
-            tail[2 * count + 1 : 2 * end : 2] = added
-            count = end
-        return count
+    def _write_changes(self, tail: NDArray[np.int32]) -> int:
+        """Write the changes of block tables as pairs; how many. They go up by themselves where there is no room."""
+        count = len(self._changes)
+        entries, block_ids = list(self._changes), list(self._changes.values())
+        self._changes.clear()
+        if 2 * count <= len(tail):
+            tail[: 2 * count : 2] = entries
+            tail[1 : 2 * count : 2] = block_ids
+            return count
+        order = np.argsort(entries)
+        sorted_entries, sorted_ids = np.array(entries)[order], np.array(block_ids, np.int32)[order]
+        ends = [*(np.flatnonzero(np.diff(sorted_entries) != 1) + 1).tolist(), count]  # of entries in a row
+        for start, end in zip([0, *ends], ends):
+            self.runs_on.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
+        return 0
 
     def _write_lists(
         self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int

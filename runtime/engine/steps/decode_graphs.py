@@ -158,7 +158,7 @@ class DecodeGraphs:
                 self._arrays.forget(load.row)
         if self._arrays is not None:
             for addition in step.additions:
-                self._arrays.change(addition.group, addition.row, addition.first)
+                self._arrays.add(addition.group, addition.row, addition.first, addition.block_ids)
 
     def key_of(self, step: StepInput) -> GraphKey | None:
         """The graph that a step of decodes needs, whose rows are loaded; None: there can be none."""

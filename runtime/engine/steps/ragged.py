@@ -82,7 +82,7 @@ def lay_out(
         positions.astype(np.int32),
         query_start,
         seq_lens,
-        tables.slots(row_of_token, positions),
+        tables.slots(tables.first_entries(row_of_token), positions),
         tables.of(rows),
         logits_indices,
         max_query_len,

@@ -43,9 +43,9 @@ class Rows:
 
     def tokens_of(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
-        is_known = token_ids != LAST_TOKEN
         filled = self.last_tokens[rows]
-        if np.count_nonzero(is_known):
+        if token_ids[token_ids.argmax()] != LAST_TOKEN:  # which is the least: some are known
+            is_known = token_ids != LAST_TOKEN
             filled[is_known] = token_ids[is_known]
         return filled
 

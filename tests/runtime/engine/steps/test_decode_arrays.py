@@ -71,7 +71,7 @@ class Running:
 
     def apply(self, step: StepInput) -> None:
         for addition in step.additions:
-            self.arrays.change(addition.group, addition.row, addition.first)
+            self.arrays.add(addition.group, addition.row, addition.first, addition.block_ids)
         self.rows.apply(step)
         self._assembler.sent(step)
 
@@ -95,6 +95,12 @@ def running(device: Device) -> Running:
 
 def numpy_of(tensor: Tensor) -> np.ndarray:
     return tensor.to("cpu").array
+
+
+def sent_changes(arrays: DecodeArrays) -> list[list[int]]:
+    """The entries of block tables that came up with the last step, and their blocks."""
+    (count,) = numpy_of(arrays._on_device["num_changes"])
+    return numpy_of(arrays._tail[decode_arrays.int32])[: 2 * count].reshape(-1, 2).tolist()
 
 
 def run_step(running: Running, num_places: int) -> np.ndarray:
@@ -172,17 +178,17 @@ def test_only_what_is_new_goes_up(running: Running) -> None:
     rng = random.Random(2)
     sequences = [running.load(row, rng) for row in range(3)]
     run_step(running, 4)
-    arrays, step = running.arrays, running.step()
-    assert arrays.place(step.rows, step.starts, 4).additions == []
+    run_step(running, 4)
+    assert sent_changes(running.arrays) == []
     sequence = sequences[1]
     while sequence.num_tokens <= len(sequence.blocks[0]) * BLOCK_SIZE:
         sequence.num_pending = 1
         sequence.append(7)
+    running.rows.last_tokens[1] = 7
     sequence.blocks[0] += [77, 78]
-    step = running.step()
-    (addition,) = arrays.place(step.rows, step.starts, 4).additions
-    assert addition[2] == len(sequences[1].blocks[0]) - 2
-    assert addition[3].tolist() == [77, 78]
+    places = run_step(running, 4)
+    first = int(places[1]) * (LIMITS.max_model_len // BLOCK_SIZE) + len(sequence.blocks[0]) - 2
+    assert sent_changes(running.arrays) == [[first, 77], [first + 1, 78]]
 
 
 def test_an_entry_that_changes_goes_up(running: Running) -> None:
