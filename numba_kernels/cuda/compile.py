@@ -11,11 +11,15 @@ import gc
 import re
 from typing import Any, cast
 
+import numpy as np
 from numba import types
 from numba.cuda import compiler
 from numba.cuda.cudadrv import nvvm
 
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
+
+if not hasattr(np, "row_stack"):  # gone since numpy 2.5; numba-cuda 0.30 still asks for it when it first compiles
+    np.row_stack = np.vstack
 
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 

@@ -81,7 +81,10 @@ def test_an_emulated_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_checks_report_tells_the_prefills_share() -> None:
     kernels = [{"shape": "1 x 8192 queries, 8192 keys", "share_of_torch": 0.9}, {"shape": "1 x 2048 queries"}]
     rows = [{"goal": "gemm", "value": 1.0}]
-    sections = {"goals": {"result": {"rows": rows}}, "kernels": {"result": {"rows": kernels}}}
+    sections = {
+        "goals": {"cases": {"gemm": {"result": {"rows": rows}}, "graph": {"error": "it is wrong"}}},
+        "kernels": {"cases": {str(number): {"result": row} for number, row in enumerate(kernels)}},
+    }
     found = rows_of({"is_emulated": False, "sections": sections})
     assert found == [{"goal": "gemm", "value": 1.0}, {"goal": "prefill", "value": 0.9}]
     assert rows_of({"is_emulated": False, "sections": {}}) == []

@@ -51,11 +51,17 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError("the report was made on an emulated device: nothing in it was measured")
     if "sections" not in report:
         return list(report["rows"])
-    found = list(report["sections"].get("goals", {}).get("result", {}).get("rows", ()))
-    for row in report["sections"].get("kernels", {}).get("result", {}).get("rows", ()):
+    found = [row for part in _results(report, "goals") for row in part["rows"]]
+    for row in _results(report, "kernels"):
         if row["shape"].startswith("1 x 8192 queries") and "share_of_torch" in row:
             found.append({"goal": "prefill", "value": row["share_of_torch"]})
     return found
+
+
+def _results(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    """What the cases of one of gpu_check's sections found."""
+    cases = report["sections"].get(section, {}).get("cases", {}).values()
+    return [case["result"] for case in cases if "result" in case and "skipped" not in case["result"]]
 
 
 def carried(before: str, page: str) -> str:

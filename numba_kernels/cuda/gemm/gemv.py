@@ -40,6 +40,9 @@ TURNS = 2  # loads of each of its columns that a lane has on their way
 BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
+LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
+"""Which of the two kinds of loads that `_weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
+it. Plans take the first; what the others cost is for a GPU to tell (tools/gpu/gemv_loads.py)."""
 
 
 @functools.cache
@@ -87,11 +90,14 @@ def _exchange(distance: int, num_sums: int) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Specialisation:
+def _kernel(
+    dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS))
+) -> Specialisation:
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element = vector_loader(dtype), element_loader(dtype)
-    load_early, load_later, widen = _weight_loader(dtype)
+    *loaders, widen = _weight_loader(dtype)
+    load_early, load_later = (loaders[which] for which in LOADS[loads])
     columns = COLUMNS[rows]
     turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
     word = uint32 if is_aligned and dtype != "f32" else float32
@@ -194,8 +200,9 @@ def _kernel(dtype: str, out_dtype: str, rows: int, is_aligned: bool) -> Speciali
             finish(bias, bias_is_f32, residual, out, n, row, column, total)
 
     alignment = "aligned" if is_aligned else "any"
+    suffix = "" if loads == next(iter(LOADS)) else f"_{loads}"
     return Specialisation(
-        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}",
+        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{suffix}",
         kernel=cuda.jit(gemv),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,

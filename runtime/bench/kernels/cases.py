@@ -49,6 +49,12 @@ class Inputs:
         self.gpu.write(address, array)
         return address
 
+    def put_weight(self, array: Array) -> int:
+        """As `put`, of what nothing writes again: dependent launches may read it early."""
+        address = self.put(array)
+        self.gpu.declare_immutable(self._held[-1])
+        return address
+
     def empty(self, size_bytes: int) -> int:
         self._held.append(self.gpu.allocate(size_bytes))
         return self._held[-1].address

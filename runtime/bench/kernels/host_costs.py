@@ -24,14 +24,20 @@ _EMPTY_ARGUMENTS = (1, 1, 1, 1, 2, 2, 2, 2)
 
 
 def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
-    """Microseconds that the host takes to launch a kernel of eight arguments, ours and by Numba's dispatcher."""
+    """Microseconds that the host takes to launch a kernel of eight arguments, ours and by Numba's dispatcher; without
+    the latter where Numba cannot compile here, which "numba_error" then says."""
     calls, rounds = (50, 3) if is_quick else (2000, 9)
     specialisation = empty_kernel()
     bound = gpu.bind(Launch(specialisation, (1, 1, 1), (32, 1, 1)))
     competitors: dict[str, Callable[[], Any]] = {"ours": lambda: bound(*_EMPTY_ARGUMENTS)}
+    numba_error = ""
     if not stopwatch.is_emulated:
         configured = specialisation.kernel[1, 32]
-        competitors["numba"] = lambda: configured(*_EMPTY_ARGUMENTS)
+        try:
+            configured(*_EMPTY_ARGUMENTS)
+            competitors["numba"] = lambda: configured(*_EMPTY_ARGUMENTS)
+        except Exception as error:  # its compiler's libraries may be missing, where our kernels came compiled
+            numba_error = f"{type(error).__name__}: {error}"
     found: dict[str, list[float]] = {name: [] for name in competitors}
     for number in range(-1, rounds):
         for name, call in competitors.items():
@@ -48,6 +54,8 @@ def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
         "goal": "launch", "case": "launch", "shape": "8 arguments, 1 block",
         "times": {name: Times.of(values).as_json() for name, values in found.items()},
     }  # fmt: skip
+    if numba_error:
+        row["numba_error"] = numba_error
     if "numba" in found:
         row["value"] = round(statistics.median(found["numba"]) / statistics.median(found["ours"]), 2)
     return row

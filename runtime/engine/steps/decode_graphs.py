@@ -237,6 +237,10 @@ class DecodeGraphs:
         self.num_steps += 1
         return self._running
 
+    def recorded(self) -> list[StepGraph]:
+        """The graphs that there are."""
+        return list(self._graphs.values())
+
     def ended(self, run: DecodeRun) -> None:
         """Called by a run that was waited for."""
         if self._running is run:

@@ -1,0 +1,29 @@
+"""Hopper's matrix products on the real device: each tile and way out, splits, gates, ragged edges."""
+
+from __future__ import annotations
+
+import pytest
+
+from numba_kernels.cuda.gemm.hopper import ARCH
+from runtime.device.gpu import Gpu
+from tests.gpu.reuse import on_hardware
+from tests.numba_kernels.cuda import test_gemm_hopper as hopper
+from tests.numba_kernels.cuda import test_hopper_intrinsics as intrinsics
+
+
+@pytest.fixture(autouse=True)
+def is_hopper(gpu: Gpu) -> None:
+    if gpu.arch != ARCH:
+        pytest.skip(f"needs {ARCH}; {gpu.device} is {gpu.arch}")
+
+
+test_equals_float64 = on_hardware(hopper.test_equals_float64)
+test_integers_on_few_multiprocessors = on_hardware(hopper.test_integers_are_exact_on_few_multiprocessors)
+test_rows_on_any_bounds = on_hardware(hopper.test_rows_on_any_bounds)
+test_residual_in_place = on_hardware(hopper.test_residual_may_be_the_output_and_nothing_beyond_is_written)
+test_any_company = on_hardware(hopper.test_rows_have_the_same_bits_in_any_company_and_by_any_tile)
+test_nan = on_hardware(hopper.test_nan_stays_in_its_row)
+test_split = on_hardware(hopper.test_a_sum_split_among_a_cluster)
+test_glu = on_hardware(hopper.test_glu_of_both_halves)
+test_auto = on_hardware(hopper.test_auto_takes_it_for_many_rows)
+test_a_tile = on_hardware(intrinsics.test_a_tile_by_tma_and_wgmma)

@@ -1,0 +1,163 @@
+"""The sections: their limits fit the time that a GPU is lent, and wrong results are errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda.gemm import hopper
+from runtime.bench.kernels.cases import Prepared
+from runtime.bench.kernels.table import error_share
+from tests.runtime.device.emulated import new_gpu
+from tools import gpu_check
+from tools.gpu import graph_timeline, products, worker
+from tools.gpu.first_launches import _copy
+from tools.gpu.products import Wanted, check_product
+from tools.gpu.sections import ROOT, Case, Options, sections
+
+
+def test_three_commands_are_enough_and_names_are_unique() -> None:
+    found = list(sections())
+    assert len({section.name for section in found}) == len(found)
+    assert gpu_check.BUDGET_S < 600
+    before_tests = [section for section in found if not section.name.startswith(("tests ", "sanitizer "))]
+    assert found[: len(before_tests)] == before_tests
+    assert sum(section.limit_s for section in before_tests) < 2 * gpu_check.BUDGET_S
+    assert all(section.case_limit_s <= section.limit_s < gpu_check.BUDGET_S for section in found)
+    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert {section.argument for section in found if section.is_session} == files
+
+
+def test_every_section_names_its_function() -> None:
+    for section in sections():
+        module, _, function = section.source.partition(":")
+        assert f"def {function}(" in (ROOT / "tools" / "gpu" / f"{module}.py").read_text(), section.name
+
+
+def test_what_the_parent_imports_needs_no_package() -> None:
+    """On a bare machine it runs before anything is unpacked."""
+    code = "import sys; sys.path.insert(0, '.'); import tools.gpu_check; print([n for n in sys.modules if n in "
+    code += "('numpy', 'numba', 'msgspec', 'cuda', 'runtime.device.gpu')])"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def ready(expected: np.ndarray) -> Prepared:
+    rows = np.arange(len(expected))
+    return Prepared(lambda: None, 0, expected.shape, "f32", rows, expected, lambda *_: lambda: None)
+
+
+def test_a_wrong_result_and_nan_are_errors() -> None:
+    expected = np.array([1.0, -4.0], np.float32)
+    assert error_share(np.array([1.0, -4.2], np.float32), ready(expected), 0.06, "ours") == pytest.approx(0.05)
+    for wrong in ([1.5, -4.0], [np.nan, -4.0], [np.inf, -4.0]):
+        with pytest.raises(AssertionError, match="ours result is wrong"):
+            error_share(np.array(wrong, np.float32), ready(expected), 0.06, "ours")
+
+
+@pytest.mark.emulator
+def test_a_wrong_product_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = new_gpu()
+    wanted = Wanted(3, 64, 128, has_bias=True)
+    assert check_product(gpu, wanted)["error_share"] < 1e-2
+    real = products._expected
+    monkeypatch.setattr(products, "_expected", lambda *terms: real(*terms) + np.eye(3, 64, 5, dtype=np.float32) * 99)
+    with pytest.raises(AssertionError, match=r"off by .* at row \d, column [567]: .* 1.6% of the elements are off"):
+        check_product(gpu, wanted)
+
+
+@pytest.mark.emulator
+def test_first_copies() -> None:
+    gpu = new_gpu()
+    assert [_copy(gpu, blocks)["bytes"] for blocks in (1, 2)] == [8192, 16384]
+
+
+@pytest.mark.exhaustive  # half a minute of translation
+@pytest.mark.emulator
+@pytest.mark.parametrize("gate", hopper.GATES)
+def test_gated_products(gate: str) -> None:
+    assert check_product(new_gpu(), Wanted(130, 72, 64, activation=gate))["error_share"] < 1e-2
+
+
+class FakeSection:
+    is_session = False
+
+    def __init__(self, *cases: Case) -> None:
+        self._cases = cases
+
+    def start(self, options: Options) -> Iterator[Case]:
+        yield from self._cases
+
+
+def test_a_worker_reports_each_case_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    path = tmp_path / "results"
+
+    def wrong() -> dict[str, Any]:
+        seen.append(len(path.read_text().splitlines()))
+        raise AssertionError("two is wrong")
+
+    monkeypatch.setattr(worker, "is_lost", lambda options: False)
+    section: Any = FakeSection(Case("one", lambda: {"x": 1}), Case("known", wrong), Case("two", wrong))
+    assert worker.run(section, Options("cuda:0"), path, ["known"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert seen == [3]
+    assert [line.get("begin") or line.get("end") for line in lines] == ["one", "one", "two", "two", None]
+    assert (lines[1]["result"], lines[3]["error"]) == ({"x": 1}, "AssertionError: two is wrong")
+    assert lines[4] == {"over": True}
+
+
+def test_a_lost_device_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "is_lost", lambda options: True)
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(worker.os, "_exit", leave)
+    lines = worker.Lines(tmp_path / "results", Options("cuda:0"))
+    lines.write(end="one", result={})
+    with pytest.raises(SystemExit) as ended:
+        lines.write(end="two", error="LaunchError")
+    lines.close()
+    assert ended.value.code == worker.LOST
+
+
+def event(name: str, start: float, duration: float, correlation: int, kind: str = "kernel") -> dict[str, Any]:
+    return {"cat": kind, "name": name, "ts": start, "dur": duration, "args": {"correlation": correlation}}
+
+
+def test_the_timeline_of_a_graphs_launch() -> None:
+    """Kernels of one launch share its correlation; what is launched by itself is no step."""
+    steps = [
+        [event(f"k{number}", 1000.0 * launch + 3 * number, 2.0 + launch, launch) for number in range(10)]
+        for launch in (1, 2, 3)
+    ]
+    steps[1].append(event("extra", 2500.0, 1.0, 2))
+    alone = [event("prefill", 10.0, 5.0, 99), event("launch", 0.0, 1.0, 1, kind="cuda_runtime")]
+    found = graph_timeline.steps_of({"traceEvents": [*alone, *steps[0], *steps[1], *steps[2]]})
+    assert [len(step) for step in found] == [10, 11, 10]
+    step = graph_timeline.median_step(found)
+    assert step[0] == ("k0", 0.0, 5.0)  # the longer of the two alike
+    assert step[9][1] == 27.0
+    assert graph_timeline.gaps(step) == {"sum": 0, "median": 0.0, "overlap": 18.0}
+    assert graph_timeline.gaps(found[0]) == {"sum": 0, "median": 0.0, "overlap": 0}
+
+
+def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--sections", "nothing"], "'nothing' is none of environment"),
+        (["--bundle", str(tmp_path / "none")], "is no folder"),
+        (["--bundle", str(tmp_path)], "holds neither"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            gpu_check.main([*arguments, "--out", str(tmp_path / "out")])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
+

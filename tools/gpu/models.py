@@ -1,0 +1,223 @@
+"""Whole models on dummy weights, as they are served: overlapped steps, decodes as graphs, the draw on the device."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tools.gpu.graph_timeline import node_timeline
+from tools.gpu.sections import Case, Options, Result
+
+if TYPE_CHECKING:
+    from runtime.engine.engine import Engine
+    from runtime.engine.process.client import EngineClient
+    from runtime.engine.timeline import StepRecord
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+_TINY = {"num_hidden_layers": 1, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3-8b": MODELS["qwen3-8b"] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3-0.6b": MODELS["qwen3-0.6b"] | _TINY | {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""The same families at sizes that an emulated device can run."""
+
+CONTEXT, OUTPUT = 1024, 64
+PREFILLS = (2048, 8192)
+BATCHES = (32, 256)
+
+
+def config_of(options: Options, name: str) -> dict[str, Any]:
+    """A model's config.json."""
+    config = (TINY if options.is_quick else MODELS)[name]
+    return config | {"num_hidden_layers": 2} if options.is_dry and not options.is_quick else config
+
+
+class Model:
+    """An engine that is made when it is first asked for, in a thread of its own."""
+
+    def __init__(self, options: Options, name: str, *, max_num_seqs: int) -> None:
+        self.options = options
+        self.name = name
+        self._max_num_seqs = max_num_seqs
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        from runtime.engine.make_engine import build_engine
+
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(config_of(self.options, self.name)))
+        sizes: dict[str, Any] = {"kv_cache_bytes": 1 << 22} if self.options.is_quick else {}
+        if self.options.is_dry and not self.options.is_quick:
+            sizes = {"kv_cache_bytes": 48 << 30}
+        return build_engine(
+            self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
+            max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, max_num_seqs=self._max_num_seqs,
+            enable_prefix_caching=False, **sizes,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def client(self) -> EngineClient:
+        from runtime.engine.process.client import ThreadEngineClient
+
+        return ThreadEngineClient(self.engine)
+
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], list[StepRecord]]:
+        """Greedy answers, and the steps that they took. Raises AssertionError where a request fails."""
+        from runtime.engine.messages import EngineOutput, EngineRequest
+        from runtime.engine.sampling_params import SamplingParams
+
+        client, before = self.client, self._last_step()
+        outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            self._count += 1
+            request = EngineRequest(request_id=str(self._count), prompt_token_ids=list(prompt), params=params)
+            answers[request.request_id] = []
+            client.submit(request, outputs.put)
+        open_requests = set(answers)
+        while open_requests:
+            output = outputs.get(timeout=600)
+            answers[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                open_requests.discard(output.request_id)
+                if output.finish_reason != "length":
+                    raise AssertionError(f"a request ended by {output.finish_reason}: {output.error}")
+        steps = [step for step in list(self.engine.timeline) if step.number > before]
+        return list(answers.values()), steps
+
+    def _last_step(self) -> int:
+        timeline = self.engine.timeline
+        return timeline[-1].number if timeline else -1
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Seeded ones, all alike in length."""
+        vocabulary = self.engine.info.vocab_size
+        found: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary, (count, length)).tolist()
+        return found
+
+    def close(self) -> None:
+        """Ends the engine, if it was made."""
+        if "client" in self.__dict__:
+            self.client.close()
+        self._folder.cleanup()
+
+
+def _sizes(options: Options) -> tuple[int, int]:
+    """Tokens of a prompt and of an answer."""
+    return (6, 4) if options.is_quick else (CONTEXT, OUTPUT)
+
+
+def batch_1(options: Options, name: str) -> Iterator[Case]:
+    """Loading, one sequence, and where the time of one of its steps goes."""
+    model = Model(options, name, max_num_seqs=2 if options.is_quick else 8)
+    yield Case("load", lambda: _load(model))
+    yield Case("batch 1", lambda: _decode(model, 1))
+    yield Case("timeline of a step", lambda: _timeline(model))
+    model.close()
+
+
+def batches(options: Options, name: str) -> Iterator[Case]:
+    """Many sequences, and long prompts."""
+    counts = (2,) if options.is_quick else BATCHES
+    model = Model(options, name, max_num_seqs=max(counts))
+    for count in counts:
+        yield Case(f"batch {count}", functools.partial(_decode, model, count))
+    for length in (20,) if options.is_quick else PREFILLS:
+        yield Case(f"prefill {length}", functools.partial(_prefill, model, length))
+    model.close()
+
+
+def _load(model: Model) -> Result:
+    start = time.perf_counter()
+    info = model.engine.info
+    loaded_s = time.perf_counter() - start
+    model.run(model.prompts(1, 4), 1)
+    return {
+        "load_s": round(loaded_s, 2), "first_request_s": round(time.perf_counter() - start - loaded_s, 2),
+        "weight_bytes": info.weight_bytes, "dtype": info.dtype, "num_blocks": info.num_blocks,
+        "num_layers": config_of(model.options, model.name)["num_hidden_layers"],
+    }  # fmt: skip
+
+
+def _decode(model: Model, count: int) -> Result:
+    """Steps that decode all sequences, after a run that records their graphs. Raises AssertionError where a request
+    alone gets other tokens the second time."""
+    prompt_len, output_len = _sizes(model.options)
+    prompts = model.prompts(count, prompt_len)
+    expected, _ = model.run(prompts, output_len)
+    answers, steps = model.run(prompts, output_len)
+    different = sum(one != other for one, other in zip(answers, expected))
+    if different and count == 1:  # more may meet in other steps, and then have other bits
+        raise AssertionError("a greedy request got other tokens the second time")
+    decodes = [step for step in steps if all(chunk.kind == "decode" for chunk in step.chunks)]
+    full = [step for step in decodes if len(step.chunks) == count]
+    if not full:
+        raise AssertionError(f"no step decoded all {count} sequences: {[len(step.chunks) for step in steps][:50]}")
+    tpot = _quartiles_ms([step.end_s - step.start_s for step in full])
+    return {
+        "batch": count, "prompt_len": prompt_len, "output_len": output_len, "steps": len(full), "tpot_ms": tpot,
+        "other_tokens_the_second_time": different,
+        "host_ms": _quartiles_ms([step.host_s for step in full]),
+        "tokens_per_s": round(1e3 * count / tpot[1], 1) if tpot[1] else None,
+        "prefill_ms": round(1e3 * sum(step.end_s - step.start_s for step in steps if step not in decodes), 2),
+        "graph_nodes": sorted(graph.num_nodes for graph in _graphs(model)),
+    }  # fmt: skip
+
+
+def _prefill(model: Model, length: int) -> Result:
+    """A prompt alone: the time of the steps that compute it."""
+    prompts = model.prompts(1, length)
+    model.run(prompts, 1)
+    values = []
+    for _ in range(1 if model.options.is_quick else 5):
+        _, steps = model.run(prompts, 1)
+        values.append(sum(step.end_s - step.start_s for step in steps))
+    return {"prompt_len": length, "steps": len(steps), "prefill_ms": _quartiles_ms(values)}
+
+
+def _graphs(model: Model) -> list[Any]:
+    """The decode graphs that were recorded."""
+    from runtime.bench.scheduling.engines import local
+
+    graphs = local(model.engine).graphs
+    return [] if graphs is None else graphs.recorded()
+
+
+def _timeline(model: Model) -> Result:
+    prompt_len, output_len = _sizes(model.options)
+    prompts = model.prompts(1, prompt_len)
+    model.run(prompts, output_len)
+    return node_timeline(model.options, model.name, lambda: model.run(prompts, output_len), _graphs(model))
+
+
+def _quartiles_ms(seconds: list[float]) -> list[float]:
+    """Lower quartile, median and upper quartile."""
+    found = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    return [round(1e3 * value, 4) for value in found]

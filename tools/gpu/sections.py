@@ -1,0 +1,108 @@
+"""What gpu_check does, in the order of what is worth knowing first.
+
+A section is a family of cases that one process goes through. Its cases come from a function ``cases(options)`` of a
+module in this room, which only that process imports: this file needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What cases are told.
+
+    Attributes:
+        device: "cuda:0", or "emulated:sm_90a" to try the check itself.
+        is_quick: sizes that an emulated device can run.
+        is_dry: the device does nothing, and all that counts is which kernels are asked for.
+    """
+
+    device: str
+    is_quick: bool = False
+    is_dry: bool = False
+
+    @property
+    def is_real(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to find out. `run` returns it as JSON's types, and raises where something is wrong. A result with the
+    one key "skipped" says why it is not to be had here."""
+
+    name: str
+    run: Callable[[], Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A family of cases.
+
+    Attributes:
+        name: as in the report.
+        source: "module:function" in this room; the function takes `Options` and yields cases. One that is called
+            "session" runs them itself, and takes the names not to be run and where to report, too.
+        limit_s: seconds for all of its cases on a GPU, after which the process is ended; a resumed run goes on.
+        case_limit_s: seconds after which a case that has not reported hangs.
+        needs_hardware: whether an emulated device cannot do it.
+        models: those of `models.MODELS` whose kernels for serving it needs, beside what its cases launch.
+        argument: handed to the function where it is not None.
+    """
+
+    name: str
+    source: str
+    limit_s: float
+    case_limit_s: float = 30.0
+    needs_hardware: bool = False
+    models: tuple[str, ...] = ()
+    argument: str | None = None
+
+    @property
+    def is_session(self) -> bool:
+        return self.source.endswith(":session")
+
+    def start(self, options: Options, *more: Any) -> Any:
+        """Calls the function. Cases come one by one, so that what a case needs is made only when it comes."""
+        module, _, name = self.source.partition(":")
+        function = getattr(importlib.import_module(f"tools.gpu.{module}"), name)
+        return function(options, *([] if self.argument is None else [self.argument]), *more)
+
+
+def sections() -> Iterator[Section]:
+    """All of them, the most telling first."""
+    yield Section("environment", "environment:cases", 40, 30)
+    yield Section("first launches", "first_launches:cases", 80, 25)
+    yield Section("bandwidth", "speed:bandwidth", 40)
+    yield Section("hopper gemm", "correctness:hopper_gemm", 60, 20)
+    yield Section("gemm", "correctness:gemm", 50, 20)
+    yield Section("attention", "correctness:attention", 60, 20)
+    yield Section("rows", "correctness:rows", 30, 20)
+    yield Section("sampling", "sampling:correctness", 40, 20)
+    yield Section("qwen3-8b", "models:batch_1", 120, 90, models=("qwen3-8b",), argument="qwen3-8b")
+    yield Section("qwen3-0.6b", "models:batch_1", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b")
+    yield Section("goals", "speed:goals", 100, 60)
+    yield Section("kernels", "speed:kernels", 110, 30)
+    yield Section("sampling speed", "sampling:speed", 40, 20)
+    yield Section("gemv loads", "gemv_loads:cases", 30, 20)
+    yield Section("qwen3-8b batches", "models:batches", 150, 90, models=("qwen3-8b",), argument="qwen3-8b")
+    yield Section("qwen3-0.6b batches", "models:batches", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b")
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
+        yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=path.name)
+    for tool in ("memcheck", "racecheck", "synccheck"):
+        yield Section(f"sanitizer {tool}", "sanitizer:cases", 60, 60, needs_hardware=True, argument=tool)
+
+
+def find(name: str) -> Section:
+    """The section of that name. Raises KeyError."""
+    return {section.name: section for section in sections()}[name]

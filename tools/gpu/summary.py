@@ -1,0 +1,162 @@
+"""The check's report as a page that is read: what was run, what failed, and the tables. Needs nothing but Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Row = tuple[Any, ...]
+MOST_ERROR_CHARACTERS = 300
+MOST_NODES = 20
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Markdown. An emulated device's times are left out: they say nothing of a GPU."""
+    found = report["sections"]
+    lines = [f"# GPU check: {_device(report)}", ""]
+    if report["is_emulated"]:
+        lines += ["Emulated: this shows that the check's code runs. Nothing here is a measurement.", ""]
+    lines += _table(("section", "status", "seconds", "cases", "failed", "skipped", ""), map(_section, found.items()))
+    failures = list(_failures(found))
+    if failures:
+        lines += ["", "## Failures", "", *_table(("section", "case", "error"), failures)]
+    if not report["is_emulated"]:
+        for title, part in _PARTS.items():
+            if table := part(found):
+                lines += ["", f"## {title}", "", *table]
+    return "\n".join(lines) + "\n"
+
+
+def results(found: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
+    """A section's results by case, those left out that failed or were skipped."""
+    cases = found.get(section, {}).get("cases", {})
+    return {
+        name: case["result"] for name, case in cases.items() if "result" in case and "skipped" not in case["result"]
+    }
+
+
+def _device(report: dict[str, Any]) -> str:
+    device = results(report["sections"], "environment").get("device")
+    return f"{device['name']} ({report['device']}, {device['arch']})" if device else str(report["device"])
+
+
+def _section(item: tuple[str, dict[str, Any]]) -> Row:
+    name, outcome = item
+    cases = outcome["cases"].values()
+    failed = sum("error" in case for case in cases) or ""
+    skipped = sum("skipped" in case.get("result", {}) for case in cases) or ""
+    return (name, outcome["status"], outcome["seconds"], len(cases), failed, skipped, outcome.get("why", ""))
+
+
+def _failures(found: dict[str, Any]) -> Iterator[Row]:
+    for section, outcome in found.items():
+        for name, case in outcome["cases"].items():
+            if "error" in case:
+                yield section, name, " ".join(case["error"].split())[:MOST_ERROR_CHARACTERS]
+
+
+def _read_rate(found: dict[str, Any]) -> float | None:
+    """GB/s of the read kernel."""
+    rate: float | None = results(found, "bandwidth").get("bandwidth", {}).get("read", {}).get("gb_per_s")
+    return rate
+
+
+def _bandwidth(found: dict[str, Any]) -> list[str]:
+    rates = results(found, "bandwidth").get("bandwidth", {})
+    return _table(("", "GB/s"), ((name, _number(rate.get("gb_per_s"))) for name, rate in rates.items()))
+
+
+def _models(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for section in found:
+        cases = results(found, section)
+        read = _read_rate(found)
+        for name, case in cases.items():
+            least = cases["load"]["weight_bytes"] / read / 1e6 if read and "load" in cases else None
+            if "tpot_ms" in case or "prefill_ms" in case:
+                tpot, prefill = (_middle(case.get(key)) for key in ("tpot_ms", "prefill_ms"))
+                host = _middle(case.get("host_ms"))
+                rows.append((section, name, tpot, _number(least), case.get("tokens_per_s", ""), host, prefill))
+    heads = ("model", "case", "TPOT ms", "weights read once, ms", "tokens/s", "host ms", "prefill ms")
+    return _table(heads, rows)
+
+
+def _timelines(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for section in found:
+        step = results(found, section).get("timeline of a step")
+        if step is not None:
+            gaps = step["gaps_us"]
+            lines += [
+                f"{section}: {step['nodes']} nodes in {step['step_us']} µs, busy {step['busy_us']}, gaps {gaps['sum']} "
+                f"(median {gaps['median']}), overlap {gaps['overlap']}.", "",
+            ]  # fmt: skip
+            shown = list(step["kernels"].items())[:MOST_NODES]
+            rows = ((name, count, _number(us), _number(us / count)) for name, (count, us) in shown)
+            lines += [*_table(("kernel", "launches", "µs", "µs each"), rows), ""]
+    return lines
+
+
+def _kernels(found: dict[str, Any]) -> list[str]:
+    read, rows = _read_rate(found), []
+    for row in results(found, "kernels").values():
+        rate = row.get("gb_per_s")
+        times = {name: each["median_us"] for name, each in row["times"].items()}
+        rows.append((
+            row["case"], row["shape"], _number(times.get("ours")), _number(times.get("torch")),
+            _number(row.get("share_of_torch")), _number(rate), _number(rate / read if rate and read else None),
+            _number(row.get("tflop_per_s")), f"{row['error_share']:.1e}",
+        ))  # fmt: skip
+    heads = ("case", "shape", "µs", "torch µs", "torch µs / µs", "GB/s", "of read", "TFLOP/s", "worst error")
+    return _table(heads, rows)
+
+
+def _goals(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for part in results(found, "goals").values():
+        for row in part["rows"]:
+            times = {name: each["median_us"] for name, each in row["times"].items()}
+            rows.append((
+                row["case"], row["shape"], _number(times["ours"]), _number(times.get("cublas")),
+                _number(row.get("value")), row["measure"], f"{row['must']:g} / {row['ahead']:g}",
+                row.get("verdict", ""),
+            ))  # fmt: skip
+    return _table(("case", "shape", "µs", "cuBLAS µs", "value", "measure", "must / ahead", ""), rows)
+
+
+def _times(section: str) -> Callable[[dict[str, Any]], list[str]]:
+    def part(found: dict[str, Any]) -> list[str]:
+        rows = []
+        for case, result in results(found, section).items():
+            for name, each in result["times"].items():
+                rows.append((case, name, _number(each["median_us"]), _number(each["low_us"]), _number(each["high_us"])))
+        return _table(("case", "", "µs", "lower quartile", "upper"), rows)
+
+    return part
+
+
+_PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "Bandwidth": _bandwidth,
+    "Models, dummy weights": _models,
+    "A decode step, by kernel": _timelines,
+    "Goals": _goals,
+    "Kernels": _kernels,
+    "Sampling": _times("sampling speed"),
+    "Loads of a product of one row": _times("gemv loads"),
+}
+
+
+def _middle(quartiles: list[float] | float | None) -> str:
+    """The median."""
+    return _number(quartiles[1] if isinstance(quartiles, list) else quartiles)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[Row]) -> list[str]:
+    """The lines of a table; none without rows."""
+    cells = [[str(cell).replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
+    marks = ["---"] * len(heads)
+    return [f"| {' | '.join(row)} |" for row in (list(heads), marks, *cells)] if cells else []
