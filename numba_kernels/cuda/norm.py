@@ -6,8 +6,9 @@
 x, out and the residual, which there may be, are f32, f16 or bf16; weight and bias [H] are float32, and so is the
 arithmetic; the result is rounded once.
 
-A block takes a row. It reads the row twice: once for the sums, once to scale it, when the row (at most tens of
-kilobytes) comes from the first-level cache; device memory is read and written once, and that bounds the time.
+A block takes a row. What its threads hold of it at once (`RESIDENT` vectors each) stays in registers between the sums
+and the scaling, with the weights, which are read before the kernel in front has ended; a longer row's rest is read
+twice, the second time from the first-level cache. Device memory is read and written once, and that bounds the time.
 LayerNorm's mean and variance come of one pass by Welford's update (https://doi.org/10.1080/00401706.1962.10490022) and
 Chan, Golub and LeVeque's combination of partial results, which cancel no large numbers. A row's result does not depend
 on the other rows.
@@ -38,30 +39,58 @@ from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wa
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
-MAX_THREADS = 1024
+MAX_THREADS = {"rms_norm": 1024, "layer_norm": 512}  # of a block: a thread has 64 registers, or 128
+RESIDENT = {"rms_norm": 2, "layer_norm": 1}
+"""Vectors of a row that a thread keeps in registers."""
 
 
 @functools.cache
 def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
     """Arguments: x, residual (0 without), weight, out addresses; H; 1 / H; eps."""
-    item_bytes = uint64(ITEM_BYTES[dtype])
+    item_bytes, resident = uint64(ITEM_BYTES[dtype]), RESIDENT["rms_norm"]
     load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
+
+    @device_function
+    def finish(residual, out, at, loaded, weights, scale, values):
+        for lane in range(width):
+            values[lane] = loaded[lane] * scale * weights[lane]
+        if has_residual:
+            added = load(residual + at)
+            for lane in range(width):
+                values[lane] += added[lane]
+        store(out + at, values)
 
     @cuda.jit
     def rms_norm(x, residual, weight, out, size, reciprocal_size, eps):
-        wait_for_previous_grid()
-        launch_dependents()
         partials = cuda.shared.array(32, float32)
         values = cuda.local.array(width, float32)
+        row = cuda.local.array((resident, width), float32)
+        weights = cuda.local.array((resident, width), float32)
         row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes
         x += row_bytes
         out += row_bytes
         step = uint32(cuda.blockDim.x) * uint32(width)
         first = uint32(cuda.threadIdx.x) * uint32(width)
+        rest = first + uint32(resident) * step
         if has_residual:
             residual += row_bytes
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded_weights = load_weight(weight + uint64(index) * uint64(4))
+                for lane in range(width):
+                    weights[i, lane] = loaded_weights[lane]
+        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        launch_dependents()
         squares = float32(0)
-        index = first
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded = load(x + uint64(index) * item_bytes)
+                for lane in range(width):
+                    row[i, lane] = loaded[lane]
+                    squares += loaded[lane] * loaded[lane]
+        index = rest
         while index < size:
             loaded = load(x + uint64(index) * item_bytes)
             for lane in range(width):
@@ -69,21 +98,19 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
             index += step
         squares = block_sum(squares, partials)
         scale = reciprocal_sqrt(squares * reciprocal_size + eps)
-        index = first
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                finish(residual, out, uint64(index) * item_bytes, row[i], weights[i], scale, values)
+        index = rest
         while index < size:
             at = uint64(index) * item_bytes
-            weights = load_weight(weight + uint64(index) * uint64(4))
-            loaded = load(x + at)
-            for lane in range(width):
-                values[lane] = loaded[lane] * scale * weights[lane]
-            if has_residual:
-                added = load(residual + at)
-                for lane in range(width):
-                    values[lane] += added[lane]
-            store(out + at, values)
+            loaded_weights = load_weight(weight + uint64(index) * uint64(4))
+            finish(residual, out, at, load(x + at), loaded_weights, scale, values)
             index += step
 
-    return _specialisation(f"rms_norm{'_residual' if has_residual else ''}", rms_norm, dtype, width, num_pointers=4)
+    variant = "_residual" if has_residual else ""
+    return _specialisation("rms_norm", variant, rms_norm, dtype, width)
 
 
 @device_function
@@ -112,31 +139,60 @@ def _combine_warp(count, mean, squares):
 @functools.cache
 def _layer_norm(dtype: str, width: int) -> Specialisation:
     """Arguments: x, weight, bias, out addresses; H; 1 / H; eps."""
-    item_bytes = uint64(ITEM_BYTES[dtype])
+    item_bytes, resident = uint64(ITEM_BYTES[dtype]), RESIDENT["layer_norm"]
     load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
+
+    @device_function
+    def add(loaded, count, mean, squares):
+        for lane in range(width):
+            count += float32(1)
+            difference = loaded[lane] - mean
+            mean += divide(difference, count)
+            squares += difference * (loaded[lane] - mean)
+        return count, mean, squares
+
+    @device_function
+    def finish(out, at, loaded, weights, shifts, mean, scale, values):
+        for lane in range(width):
+            values[lane] = (loaded[lane] - mean) * scale * weights[lane] + shifts[lane]
+        store(out + at, values)
 
     @cuda.jit
     def layer_norm(x, weight, bias, out, size, reciprocal_size, eps):
-        wait_for_previous_grid()
-        launch_dependents()
         partials = cuda.shared.array((3, 32), float32)
         values = cuda.local.array(width, float32)
+        row = cuda.local.array((resident, width), float32)
+        weights = cuda.local.array((resident, width), float32)
+        shifts = cuda.local.array((resident, width), float32)
         row_bytes = uint64(cuda.blockIdx.x) * uint64(size) * item_bytes
         x += row_bytes
         out += row_bytes
         step = uint32(cuda.blockDim.x) * uint32(width)
         first = uint32(cuda.threadIdx.x) * uint32(width)
+        rest = first + uint32(resident) * step
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded_weights = load_weight(weight + uint64(index) * uint64(4))
+                loaded_shifts = load_weight(bias + uint64(index) * uint64(4))
+                for lane in range(width):
+                    weights[i, lane] = loaded_weights[lane]
+                    shifts[i, lane] = loaded_shifts[lane]
+        wait_for_previous_grid()  # weight and bias are immutable; x may be the output of the grid in front
+        launch_dependents()
         count = float32(0)
         mean = float32(0)
         squares = float32(0)
-        index = first
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded = load(x + uint64(index) * item_bytes)
+                for lane in range(width):
+                    row[i, lane] = loaded[lane]
+                count, mean, squares = add(loaded, count, mean, squares)
+        index = rest
         while index < size:
-            loaded = load(x + uint64(index) * item_bytes)
-            for lane in range(width):
-                count += float32(1)
-                difference = loaded[lane] - mean
-                mean += divide(difference, count)
-                squares += difference * (loaded[lane] - mean)
+            count, mean, squares = add(load(x + uint64(index) * item_bytes), count, mean, squares)
             index += step
         count, mean, squares = _combine_warp(count, mean, squares)
         lane_of_warp = lane_index()
@@ -155,33 +211,32 @@ def _layer_norm(dtype: str, width: int) -> Specialisation:
             squares = partials[uint32(2), lane_of_warp]
         count, mean, squares = _combine_warp(count, mean, squares)
         scale = reciprocal_sqrt(squares * reciprocal_size + eps)
-        index = first
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                finish(out, uint64(index) * item_bytes, row[i], weights[i], shifts[i], mean, scale, values)
+        index = rest
         while index < size:
             at = uint64(index) * item_bytes
-            weights = load_weight(weight + uint64(index) * uint64(4))
-            loaded = load(x + at)
-            shifts = load_weight(bias + uint64(index) * uint64(4))
-            for lane in range(width):
-                values[lane] = (loaded[lane] - mean) * scale * weights[lane] + shifts[lane]
-            store(out + at, values)
+            loaded_weights = load_weight(weight + uint64(index) * uint64(4))
+            loaded_shifts = load_weight(bias + uint64(index) * uint64(4))
+            finish(out, at, load(x + at), loaded_weights, loaded_shifts, mean, scale, values)
             index += step
 
-    return _specialisation("layer_norm", layer_norm, dtype, width, num_pointers=4)
+    return _specialisation("layer_norm", "", layer_norm, dtype, width)
 
 
-def _specialisation(family: str, kernel: object, dtype: str, width: int, num_pointers: int) -> Specialisation:
-    name = f"{family}_{dtype}_x{width}"
-    constants = {"dtype": dtype, "width": width}
-    argument_types = (types.uint64,) * num_pointers + (types.uint32, types.float32, types.float32)
-    return Specialisation(name, kernel, argument_types, MAX_THREADS, constants=constants)
+def _specialisation(family: str, variant: str, kernel: object, dtype: str, width: int) -> Specialisation:
+    name, constants = f"{family}{variant}_{dtype}_x{width}", {"dtype": dtype, "width": width}
+    argument_types = (types.uint64,) * 4 + (types.uint32, types.float32, types.float32)
+    return Specialisation(name, kernel, argument_types, MAX_THREADS[family], constants=constants)
 
 
-def _row_launch(specialisation: Specialisation, num_rows: int, size: int, width: int) -> Launch:
-    vectors = max(1, -(-size // width))
-    threads = min(MAX_THREADS, -(-vectors // 32) * 32)
-    while threads > 256 and threads * 4 > vectors:  # beyond 256 threads each has several vectors, for fewer barriers
-        threads -= 32
-    return Launch(specialisation, (num_rows, 1, 1), (threads, 1, 1))
+def _row_launch(family: str, specialisation: Specialisation, num_rows: int, size: int, width: int) -> Launch:
+    """Up to 256 threads have a vector each; beyond, threads hold as many as they can, for fewer barriers."""
+    vectors = -(-size // width)
+    threads = min(MAX_THREADS[family], max(min(vectors, 256), -(-vectors // RESIDENT[family])))
+    return Launch(specialisation, (num_rows, 1, 1), (-(-threads // 32) * 32, 1, 1))
 
 
 def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
@@ -190,13 +245,13 @@ def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = 
     `alignment` is what divides all addresses, in bytes.
     """
     width = access_width(dtype, size, alignment)
-    return _row_launch(_rms_norm(dtype, width, has_residual), num_rows, size, width)
+    return _row_launch("rms_norm", _rms_norm(dtype, width, has_residual), num_rows, size, width)
 
 
 def plan_layer_norm(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> Launch:
     """As `plan_rms_norm`. Arguments: x, weight, bias, out, size, 1 / size, eps."""
     width = access_width(dtype, size, alignment)
-    return _row_launch(_layer_norm(dtype, width), num_rows, size, width)
+    return _row_launch("layer_norm", _layer_norm(dtype, width), num_rows, size, width)
 
 
 def specialisations() -> Iterator[Specialisation]:

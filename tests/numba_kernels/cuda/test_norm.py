@@ -14,6 +14,7 @@ from tests.oracles import dense as oracle
 SHAPES = [
     (1, 1), (2, 3), (3, 31), (1, 32), (5, 33), (4, 64), (2, 97), (7, 127), (3, 128), (1, 255), (6, 256), (2, 257),
     (3, 384), (1, 509), (2, 512), (1, 768), (2, 1000), (1, 1031), (2, 1536), (1, 2048), (3, 2050), (1, 4096), (1, 8200),
+    (1, 20_488),
 ]  # fmt: skip
 ROUNDING = {"f32": 2e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
 NAMES = ("rms_norm", "layer_norm")
@@ -100,6 +101,14 @@ def test_plans_are_wide_only_where_they_may_be() -> None:
     assert norm.plan_rms_norm(4, 4100, "bf16").specialisation.constants["width"] == 1
     assert norm.plan_layer_norm(4, 4100, "f32").specialisation.constants["width"] == 4
     for size in (1, 31, 4096, 100_000):
-        launch = norm.plan_layer_norm(7, size, "f32")
-        assert launch.grid == (7, 1, 1)
-        assert launch.block[0] in range(32, norm.MAX_THREADS + 1, 32)
+        for name, plan in (("rms_norm", norm.plan_rms_norm), ("layer_norm", norm.plan_layer_norm)):
+            launch = plan(7, size, "f32")
+            assert launch.grid == (7, 1, 1)
+            assert launch.block[0] in range(32, norm.MAX_THREADS[name] + 1, 32)
+
+
+def test_threads_hold_a_row_in_registers() -> None:
+    """Each has a vector up to 256 threads; then two of an RMSNorm, where a row has so many."""
+    for size, threads in ((1024, 128), (2048, 256), (4096, 256), (5120, 320), (16_384, 1024), (32_768, 1024)):
+        assert norm.plan_rms_norm(1, size, "bf16").block == (threads, 1, 1)
+    assert norm.plan_layer_norm(1, 1600, "f32").block == (416, 1, 1)
