@@ -21,8 +21,8 @@ from models.rope import make_rope_table
 from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.dtype import DType, float16, float32
-from runtime.linear.linear import Linear, Split
-from runtime.linear.options import LoadOptions
+from runtime.linear.linear import Linear
+from runtime.linear.options import LoadOptions, Split
 from runtime.linear.weight import LinearWeight, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
@@ -49,7 +49,8 @@ class TensorSource(Protocol):
 class LinearDeclaration:
     """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
 
-    `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole.
+    `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole. `is_segmented`: ranks add up
+    K in the order of `numba_kernels.segments`.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class LinearDeclaration:
     split: Split | None
     rank: int
     num_ranks: int
+    is_segmented: bool
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
@@ -96,8 +98,8 @@ class LinearDeclaration:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the bias: one does, where the ranks' results are added."""
-        return self.has_bias and (self.split != "inputs" or self.rank == 0)
+        """Whether this rank adds the bias. Where the ranks' results are added one does; each, to the segments' sum."""
+        return self.has_bias and (self.split != "inputs" or self.rank == 0 or self.is_segmented)
 
 
 class Maker(ABC):
@@ -157,14 +159,17 @@ class Maker(ABC):
             split=split,
             rank=self.options.rank,
             num_ranks=self.options.num_ranks,
+            is_segmented=self.options.num_segments(split) > 0,
         )
         weight = self._linear(declaration)
         self._sizes.append(weight.size_bytes)
         is_added = split == "inputs" and self.options.num_ranks > 1
-        if is_added and inputs % weight.format.split:
+        unit = weight.format.segment_step if declaration.is_segmented else weight.format.split
+        if is_added and inputs % unit:
+            mode = " in exact mode" if declaration.is_segmented else ""
             raise ModelLoadError(
                 f"{', '.join(declaration.names)}: a rank would have {inputs} inputs, but {weight.format.name} is cut"
-                f" at multiples of {weight.format.split}"
+                f" at multiples of {unit}{mode}"
             )
         return Linear(weight, self.options.communicator if is_added else None)
 
@@ -267,15 +272,23 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
-        weights, biases = [], []
+        def matrix(name: str, rows: slice, columns: slice) -> Tensor:
+            if declaration.is_transposed:
+                return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
+            return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
+
+        weights, whole_rows, biases = [], [], []
+        is_part = declaration.split == "inputs" and declaration.num_ranks > 1
         for name, rows, columns in declaration.parts:
-            places = (columns, rows) if declaration.is_transposed else (rows, columns)
-            array = self._array(f"{name}.weight", places)
-            weights.append(Tensor.from_numpy(array.T if declaration.is_transposed else array))
+            weights.append(matrix(name, rows, columns))
+            if is_part and self.options.format_of(weights[-1].dtype).has_row_scales:
+                whole_rows.append(matrix(name, rows, slice(None)))
             if declaration.adds_bias:
                 biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
-        packed = ops.prepare_linear(weights, biases or None, self.options)
-        del weights, array
+        packed = ops.prepare_linear(
+            weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None
+        )
+        del weights, whole_rows
         for name, _ in declaration.stored_shapes:
             self._source.release(name)
         return packed

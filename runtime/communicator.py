@@ -21,3 +21,7 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """Puts the sum of all ranks' tensors into each; every rank calls it in the same order."""
         ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, each of this one's shape, in the order of ranks: ``[num_ranks, ...]``."""
+        ...

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from numba_kernels.cpu.recording import NotRecordableError, current
+from numba_kernels.segments import SEGMENTS
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.checks import check, fail
 from runtime.batch import Batch
@@ -30,9 +31,10 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_scaled", "attention", "check_ids", "draw", "embedding",
-    "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "log_softmax_topk", "logits_linear", "place",
-    "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu", "take_decode_inputs",
+    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
+    "embedding", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu",
+    "take_decode_inputs",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh"]
@@ -79,17 +81,58 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 
 def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
-    op, backend = "linear", _check_factors("linear", x, weight)
-    shape = x.shape[0], weight.shape[0]
+    backend = _check_factors("linear", x, weight)
+    _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
+    return backend.linear(x, weight, residual, out, x.dtype)  # type: ignore[no-any-return]
+
+
+def _check_addends(
+    op: str, shape: tuple[int, ...], name: str, x: Tensor, weight: LinearWeight, residual: Tensor | None,
+    out: Tensor | None,
+) -> None:  # fmt: skip
+    """The residual and the result of a product of x, as it is called, or of what ranks have made of it."""
     if residual is not None:
-        check(op, "residual", residual, x.device, x.dtype, shape)
+        check(op, "residual", residual, x.device, weight.activations, shape)
     if out is not None:
-        check(op, "out", out, x.device, x.dtype, shape)
+        check(op, "out", out, x.device, weight.activations, shape)
         if out.is_read_only:
             raise fail(op, "out", "is read-only")
         if max(x.address, out.address) < min(x.address + x.size_bytes, out.address + out.size_bytes):
-            raise fail(op, "out", "shares memory with x")
-    return backend.linear(x, weight, residual, out, x.dtype)  # type: ignore[no-any-return]
+            raise fail(op, "out", f"shares memory with {name}")
+
+
+def linear_partial(x: Tensor, weight: LinearWeight) -> Tensor:
+    """A rank's part of an exact product that is split over its inputs: ``x [T, K] . weight^T`` -> ``[T, N]`` float32.
+
+    The sum of the rank's segments (`numba_kernels.segments`), without the outputs' scales and bias.
+    """
+    backend = _check_factors("linear_partial", x, weight)
+    _check_segments("linear_partial", weight)
+    return backend.linear_partial(x, weight)  # type: ignore[no-any-return]
+
+
+def add_partials(
+    partials: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The product of which `linear_partial` gave each of 2, 4 or 8 ranks a part, ``partials [R, T, N]`` -> ``[T, N]``.
+
+    Parts are added in pairs, in the order of ranks; then outputs are scaled, bias and ``residual [T, N]`` added. Equal
+    to the bit to `linear` on one rank. ``out`` may be ``residual``.
+    """
+    op = "add_partials"
+    backend = _check_weight(op, "partials", partials, weight)
+    _check_segments(op, weight)
+    num_ranks = SEGMENTS // weight.num_segments
+    if num_ranks == 1:
+        raise fail(op, "weight", "has all inputs, must be a rank's part")
+    check(op, "partials", partials, partials.device, float32, (num_ranks, None, weight.shape[0]))
+    _check_addends(op, partials.shape[1:], "partials", partials, weight, residual, out)
+    return backend.add_partials(partials, weight, residual, out)  # type: ignore[no-any-return]
+
+
+def _check_segments(op: str, weight: LinearWeight) -> None:
+    if not weight.num_segments:
+        raise fail(op, "weight", "must be exact and split over its inputs")
 
 
 def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation) -> Tensor:
@@ -119,13 +162,18 @@ def logits_linear(
 
 def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
     """The implementation of a product of rows with a weight, once both have been checked."""
-    backend = _backend(op, "x", x)
+    backend = _check_weight(op, "x", x, weight)
+    check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
+    return backend
+
+
+def _check_weight(op: str, argument: str, x: Tensor, weight: LinearWeight) -> ModuleType:
+    backend = _backend(op, argument, x)
     if not isinstance(weight, backend.WEIGHT) or (weight.device is not x.device and weight.device != x.device):
         what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
         if type(weight) is LinearWeight:
             what = "one that is only declared"
         raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on {x.device}, not {what}")
-    check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
     return backend
 
 

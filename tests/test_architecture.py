@@ -29,6 +29,7 @@ FLOORS = {
     "numba_kernels.closure_cache": 1,
     "numba_kernels.creation_order": 1,
     "numba_kernels.pointers": 1,
+    "numba_kernels.segments": 1,
     "numba_kernels.cuda": 2,
     "numba_kernels.cpu": 2,
     "runtime.device": 3,

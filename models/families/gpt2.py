@@ -22,7 +22,8 @@ from models.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.linear.linear import Linear, Split
+from runtime.linear.linear import Linear
+from runtime.linear.options import Split
 from runtime.tensor.tensor import Tensor
 
 

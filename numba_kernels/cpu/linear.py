@@ -4,6 +4,11 @@ The first tickets of a launch arrange the rows of x for the tiles (`operands`), 
 A product with few rows streams the panels once, which is all that memory allows; with many rows each panel is cut along
 K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles fetch the next block
 into the second level meanwhile.
+
+In exact mode K may be cut into segments, whose sums are added in a tree (`numba_kernels.segments`). Sums of segments
+wait in slots: that of segment s in the slot whose number is the count of ones in s, until the one below it is complete.
+A last turn of the tile, over no words, finishes what is in slot 0. Where ranks have added up the segments, a launch
+takes their sums instead of panels and rows (`add_partials`), and finishes them in the same way.
 """
 
 from __future__ import annotations
@@ -25,9 +30,10 @@ from numba_kernels.cpu.arranged_rows import (
     operand_words,
 )
 from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
-from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, new_array
+from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, float32_at, new_array
 from numba_kernels.cpu.packed_words import GROUP_WORDS
 from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
+from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
@@ -36,10 +42,11 @@ MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay sm
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
 _AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
+_NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
-    "*x *panels *scales *bias *residual *out *operands num_rows depth width out_width panels_a_ticket rows_a_ticket "
-    "tile_rows num_arranging num_tickets arranged finished"
+    "*x *panels *scales *bias *residual *out *operands *partials num_rows depth width out_width num_segments "
+    "step_elements panels_a_ticket rows_a_ticket tile_rows num_arranging num_tickets arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 
@@ -47,6 +54,33 @@ _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished")
 @njit(nogil=True)
 def _moved(start, size_bytes):
     return start + size_bytes if start != 0 else 0
+
+
+@njit(nogil=True)
+def _count_ones(number):
+    count = 0
+    while number:
+        count += number & 1
+        number >>= 1
+    return count
+
+
+@njit(nogil=True)
+def _add(total, other, size):
+    """``total += other`` of ``size`` floats at these addresses."""
+    sums, more = float32_at(total, size), float32_at(other, size)
+    for i in range(size):
+        sums[i] += more[i]
+
+
+@njit(nogil=True)
+def _take(partial, row_bytes, rows, columns, slot, slot_columns):
+    """Copies ``[rows, columns]`` of a rank's sums to a slot."""
+    for row in range(rows):
+        source = float32_at(partial + row * row_bytes, columns)
+        target = float32_at(slot + row * slot_columns * 4, columns)
+        for column in range(columns):
+            target[column] = source[column]
 
 
 @functools.cache
@@ -57,6 +91,9 @@ def linear_kernel(stored: type) -> Kernel:
     may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each; the
     others multiply some panels with some rows, a multiple of ``tile_rows``. Without arranging tickets ``operands`` has
     been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
+
+    K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
+    N]`` are given, they are the segments' sums, and ``depth`` is 0.
     """
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
@@ -90,32 +127,57 @@ def linear_kernel(stored: type) -> Kernel:
         panel_stride = words * _PANEL_ROW_BYTES
         rows = last_row - first_row
         is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
-        num_blocks = 1 if is_lone else max(1, -(-words // MAX_BLOCK_WORDS))
-        block_words = max(1, -(-words // (num_blocks * span))) * span
-        partial_rows = np.empty((0 if is_lone else rows, PANEL_COLUMNS), np.float32)
+        is_cut = a.num_segments > 1
+        step_words = max(1, a.step_elements // elements if is_cut else words)
+        num_steps = -(-words // step_words)
+        longest = -(-num_steps // a.num_segments) * step_words
+        num_blocks = 1 if is_lone else max(1, -(-longest // MAX_BLOCK_WORDS))
+        block_words = max(1, -(-longest // (num_blocks * span))) * span
+        num_slots = _NUM_SLOTS if is_cut else 0 if is_lone else 1
+        slot_rows = max(rows, GEMM_ROWS)  # a lone tile's panels lie side by side, as far as its accumulators go round
+        slots = np.empty((num_slots, slot_rows, PANEL_COLUMNS), np.float32)
+        slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
         panel = first_panel
         while panel < last_panel:
             panels = _AT_ONCE[rows] if is_lone and panel + _AT_ONCE[rows] <= last_panel else 1
             column = panel * PANEL_COLUMNS
             columns = min(panels * PANEL_COLUMNS, a.width - column)
-            for start in range(0, max(1, words), block_words):
-                count = min(block_words, words - start)
-                weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
-                # all row tiles together prefetch the next block
-                ahead = weight + (STREAM_AHEAD_BYTES if is_lone else count * _PANEL_ROW_BYTES)
-                partial = address(partial_rows)
-                for row in range(first_row, last_row, a.tile_rows):
-                    height = min(a.tile_rows, last_row - row)
-                    at = row * a.out_width + column
-                    gemm_tile(
-                        stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4, count,
-                        weight, panel_stride, a.scales + column * 4, a.bias + column * 4, _moved(a.residual, at * 4),
-                        a.out + at * 4, a.out_width * 4, columns, partial, start == 0, start + count >= words,
-                        ahead, step, panels, height,
-                    )  # fmt: skip
-                    ahead += count * step
-                    partial += height * PANEL_COLUMNS * 4
+            for segment in range(a.num_segments + is_cut):
+                is_end = segment == a.num_segments  # all are added up: the last turn
+                first = min(words, num_steps * segment // a.num_segments * step_words)
+                last = min(words, num_steps * (segment + 1) // a.num_segments * step_words)
+                number = 0 if is_end else _count_ones(segment)
+                slot = address(slots) + number * slot_bytes
+                if a.partials != 0 and not is_end:
+                    source = a.partials + ((segment * a.num_rows + first_row) * a.out_width + column) * 4
+                    _take(source, a.out_width * 4, rows, columns, slot, panels * PANEL_COLUMNS)
+                else:
+                    for start in range(first, max(first + 1, last), block_words):
+                        count = min(block_words, last - start)
+                        weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
+                        # all row tiles together prefetch the next block
+                        ahead = weight + (STREAM_AHEAD_BYTES if is_lone else count * _PANEL_ROW_BYTES)
+                        is_first = start == first and not is_end
+                        is_last = is_end if is_cut else start + count >= last
+                        partial = slot
+                        for row in range(first_row, last_row, a.tile_rows):
+                            height = min(a.tile_rows, last_row - row)
+                            at = row * a.out_width + column
+                            gemm_tile(
+                                stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4,
+                                count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
+                                _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
+                                is_first, is_last, ahead, step, panels, height,
+                            )  # fmt: skip
+                            ahead += count * step
+                            partial += height * PANEL_COLUMNS * 4
+                if is_cut and not is_end:
+                    complete = segment
+                    while complete & 1:  # the slot below holds the left neighbour
+                        _add(slot - slot_bytes, slot, rows * panels * PANEL_COLUMNS)
+                        slot -= slot_bytes
+                        complete >>= 1
             panel += panels
 
     def linear(arguments, ticket):
@@ -139,11 +201,11 @@ def linear_kernel(stored: type) -> Kernel:
 
 def multiply(
     stored: type, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
-    rows: int, depth: int, width: int, out_width: int, num_workers: int,
+    rows: int, depth: int, width: int, out_width: int, num_workers: int, num_segments: int = 1, step_elements: int = 1,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
     threads; results do not depend on their number, nor on the other rows. Rows of out and residual are ``out_width``
-    elements apart."""
+    elements apart. K is cut into ``num_segments`` at multiples of ``step_elements``."""
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
@@ -157,9 +219,29 @@ def multiply(
         total = num_arranging + tickets.count
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
-            total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands,
-            count, depth, width, out_width, tickets.panels, tickets.rows, tickets.tile_rows, num_arranging, total, 0, 0,
+            total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
+            count, depth, width, out_width, num_segments, step_elements, tickets.panels, tickets.rows,
+            tickets.tile_rows, num_arranging, total, 0, 0,
         )  # fmt: skip
+
+
+def add_partials(
+    stored: type, partials: int, num_partials: int, scales: int, bias: int, residual: int, out: int,
+    rows: int, width: int, out_width: int, num_workers: int,
+) -> None:  # fmt: skip
+    """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments
+    of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
+    tickets = tickets_of(rows, num_partials, width, num_workers)
+    linear_kernel(stored)(
+        tickets.count, tickets.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width, out_width,
+        num_partials, 1, tickets.panels, tickets.rows, tickets.tile_rows, 0, tickets.count, 0, 0,
+    )  # fmt: skip
+
+
+@functools.lru_cache(64)
+def neutral(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and biases for so many of the panels' columns that change no bit of a sum."""
+    return np.ones(columns, np.float32), np.full(columns, -0.0, np.float32)
 
 
 class Tickets:

@@ -41,8 +41,9 @@ from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
 _HUGE_PAGE_BYTES = 2 << 20
 _LINE_BYTES = 64
 _ROW_BYTES = PANEL_COLUMNS * 4
+_ROWS_AT_ONCE = 256
 
-FIELDS = Fields("*source row_stride column_stride *panels *scales depth width first_column")
+FIELDS = Fields("*source row_stride column_stride *panels *scales *largest depth width first_column")
 
 
 def panels_shape(num_columns: int, depth: int, dtype: np.dtype) -> tuple[int, int, int, int]:
@@ -73,9 +74,27 @@ def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
     return data[start : start + size].view(dtype).reshape(shape)
 
 
-def pack(panels: np.ndarray, scales: np.ndarray, weight: np.ndarray, first_column: int, num_workers: int) -> None:
+def largest_of_rows(weight: np.ndarray) -> np.ndarray:
+    """Float32 ``[n]``: the largest magnitude of each row of ``weight [n, K]`` (float32, uint16 or int16 bits, any
+    strides). That of a row with NaN is NaN."""
+    unsigned = np.dtype(f"u{weight.itemsize}")
+    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
+    rows = np.zeros(len(weight), unsigned)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        part = weight[first : first + _ROWS_AT_ONCE].view(unsigned) & magnitude
+        rows[first : first + _ROWS_AT_ONCE] = part.max(1, initial=unsigned.type(0))  # as their bits are ordered
+    if weight.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.view(np.float16 if weight.dtype == np.int16 else np.float32).astype(np.float32)
+
+
+def pack(
+    panels: np.ndarray, scales: np.ndarray, weight: np.ndarray, first_column: int, num_workers: int,
+    largest: np.ndarray | None = None,
+) -> None:  # fmt: skip
     """Copies ``weight [n, K]`` (float32, uint16 or int16 bits, any strides) into the panels' columns from
-    ``first_column`` on; into panels of uint8 it is rounded, and ``scales`` gets a float32 for each column."""
+    ``first_column`` on; into panels of uint8 it is rounded, and ``scales`` gets a float32 for each column: by the
+    ``largest`` magnitude of its row, float32 ``[n]``, where that is given because the row goes on elsewhere."""
     if weight.size == 0:
         return
     itemsize = weight.itemsize
@@ -86,7 +105,8 @@ def pack(panels: np.ndarray, scales: np.ndarray, weight: np.ndarray, first_colum
     kinds: tuple[Any, Any] = weight.dtype.type, panels.dtype.type
     pack_kernel(*kinds)(
         last_panel - first_panel + 1, num_workers, address_of(weight), weight.strides[0], weight.strides[1],
-        address_of(panels), address_of(scales), depth, count, first_column,
+        address_of(panels), address_of(scales), 0 if largest is None else address_of(largest), depth, count,
+        first_column,
     )  # fmt: skip
 
 
@@ -100,7 +120,7 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
 
     @njit(nogil=True)
     @name_by_content
-    def pack_rows(source, row_stride, depth, columns, scales, target):
+    def pack_rows(source, row_stride, depth, columns, scales, largest, target):
         """Columns (rows of the source) whose elements are neighbours in memory."""
         words = -(-depth // elements)
         if not is_int8:
@@ -118,8 +138,11 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
         for column in range(columns):
             row = source + column * row_stride
             bits = np.int32(0)
-            for element in range(0, depth, GROUP):
-                bits = max(bits, largest_bits(stored, row + element * itemsize, min(GROUP, depth - element)))
+            if largest != 0:
+                bits = int32_at(largest, columns)[column]
+            else:
+                for element in range(0, depth, GROUP):
+                    bits = max(bits, largest_bits(stored, row + element * itemsize, min(GROUP, depth - element)))
             scales[column] = scale_of(bits)
             inverses[column] = inverse_of(bits)
         for element in range(0, depth, GROUP):
@@ -134,15 +157,17 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
 
     @njit(nogil=True)
     @name_by_content
-    def pack_columns(source, stride, depth, columns, scales, target):
+    def pack_columns(source, stride, depth, columns, scales, largest, target):
         """Columns that are neighbours in memory."""
         inverses = np.empty(LANES, np.float32)
         if is_int8:
-            bits = block_on_stack()
-            largest_bits_of_columns(stored, source, stride, depth, columns, bits)
+            bits = largest
+            if largest == 0:
+                bits = block_on_stack()
+                largest_bits_of_columns(stored, source, stride, depth, columns, bits)
             for column in range(columns):
-                scales[column] = scale_of(int32_at(bits, LANES)[column])
-                inverses[column] = inverse_of(int32_at(bits, LANES)[column])
+                scales[column] = scale_of(int32_at(bits, columns)[column])
+                inverses[column] = inverse_of(int32_at(bits, columns)[column])
         join_rows(
             stored, packed, source, stride, depth, columns, np.int64(inverses.ctypes.data), target, _ROW_BYTES
         )
@@ -159,10 +184,11 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
             inside = column - panel * PANEL_COLUMNS
             target = a.panels + (panel * words * PANEL_COLUMNS + inside) * 4
             scales = float32_at(a.scales + column * 4, columns)
+            largest = 0 if a.largest == 0 else a.largest + (column - a.first_column) * 4
             if a.column_stride == itemsize:
-                pack_rows(source, a.row_stride, a.depth, columns, scales, target)
+                pack_rows(source, a.row_stride, a.depth, columns, scales, largest, target)
             else:
-                pack_columns(source, a.column_stride, a.depth, columns, scales, target)
+                pack_columns(source, a.column_stride, a.depth, columns, scales, largest, target)
             column += columns
 
     return Kernel(pack_panel, FIELDS)

@@ -86,9 +86,46 @@ def linear(
             _linear.multiply(
                 part.stored, x.address, part.panels_address, part.scales_address, part.bias_address,
                 0 if residual is None else residual.address + first, result.address + first, rows, depth,
-                part.shape[0], width, _num_workers,
+                part.shape[0], width, _num_workers, part.num_segments or 1, part.segment_step,
             )  # fmt: skip
             first += part.shape[0] * dtype.itemsize
+    return result
+
+
+def linear_partial(x: Tensor, weight: PanelWeight | JoinedWeight) -> Tensor:
+    """See `ops.linear_partial`."""
+    rows, (width, depth) = x.shape[0], weight.shape
+    result = Tensor.over(new_array((rows, width), np.float32), float32)
+    if rows and width:
+        first = 0  # of the part's outputs
+        for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+            scales, bias = _linear.neutral(part.bias.size)
+            hold(part.panels, scales, bias)
+            _linear.multiply(
+                part.stored, x.address, part.panels_address, address_of(scales), address_of(bias), 0,
+                result.address + first * 4, rows, depth, part.shape[0], width, _num_workers, part.num_segments,
+                part.segment_step,
+            )  # fmt: skip
+            first += part.shape[0]
+    return result
+
+
+def add_partials(
+    partials: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """See `ops.add_partials`."""
+    count, rows, width = partials.shape
+    result = Tensor.over(new_array((rows, width), np.float32), float32) if out is None else out
+    if rows and width:
+        first = 0  # of the part's outputs, in bytes
+        for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+            hold(part.scales, part.bias)
+            _linear.add_partials(
+                part.stored, partials.address + first, count, part.scales_address, part.bias_address,
+                0 if residual is None else residual.address + first, result.address + first, rows, part.shape[0], width,
+                _num_workers,
+            )  # fmt: skip
+            first += part.shape[0] * 4
     return result
 
 

@@ -17,7 +17,7 @@ from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
 from numba_kernels.cuda.specialisation import Launch
-from runtime.backends import cuda_cublas
+from runtime.backends import cuda_cublas, cuda_segments
 from runtime.backends.checks import fail
 from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
 from runtime.backends.cuda_tensor import id_flag, upload
@@ -41,6 +41,8 @@ def linear(x: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | 
     result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
     if weight.tier == "cublas":
         cuda_cublas.product(gpu, x, weight, residual, result)
+    elif weight.num_segments > 1:
+        cuda_segments.product(gpu, x, weight, weight.bias_address, 0 if residual is None else residual.address, result)
     elif rows and width:
         matrix, bias, added = weight.address, weight.bias_address, 0 if residual is None else residual.address
         key = rows, dtype, added != 0, (x.address | matrix) & 15, (result.address | added | bias) & 15
@@ -54,13 +56,28 @@ def linear(x: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | 
     return result
 
 
+def linear_partial(x: Tensor, weight: RowWeight) -> Tensor:
+    """See `ops.linear_partial`."""
+    result = Tensor.empty((x.shape[0], weight.shape[0]), float32, x.device)
+    cuda_segments.product(Gpu.of(x.device), x, weight, 0, 0, result)
+    return result
+
+
+def add_partials(partials: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """See `ops.add_partials`."""
+    result = Tensor.empty(partials.shape[1:], weight.activations, partials.device) if out is None else out
+    added = 0 if residual is None else residual.address
+    cuda_segments.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
+    return result
+
+
 def linear_glu(x: Tensor, weight: RowWeight, activation: str) -> Tensor:
     """See `ops.linear_glu`."""
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     key = rows, activation, (x.address | weight.address) & 15
     if key not in weight.plans:
         launch = None
-        if weight.bias is None and weight.tier != "cublas":
+        if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
             epilogue = _gemm.Epilogue(has_residual=False, activation=activation)
             launch = _plan(gpu, weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
         weight.keep_plan(key, launch)
@@ -78,7 +95,7 @@ def _plan(
     """Chooses the kernel of a product; see `gemm.plan`."""
     product = _gemm.Product(
         rows, width, weight.shape[1], weight.activations.ptx, weight.format.element.ptx, dtype.ptx, epilogue,
-        is_aligned=is_aligned, exact=weight.exact,
+        is_aligned=is_aligned, exact=weight.exact, whole=weight.whole_shape,
     )  # fmt: skip
     return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters), weight.tier)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from numba_kernels.segments import STEP
 from runtime.dtype import DType, bfloat16, float16, float32, uint8
 from runtime.dtype import int8 as int8_type
 from runtime.errors import InvalidArgumentError
@@ -48,9 +49,19 @@ class WeightFormat:
         return math.prod(stacked) * (round(width * depth / self.elements_per_byte) + scales)
 
     @property
+    def segment_step(self) -> int:
+        """The exact mode cuts K into segments at multiples of so many elements (`numba_kernels.segments`)."""
+        return math.lcm(STEP, self.split)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether it is made from floats by rounding to a grid."""
         return self.scale is not None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether a scale depends on all of K, also on what other ranks hold of it."""
+        return self.is_quantized and self.block[1] == 0
 
     def check(self, device_kind: str) -> None:
         """Raises InvalidArgumentError where the device has no product for it."""
@@ -71,7 +82,10 @@ INT8 = WeightFormat(
 """Integers times the largest magnitude of their row over 127, stored 128 above their value. A product rounds x so, too,
 64 elements at a time, and multiplies and adds the integers of such a group exactly:
 ``out = (sum over groups of scale[group] * float32(sum of int8 products)) * scale[row] + bias``, in float32 and in the
-order of K. NaN and infinity, in a weight or in x, give columns or rows that are not finite."""
+order of K. NaN and infinity, in a weight or in x, give columns or rows that are not finite.
+
+A row has one scale for all of K: a rank that holds some of its inputs rounds them by the largest magnitude of the whole
+row. In exact mode the sum over groups is cut into segments of whole groups, and a row's scale multiplies the tree."""
 
 FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
 QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized))

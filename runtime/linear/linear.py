@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from runtime import ops
 from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
 from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
-
-Split = Literal["outputs", "inputs"]
-"""Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
-are added."""
 
 
 class Linear:
@@ -20,7 +14,7 @@ class Linear:
 
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
-        communicator: adds the ranks' results where the matrix is split over its inputs; else None.
+        communicator: to the ranks whose results are added, where the matrix is split over its inputs; else None.
     """
 
     __slots__ = ("communicator", "weight")
@@ -43,6 +37,9 @@ class Linear:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
         if self.communicator is None:
             return ops.linear(x, self.weight, residual=residual, out=out)
+        if self.weight.num_segments:
+            partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
+            return ops.add_partials(partials, self.weight, residual=residual, out=out)
         added = residual if self.communicator.rank == 0 else None
         result = ops.linear(x, self.weight, residual=added, out=out)
         self.communicator.all_reduce(result)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
+from numba_kernels.segments import SEGMENTS
 from runtime.communicator import Communicator
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat, quantized_format
+
+Split = Literal["outputs", "inputs"]
+"""Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
+are added."""
 
 GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")
 
@@ -34,12 +39,13 @@ class LoadOptions:
         dtype: the float type that every weight is converted to; None keeps each as it is stored.
         format: what the matrices of linear maps are made into after that; None leaves them floats.
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
-        exact: whether a row of a product has the same bits alone and among others. On the cpu it always has.
+        exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
+            cpu the former always holds.
         communicator: the rank that this is, of several that the model is split over; None: there is one alone.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format or kernel that the device has
-            not, and for cublas in the exact mode.
+            not, for cublas in the exact mode, and in that mode for another number of ranks than 1, 2, 4 or 8.
     """
 
     device: Device = CPU
@@ -56,6 +62,10 @@ class LoadOptions:
             )
         if self.format is not None:
             self.format.check(self.device.kind)
+        if self.exact and SEGMENTS % self.num_ranks:
+            raise InvalidArgumentError(
+                f"exact: sums are of {SEGMENTS} segments, which {self.num_ranks} ranks cannot share", param="exact"
+            )
         _check_gemm(self.gemm, self.device, self.exact)
 
     @staticmethod
@@ -80,6 +90,17 @@ class LoadOptions:
     def num_ranks(self) -> int:
         """How many ranks the model is split over."""
         return 1 if self.communicator is None else self.communicator.num_ranks
+
+    def whole_shape(self, shape: tuple[int, int], split: Split | None) -> tuple[int, int]:
+        """(N, K) of a map of which a rank has this shape."""
+        width, depth = shape
+        if split == "outputs":
+            return width * self.num_ranks, depth
+        return width, depth * (self.num_ranks if split == "inputs" else 1)
+
+    def num_segments(self, split: Split | None) -> int:
+        """In how many segments this rank adds up K of a map that is split so; 0: K is not cut."""
+        return SEGMENTS // self.num_ranks if self.exact and split == "inputs" else 0
 
     @property
     def quantization(self) -> str:

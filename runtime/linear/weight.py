@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.panels import empty_panels, pack, panel_bytes
+from numba_kernels.cpu.panels import empty_panels, largest_of_rows, pack, panel_bytes
 from numba_kernels.cpu.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
-from runtime.linear.options import LoadOptions
+from runtime.linear.options import LoadOptions, Split
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
@@ -34,13 +34,17 @@ class LinearWeight:
         device: where it lies.
         size_bytes: of matrix, scales and bias, padding included.
         activations: the type of the rows that it multiplies.
+        num_segments: in how many segments K is added up (`numba_kernels.segments`); 0: it is not cut.
     """
 
     activations: DType
-    __slots__ = ("device", "format", "shape", "size_bytes")
+    __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
-    def __init__(self, shape: tuple[int, int], format: WeightFormat, device: Device, size_bytes: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int], format: WeightFormat, device: Device, size_bytes: int, num_segments: int = 0
+    ) -> None:
         self.shape = shape
+        self.num_segments = num_segments
         self.format = format
         self.device = device
         self.size_bytes = size_bytes
@@ -57,12 +61,15 @@ class PanelWeight(LinearWeight):
         panels: ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]`` of ``stored``.
         bias: float32, one for each of the panels' columns; zeros where there is none.
         scales: of int8, float32, one for each of the panels' columns; else empty.
+        segment_step: the format's.
     """
 
     activations = float32
-    __slots__ = ("bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "stored")
+    __slots__ = (
+        "bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "segment_step", "stored"
+    )  # fmt: skip
 
-    def __init__(self, shape: tuple[int, int], format: WeightFormat) -> None:
+    def __init__(self, shape: tuple[int, int], format: WeightFormat, num_segments: int = 0) -> None:
         self.stored = stored_class(format)
         self.panels = empty_panels(*shape, np.dtype(self.stored))
         columns = self.panels.shape[0] * PANEL_COLUMNS
@@ -71,8 +78,9 @@ class PanelWeight(LinearWeight):
         self.panels_address = address_of(self.panels)
         self.bias_address = address_of(self.bias)
         self.scales_address = address_of(self.scales)
+        self.segment_step = format.segment_step
         size_bytes = self.panels.nbytes + self.bias.nbytes + self.scales.nbytes
-        super().__init__(shape, format, CPU, size_bytes)
+        super().__init__(shape, format, CPU, size_bytes, num_segments)
 
 
 class JoinedWeight(LinearWeight):
@@ -88,7 +96,8 @@ class JoinedWeight(LinearWeight):
     def __init__(self, parts: Sequence[PanelWeight]) -> None:
         self.parts = tuple(parts)
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        super().__init__(shape, parts[0].format, CPU, sum(part.size_bytes for part in parts))
+        size_bytes = sum(part.size_bytes for part in parts)
+        super().__init__(shape, parts[0].format, CPU, size_bytes, parts[0].num_segments)
 
 
 class RowWeight(LinearWeight):
@@ -100,12 +109,23 @@ class RowWeight(LinearWeight):
         tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
+        whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
         plans: launches of products with it, by what they depend on.
     """
 
-    __slots__ = ("activations", "address", "bias", "bias_address", "exact", "plans", "tier", "weight")
+    __slots__ = ("activations", "address", "bias", "bias_address", "exact", "plans", "tier", "weight", "whole_shape")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tier: str = "auto", *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tier: str = "auto",
+        *,
+        exact: bool = False,
+        whole_shape: tuple[int, int] | None = None,
+        num_segments: int = 0,
+    ) -> None:
+        shape = weight.shape[0], weight.shape[1]
         self.weight = weight
         self.bias = bias
         self.activations = weight.dtype
@@ -115,7 +135,8 @@ class RowWeight(LinearWeight):
         self.exact = exact
         self.plans: dict[Any, Any] = {}
         size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
-        super().__init__((weight.shape[0], weight.shape[1]), FORMATS[weight.dtype.name], weight.device, size_bytes)
+        super().__init__(shape, FORMATS[weight.dtype.name], weight.device, size_bytes, num_segments)
+        self.whole_shape = whole_shape or shape
 
     def keep_plan(self, key: Any, launch: Any) -> None:
         """Remembers a launch, so that a product of the same kind is not planned again."""
@@ -155,20 +176,29 @@ def prepare_linear(
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     options: LoadOptions = DEFAULT_OPTIONS,
+    *,
+    split: Split | None = None,
+    whole_rows: Sequence[Tensor] | None = None,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
     several weights are joined over N without a copy between. On the cpu, weights of several types keep them.
+
+    ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
+    inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
+    ranks' inputs.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
     Raises:
         InvalidArgumentError: for no weight, one that is not a matrix of float32, float16 or bfloat16 on the cpu,
-            different K, different types on a GPU, a bias of another size, or biases of another number than weights.
+            different K, different types on a GPU, a bias of another size, biases of another number than weights, or
+            whole rows that are missing, or not as many or as long as they must be.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     if options.dtype is not None:
         weights = [part.to(options.dtype) for part in weights]
+        whole_rows = None if whole_rows is None else [part.to(options.dtype) for part in whole_rows]
     _check(weights, biases, options.device)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
@@ -178,7 +208,11 @@ def prepare_linear(
             joined_bias[first : first + part.shape[0]] = part_bias.array.astype(np.float32)
         first += part.shape[0]
     if options.device.kind == "cpu":
-        return _in_panels(weights, joined_bias, options)
+        needs_whole = split == "inputs" and options.num_ranks > 1
+        return _in_panels(
+            weights, _whole_rows(weights, whole_rows, options) if needs_whole else None, joined_bias, options,
+            options.num_segments(split),
+        )  # fmt: skip
     rows = Tensor.empty(shape, weights[0].dtype, options.device)
     first = 0
     for part in weights:
@@ -187,22 +221,40 @@ def prepare_linear(
     rows.storage.freeze()
     has_bias = any(part is not None for part in biases)
     device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
-    return RowWeight(rows, device_bias, options.gemm, exact=options.exact)
+    return RowWeight(
+        rows, device_bias, options.gemm, exact=options.exact, whole_shape=options.whole_shape(shape, split),
+        num_segments=options.num_segments(split),
+    )  # fmt: skip
 
 
-def _in_panels(weights: list[Tensor], bias: NDArray, options: LoadOptions) -> LinearWeight:
-    joined, first, parts = [], 0, iter(weights)
+def _in_panels(
+    weights: list[Tensor], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions, num_segments: int
+) -> LinearWeight:
+    joined, first, parts = [], 0, zip(weights, whole_rows or weights, strict=True)
     for width, kept in runs_of([(part.shape[0], options.format_of(part.dtype)) for part in weights]):
-        panels = PanelWeight((width, weights[0].shape[1]), kept)
+        panels = PanelWeight((width, weights[0].shape[1]), kept, num_segments)
         panels.bias[:width] = bias[first : first + width]
         packed = 0
         while packed < width:
-            part = next(parts)
-            pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), packed, NUM_THREADS)
+            part, whole = next(parts)
+            largest = None
+            if whole is not part and kept.has_row_scales:
+                largest = largest_of_rows(whole.array.view(STORED[whole.dtype]))
+            pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), packed, NUM_THREADS, largest)
             packed += part.shape[0]
         joined.append(panels)
         first += width
     return joined[0] if len(joined) == 1 else JoinedWeight(joined)
+
+
+def _whole_rows(weights: list[Tensor], given: Sequence[Tensor] | None, options: LoadOptions) -> list[Tensor] | None:
+    """The whole rows where a format needs them."""
+    if not any(options.format_of(part.dtype).has_row_scales for part in weights):
+        return None
+    wanted = [(part.shape[0], part.shape[1] * options.num_ranks) for part in weights]
+    if [part.shape for part in given or ()] != wanted:
+        raise InvalidArgumentError(f"prepare_linear: whole_rows must have the shapes {wanted}", param="whole_rows")
+    return list(given or ())
 
 
 def _check(weights: list[Tensor], biases: list[Tensor | None], device: Device) -> None:

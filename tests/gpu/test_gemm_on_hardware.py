@@ -6,6 +6,7 @@ from tests.gpu.reuse import on_hardware
 from tests.numba_kernels.cuda import test_few_rows as few_rows
 from tests.numba_kernels.cuda import test_gemm as gemm
 from tests.numba_kernels.cuda import test_gemv as gemv
+from tests.numba_kernels.cuda import test_segments as segments
 
 test_equals_float64 = on_hardware(gemm.test_equals_float64)
 test_integers_are_exact = on_hardware(gemm.test_integers_are_exact)
@@ -18,6 +19,9 @@ test_exact_rows_are_the_same_in_any_batch = on_hardware(gemm.test_exact_rows_are
 test_writes_nothing_beyond_its_output = on_hardware(gemm.test_writes_nothing_beyond_its_output)
 test_factors_on_no_16_byte_bounds = on_hardware(gemm.test_factors_on_no_16_byte_bounds)
 test_nan_stays_in_its_row = on_hardware(gemm.test_nan_stays_in_its_row)
+test_each_segment_is_a_product_of_its_own = on_hardware(segments.test_each_segment_is_a_product_of_its_own)
+test_all_tiles_give_the_same_segments = on_hardware(segments.test_all_tiles_give_the_same_segments)
+test_the_tree_of_segments = on_hardware(segments.test_the_tree)
 test_gemv_equals_float64 = on_hardware(gemv.test_equals_float64)
 test_gemv_integers_are_exact = on_hardware(gemv.test_integers_are_exact)
 test_gemv_rows_are_independent = on_hardware(gemv.test_a_row_is_the_same_in_any_company_of_eight)

@@ -24,7 +24,7 @@ class ModelDriver:
     pool.
 
     `in_groups` puts layers with windows into groups of their own, whose pages behind a window are given up; the block
-    that their entries name then holds NaN.
+    that their entries name then holds NaN. `exact` is the batches'.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class ModelDriver:
         seed: int = 0,
         kv_dtype: DType | None = None,
         in_groups: bool = False,
+        exact: bool = False,
     ) -> None:
         self.model = model
+        self.exact = exact
         self.block_size = block_size
         blocks_each = -(-max_tokens // block_size)
         spec = model.kv_cache_spec(block_size, kv_dtype)
@@ -88,6 +90,7 @@ class ModelDriver:
             logits_indices=tensor(np.arange(num_tokens), np.int32),
             max_query_len=max(lengths),
             max_seq_len=max(seq_lens),
+            exact=self.exact,
         )
         hidden = self.model.forward(batch, self.kv_cache)
         assert hidden.shape == (num_tokens, self.model.config.hidden_size)

@@ -56,6 +56,17 @@ def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, 
         check_logits(logits, golden.logits["float32"], TOLERANCE)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_exact_mode(tmp_path: Path, case: str) -> None:
+    """Sums in segments, whatever the sizes are; the same bits in any chunks."""
+    golden = load_golden(case)
+    model = load_model(write_model(tmp_path, golden), exact=True)
+    ids = golden.prompt_ids
+    logits = logits_of(model, ids)
+    check_logits(logits, golden.logits["float32"], TOLERANCE)
+    np.testing.assert_array_equal(logits_of(model, ids, [3, 1, len(ids) - 4], block_size=8, seed=1), logits)
+
+
 @pytest.mark.parametrize("case", ["gemma2_odd", "gemma3_odd", "mistral_window", "olmo3_windows", "qwen3_layer_types"])
 def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
     golden, model = load_case(tmp_path, case)

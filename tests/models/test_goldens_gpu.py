@@ -38,11 +38,13 @@ TELLING = (
 )  # fmt: skip
 
 
-def load_on(folder: Path, golden: Golden, device: str, stored_as: str, dtype: str = "auto") -> Model:
+def load_on(
+    folder: Path, golden: Golden, device: str, stored_as: str, dtype: str = "auto", *, exact: bool = False
+) -> Model:
     """The model on a device; its folder is written once for all."""
     if not (folder / "config.json").exists():
         write_model(folder, golden, stored_as)
-    return load_model(folder, device=device, dtype=dtype)
+    return load_model(folder, device=device, dtype=dtype, exact=exact)
 
 
 @pytest.mark.emulator
@@ -74,6 +76,20 @@ def test_bfloat16(tmp_path: Path, device: str, case: str) -> None:
         on_cpu = load_model(tmp_path, dtype="float32")
         reference = logits_of(on_cpu, golden.prompt_ids + continuation[:at])[-1]
         assert chosen[at] in np.argsort(reference)[-5:]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("device", "case"), some(["gemma3_odd", "qwen3_tied_gqa4"], (DEVICE, "qwen3_tied_gqa4")))
+def test_exact_mode(tmp_path: Path, device: str, case: str) -> None:
+    """Sums in segments, within the same tolerances, and the same bits in any chunks."""
+    golden = load_golden(case)
+    ids = golden.prompt_ids
+    for stored, name, tolerance in (("F32", "float32", 1e-4), ("BF16", "bfloat16", 2e-2)):
+        model = load_on(tmp_path / stored, golden, device, stored, exact=True)
+        logits = logits_of(model, ids, exact=True)
+        assert relative_error(logits, golden.logits[name]) <= tolerance
+        chunks = [3, 1, len(ids) - 4]
+        np.testing.assert_array_equal(logits_of(model, ids, chunks, block_size=8, exact=True), logits)
 
 
 @pytest.mark.emulator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,14 @@ class ThreadCommunicator:
         tensor.array[...] = sum(self._shared)
         self._barrier.wait(60)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See `Communicator`."""
+        self._shared[self.rank] = tensor.numpy().copy()
+        self._barrier.wait(60)
+        gathered = Tensor.from_numpy(np.stack(self._shared))
+        self._barrier.wait(60)
+        return gathered
+
 
 @pytest.mark.parametrize(
     ("case", "num_ranks"), [("llama_default", 3), ("qwen2_tied", 2), ("qwen3_layer_types", 2), ("gpt2_gelu_erf", 5)]
@@ -199,6 +209,50 @@ def test_ranks_together_are_the_model(tmp_path: Path, case: str, num_ranks: int)
     for logits, weight_bytes in found:
         assert relative_error(logits, expected) <= 1e-5
         assert weight_bytes < whole.weight_bytes
+
+
+WIDE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 72, "intermediate_size": 1536,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 100,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "attention_bias": True, "mlp_bias": True,
+}  # fmt: skip
+"""Eight ranks can share its heads, each a step of int8's segments."""
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("auto", "none"), ("auto", "int8")])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_exact_ranks_together_have_the_model_s_bits(
+    tmp_path: Path, num_ranks: int, dtype: str, quantization: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    ids = [int(token) for token in np.random.default_rng(1).integers(0, 100, 40)]
+    options: LoadSettings = {"dtype": dtype, "quantization": quantization, "exact": True}
+    expected = logits_of(load_model(tmp_path, load_format="dummy", **options), ids)
+    shared: list[Any] = [None] * num_ranks
+    barrier = threading.Barrier(num_ranks)
+
+    def run(rank: int) -> Array:
+        communicator = ThreadCommunicator(rank, shared, barrier)
+        model = load_model(tmp_path, load_format="dummy", communicator=communicator, **options)
+        return logits_of(model, ids)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        for logits in pool.map(run, range(num_ranks)):
+            np.testing.assert_array_equal(logits, expected)
+
+
+def test_ranks_without_whole_segments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**WIDE, "head_dim": 8}))
+    for num_ranks, words in (
+        (8, "o_proj: a rank would have 8 inputs, but float32 is cut at multiples of 16 in exact mode"),
+        (4, None),
+    ):
+        communicator = ThreadCommunicator(0, [None] * num_ranks, threading.Barrier(num_ranks))
+        settings: LoadSettings = {"dtype": "float32", "communicator": communicator}
+        with nullcontext() if words is None else pytest.raises(ModelLoadError, match=words):
+            load_model(tmp_path, load_format="dummy", exact=True, **settings)
+        load_model(tmp_path, load_format="dummy", **settings)
 
 
 def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from numba_kernels.cuda import tables
-from numba_kernels.cuda.gemm import few_rows, gemv, hopper, naive, register, tensor_core, tiled
+from numba_kernels.cuda.gemm import few_rows, gemv, hopper, naive, register, segments, tensor_core, tiled
 from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -112,7 +112,9 @@ def _able(tier: str, product: Product, machine: Machine) -> str:
 
 def _choose(product: Product, machine: Machine) -> tuple[str, str]:
     """The tier, and its tile or ""."""
-    if product.is_weight_layout and product.is_aligned and product.is_plain and not product.exact:
+    if product.exact:
+        return choose(product.deciding, machine), ""
+    if product.is_weight_layout and product.is_aligned and product.is_plain:
         measured = tables.choose(product.m, product.n, product.k, product.x, machine.arch)
         if measured is not None and not TIERS[measured.tier].why_not(product, machine):
             return measured.tier, measured.tile
@@ -144,3 +146,4 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for tier in TIERS.values():
         yield from tier.specialisations()
+    yield from segments.specialisations()

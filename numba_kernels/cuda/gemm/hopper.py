@@ -217,6 +217,8 @@ def why_not(product: Product, machine: Machine) -> str:
     can_walk = product.x != "f32" and product.is_weight_layout and product.is_aligned and product.k > 0
     if not can_walk or product.weight != product.x:
         return "reads 16-bit factors of one type in the weight layout, in rows on 16-byte bounds"
+    if product.num_segments:
+        return "takes K in steps that segments do not end at"
     if product.epilogue.activation and (product.exact or product.n % 8):
         return "gates columns in eights, not exactly"
     return ""

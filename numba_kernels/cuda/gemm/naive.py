@@ -19,7 +19,8 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -28,7 +29,7 @@ BLOCK = 16  # a block is 16 x 16 threads
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisation:
+def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = False) -> Specialisation:
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
 
@@ -37,6 +38,12 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
         column_tile = uint32(cuda.blockIdx.x) // ((m + uint32(BLOCK - 1)) // uint32(BLOCK))
         row = row_tile * uint32(BLOCK) + uint32(cuda.threadIdx.y)
         column = column_tile * uint32(BLOCK) + uint32(cuda.threadIdx.x)
+        length = k
+        if is_cut:
+            first, length = segment_of(k)
+            x += uint64(first) * uint64(item_bytes)
+            weight += uint64(first) * uint64(item_bytes)
+            out = sums_of_segment(out, m, n)
         if row < m and column < n:
             x_row = x + uint64(row) * uint64(k) * uint64(item_bytes)
             if is_weight_layout:
@@ -47,7 +54,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
                 step = uint64(n) * uint64(item_bytes)
             total = float32(0.0)
             i = uint32(0)
-            while i < k:
+            while i < length:
                 total += load(x_row) * load(weight_column)
                 x_row += uint64(item_bytes)
                 weight_column += step
@@ -56,11 +63,11 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
 
     layout = "nk" if is_weight_layout else "kn"
     return Specialisation(
-        name=f"gemm_naive_{dtype}_{out_dtype}_{layout}",
+        name=f"gemm_naive_{dtype}_{out_dtype}_{layout}{'_segments' if is_cut else ''}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK * BLOCK,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout},
+        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "is_cut": is_cut},
     )
 
 
@@ -77,11 +84,14 @@ def seconds(product: Product, machine: Machine) -> float:
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     tiles = -(-product.m // BLOCK) * -(-product.n // BLOCK)
-    kernel = _kernel(product.x, product.out, product.is_weight_layout)
-    return Launch(kernel, (tiles, 1, 1), (BLOCK, BLOCK, 1))
+    parts = product.num_segments
+    kernel = _kernel(product.x, product.out, product.is_weight_layout, parts > 1)
+    return Launch(kernel, (tiles, max(1, parts), 1), (BLOCK, BLOCK, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for (dtype, out_dtype), is_weight_layout in itertools.product(DTYPE_PAIRS, (True, False)):
         yield _kernel(dtype, out_dtype, is_weight_layout)
+    for dtype in DTYPES:
+        yield _kernel(dtype, "f32", True, is_cut=True)

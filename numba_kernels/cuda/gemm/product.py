@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH
+from numba_kernels.segments import SEGMENTS
 
 NOT_PLAIN = "multiplies factors of one type, and gates nothing"
 LATENCY_S = 0.8e-6  # of device memory under load
@@ -46,9 +47,13 @@ class Product:
         is_weight_layout: whether the weight is [n, k]; else it is [k, n].
         is_aligned: whether x and weight begin on 16-byte bounds. (Rows that do not are seen from the sizes.)
         exact: whether a row of y must have the same bits whatever m is.
+        num_segments: where K is cut (`numba_kernels.segments`): y is float32 [num_segments, m, n] then, the segments'
+            sums, and there is no bias and no residual. 0: K is not cut.
+        whole: (n, k) of the weight that this product's is a rank's part of; None: it is no part. An exact product's
+            kernel, and so the order of its sums, is chosen by these.
 
     Raises:
-        ValueError: for a dtype or a size that there is not.
+        ValueError: for a dtype or a size that there is not, and for segments of a product that cannot have them.
     """
 
     m: int
@@ -61,6 +66,8 @@ class Product:
     is_weight_layout: bool = True
     is_aligned: bool = True
     exact: bool = False
+    num_segments: int = 0
+    whole: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.x not in DTYPES:
@@ -72,6 +79,10 @@ class Product:
                 raise ValueError(f"gemm: {name} is {getattr(self, name)}, must be 0 to {MAX_SIZE}")
         object.__setattr__(self, "weight", self.weight or self.x)
         object.__setattr__(self, "out", self.out or self.x)
+        if self.num_segments:
+            is_plain_sum = self.out == "f32" and not self.epilogue.has_residual and not self.epilogue.activation
+            if SEGMENTS % self.num_segments or not (self.is_weight_layout and is_plain_sum):
+                raise ValueError(f"gemm: K cannot be cut into segments: {self}")
         lengths = (self.k,) if self.is_weight_layout else (self.k, self.n)
         is_aligned = self.is_aligned and all(length % VECTOR_WIDTH[self.x] == 0 for length in lengths)
         object.__setattr__(self, "is_aligned", is_aligned)
@@ -80,6 +91,12 @@ class Product:
     def is_plain(self) -> bool:
         """Whether the weight is of x's dtype, and y is no gated unit."""
         return self.weight == self.x and not self.epilogue.activation
+
+    @property
+    def deciding(self) -> Product:
+        """That by which the tier of an exact product is chosen: a single row, times the whole weight."""
+        n, k = self.whole or (self.n, self.k)
+        return replace(self, m=1, n=n, k=k, whole=None)
 
     @property
     def weight_bytes(self) -> int:

@@ -34,9 +34,10 @@ from numba_kernels.cuda.gemm.epilogue import (
     quad_finisher,
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
+from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH, vector_loader
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -81,7 +82,9 @@ def _chunk_loader(dtype: str, is_aligned: bool) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool, is_aligned: bool) -> Specialisation:
+def _kernel(
+    dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False
+) -> Specialisation:
     load_chunk, finish, finish_quad = (
         _chunk_loader(dtype, is_aligned), finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     )  # fmt: skip
@@ -107,10 +110,11 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
         return (k_index * uint32(block) + (row ^ (k_index // uint32(width) << uint32(4)))) * uint32(4)
 
     @device_function
-    def load_along_k(matrix, first_row, num_rows, k, start, thread, chunks):
-        """This thread's chunks of rows of a ``[num_rows, k]`` matrix. Rows beyond the last repeat it."""
+    def load_along_k(matrix, first_row, num_rows, k, end, start, thread, chunks):
+        """This thread's chunks of rows of a ``[num_rows, k]`` matrix, zeros from column `end` on. Rows beyond the last
+        repeat it."""
         column = start + thread % uint32(K_CHUNKS) * uint32(width)
-        count = k - column if column < k else uint32(0)
+        count = end - column if column < end else uint32(0)
         for i in range(passes):
             row = min(first_row + thread // uint32(K_CHUNKS) + uint32(i * k_pass_rows), num_rows - uint32(1))
             load_chunk(matrix + (uint64(row) * uint64(k) + uint64(column)) * uint64(item_bytes), count, chunks[i])
@@ -125,14 +129,14 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
                     store(place + uint32(e * k_bytes), chunks[i, 4 * g + e])
 
     @device_function
-    def load_across_k(matrix, first_column, num_columns, k, start, thread, chunks):
-        """This thread's chunks of a ``[k, num_columns]`` matrix."""
+    def load_across_k(matrix, first_column, num_columns, k, end, start, thread, chunks):
+        """This thread's chunks of a ``[k, num_columns]`` matrix, zeros from row `end` on."""
         column = first_column + thread % uint32(n_chunks) * uint32(width)
         count = num_columns - column if column < num_columns else uint32(0)
         for i in range(passes):
             row = start + thread // uint32(n_chunks) + uint32(i * n_pass_rows)
             place = uint64(row) * uint64(num_columns) + uint64(column)
-            load_chunk(matrix + place * uint64(item_bytes), count if row < k else uint32(0), chunks[i])
+            load_chunk(matrix + place * uint64(item_bytes), count if row < end else uint32(0), chunks[i])
 
     @device_function
     def store_across_k(tile, thread, chunks):
@@ -187,20 +191,24 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
         weight_chunks = cuda.local.array((passes, width), float32)
         has_chunks = thread < uint32(loaders)
 
-        start = uint32(0)
+        start, end = uint32(0), k
+        if is_cut:
+            start, length = segment_of(k)
+            end = uint32(start + length)
+            out = sums_of_segment(out, m, n)
         buffer = shared
         if has_chunks:
-            load_along_k(x, first_row, m, k, start, thread, x_chunks)
-            load_weight(weight, first_column, n, k, start, thread, weight_chunks)
-        while start < k:
+            load_along_k(x, first_row, m, k, end, start, thread, x_chunks)
+            load_weight(weight, first_column, n, k, end, start, thread, weight_chunks)
+        while start < end:
             if has_chunks:
                 store_along_k(buffer, thread, x_chunks)
                 store_weight(buffer + uint32(tile_bytes), thread, weight_chunks)
             sync_block()
             start += uint32(depth)
-            if has_chunks and start < k:
-                load_along_k(x, first_row, m, k, start, thread, x_chunks)
-                load_weight(weight, first_column, n, k, start, thread, weight_chunks)
+            if has_chunks and start < end:
+                load_along_k(x, first_row, m, k, end, start, thread, x_chunks)
+                load_weight(weight, first_column, n, k, end, start, thread, weight_chunks)
             chunk = uint32(0)
             while chunk < uint32(K_CHUNKS):  # in which rows keep their places
                 place = uint32(buffer + chunk * uint32(width * k_bytes))
@@ -235,13 +243,14 @@ def _kernel(dtype: str, out_dtype: str, per_thread: int, is_weight_layout: bool,
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     return Specialisation(
-        name=f"gemm_register_{dtype}_{out_dtype}_{block}x{block}_{layout}_{alignment}",
+        name=f"gemm_register_{dtype}_{out_dtype}_{block}x{block}_{layout}_{alignment}{'_segments' if is_cut else ''}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=THREADS,
         min_blocks=2,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "per_thread": per_thread, "layout": layout, "is_aligned": is_aligned
+            "dtype": dtype, "out_dtype": out_dtype, "per_thread": per_thread, "layout": layout,
+            "is_aligned": is_aligned, "is_cut": is_cut,
         },
     )  # fmt: skip
 
@@ -264,10 +273,11 @@ def plan(product: Product, machine: Machine) -> Launch:
         per_thread: -(-product.m // (16 * per_thread)) * -(-product.n // (16 * per_thread))
         for per_thread in PER_THREAD
     }
+    parts = max(1, product.num_segments)
     can_be_large = product.is_weight_layout and product.is_aligned
-    per_thread = 8 if tiles[8] >= machine.num_multiprocessors and can_be_large else 4
-    kernel = _kernel(product.x, product.out, per_thread, product.is_weight_layout, product.is_aligned)
-    return Launch(kernel, (tiles[per_thread], 1, 1), (THREADS, 1, 1))
+    per_thread = 8 if tiles[8] * parts >= machine.num_multiprocessors and can_be_large else 4
+    kernel = _kernel(product.x, product.out, per_thread, product.is_weight_layout, product.is_aligned, parts > 1)
+    return Launch(kernel, (tiles[per_thread], parts, 1), (THREADS, 1, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -276,3 +286,6 @@ def specialisations() -> Iterator[Specialisation]:
         yield _kernel(dtype, out_dtype, 8, True, True)
         for is_weight_layout, is_aligned in itertools.product((True, False), (True, False)):
             yield _kernel(dtype, out_dtype, 4, is_weight_layout, is_aligned)
+    for dtype in DTYPES:
+        for per_thread, is_aligned in ((8, True), (4, True), (4, False)):
+            yield _kernel(dtype, "f32", per_thread, True, is_aligned, is_cut=True)

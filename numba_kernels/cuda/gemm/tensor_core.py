@@ -34,6 +34,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
+from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
@@ -138,7 +139,8 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
 
     @device_function
     def copy_tile(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
-        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B."""
+        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B. Of a
+        segment `k` is the length."""
         start = uint32(index * uint32(block_k))
         if start < k:
             first = uint32(start + column)
@@ -175,7 +177,9 @@ def _passes(tile: Tile, rows: int, columns: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Specialisation:
+def _kernel(
+    dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False
+) -> Specialisation:
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
@@ -247,6 +251,13 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(block_m)
         first_column = column_tile * uint32(block_n)
 
+        length = k
+        if is_cut:
+            first, length = segment_of(k)
+            x += uint64(first) * uint64(2)
+            weight += uint64(first) * uint64(2)
+            out = sums_of_segment(out, m, n)
+
         # What this thread copies. Rows beyond the last repeat it: their sums are never stored.
         a_row, a_chunk = thread // uint32(a_chunks), thread % uint32(a_chunks)
         a_target = shared + place(a_row, a_chunk, uint32(a_chunks))
@@ -283,16 +294,16 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
         index = uint32(0)
         while index < uint32(ahead):
             copy_tile(
-                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, k
+                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, length
             )  # fmt: skip
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
         start = uint32(0)
-        while start < k:
+        while start < length:
             wait_for_next()
             sync_block()  # tile `index - ahead` has arrived for all; the stage of the one before it is free
             copy_tile(
-                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, k
+                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, length
             )  # fmt: skip
             write_stage = uint32(write_stage + uint32(stage_bytes))
             if write_stage == uint32(all_stages_bytes):
@@ -353,13 +364,14 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_a
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     return Specialisation(
-        name=f"gemm_tensor_core_{dtype}_{out_dtype}_{tile}_{layout}_{alignment}",
+        name=f"gemm_tensor_core_{dtype}_{out_dtype}_{tile}_{layout}_{alignment}{'_segments' if is_cut else ''}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
         min_blocks=_min_blocks(tile) if is_aligned else 0,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned
+            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned,
+            "is_cut": is_cut,
         },
     )  # fmt: skip
 
@@ -370,15 +382,18 @@ def _min_blocks(tile: Tile) -> int:
     return 65_536 // (tile.num_warps * 32 * most_registers)
 
 
-def choose_tile(m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int) -> Tile:
-    """The tile for ``out [m, n]``. The choice changes no bit of the result."""
+def choose_tile(
+    m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int, num_segments: int = 1
+) -> Tile:
+    """The tile for ``out [m, n]``, or for that of each segment of K. The choice changes no bit of the result."""
     if not (is_weight_layout and is_aligned):
         return SMALL
     if m <= SKINNY.block_m:
         return SKINNY
 
     def cost(tile: Tile) -> float:
-        rounds = -(-(-(-m // tile.block_m) * -(-n // tile.block_n)) // num_multiprocessors)
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * num_segments
+        rounds = -(-blocks // num_multiprocessors)
         return rounds * tile.block_m * tile.block_n / EFFICIENCY[tile]
 
     return min(EFFICIENCY, key=cost)
@@ -410,12 +425,13 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
     is_weight_layout, is_aligned = product.is_weight_layout, product.is_aligned
     if tile and not (is_weight_layout and is_aligned):
         raise ValueError(f"gemm: tile is {tile!r}: tier tensor_core with these arrays has none to choose from")
+    parts = max(1, product.num_segments)
     chosen = tile_named(TILES, tile) or choose_tile(
-        product.m, product.n, is_weight_layout, is_aligned, machine.num_multiprocessors
+        product.m, product.n, is_weight_layout, is_aligned, machine.num_multiprocessors, parts
     )
     return Launch(
-        _kernel(product.x, product.out, chosen, is_weight_layout, is_aligned),
-        (-(-product.m // chosen.block_m) * -(-product.n // chosen.block_n), 1, 1),
+        _kernel(product.x, product.out, chosen, is_weight_layout, is_aligned, parts > 1),
+        (-(-product.m // chosen.block_m) * -(-product.n // chosen.block_n), parts, 1),
         (chosen.num_warps * 32, 1, 1),
         shared_bytes=chosen.shared_bytes,
     )
@@ -429,3 +445,6 @@ def specialisations() -> Iterator[Specialisation]:
                 yield _kernel(dtype, out_dtype, tile, True, True)
             for is_weight_layout, is_aligned in ((True, False), (False, True), (False, False)):
                 yield _kernel(dtype, out_dtype, SMALL, is_weight_layout, is_aligned)
+    for dtype in ("f16", "bf16"):
+        for tile, is_aligned in (*((tile, True) for tile in TILES), (SMALL, False)):
+            yield _kernel(dtype, "f32", tile, True, is_aligned, is_cut=True)

@@ -19,7 +19,8 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -30,7 +31,7 @@ ACROSS_STRIDE = TILE + 2  # floats between neighbours of a column: 16 of these a
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisation:
+def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = False) -> Specialisation:
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
     weight_stride = ACROSS_STRIDE if is_weight_layout else TILE
@@ -45,22 +46,26 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
         first_column = column_tile * uint32(TILE)
         column = first_column + tx
 
+        start, end = uint32(0), k
+        if is_cut:
+            start, length = segment_of(k)
+            end = uint32(start + length)
+            out = sums_of_segment(out, m, n)
         total = float32(0.0)
-        start = uint32(0)
-        while start < k:
+        while start < end:
             # Beyond the matrices: zeros.
             element = float32(0.0)
-            if row < m and start + tx < k:
+            if row < m and start + tx < end:
                 element = load(x + (uint64(row) * uint64(k) + uint64(start + tx)) * uint64(item_bytes))
             x_tile[ty, tx] = element
             element = float32(0.0)
             if is_weight_layout:
-                if first_column + ty < n and start + tx < k:
+                if first_column + ty < n and start + tx < end:
                     place = uint64(first_column + ty) * uint64(k) + uint64(start + tx)
                     element = load(weight + place * uint64(item_bytes))
                 weight_tile[tx, ty] = element
             else:
-                if column < n and start + ty < k:
+                if column < n and start + ty < end:
                     place = uint64(start + ty) * uint64(n) + uint64(column)
                     element = load(weight + place * uint64(item_bytes))
                 weight_tile[ty, tx] = element
@@ -74,11 +79,11 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool) -> Specialisatio
 
     layout = "nk" if is_weight_layout else "kn"
     return Specialisation(
-        name=f"gemm_tiled_{dtype}_{out_dtype}_{layout}",
+        name=f"gemm_tiled_{dtype}_{out_dtype}_{layout}{'_segments' if is_cut else ''}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=TILE * TILE,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout},
+        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "is_cut": is_cut},
     )
 
 
@@ -95,11 +100,14 @@ def seconds(product: Product, machine: Machine) -> float:
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     tiles = -(-product.m // TILE) * -(-product.n // TILE)
-    kernel = _kernel(product.x, product.out, product.is_weight_layout)
-    return Launch(kernel, (tiles, 1, 1), (TILE, TILE, 1))
+    parts = product.num_segments
+    kernel = _kernel(product.x, product.out, product.is_weight_layout, parts > 1)
+    return Launch(kernel, (tiles, max(1, parts), 1), (TILE, TILE, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for (dtype, out_dtype), is_weight_layout in itertools.product(DTYPE_PAIRS, (True, False)):
         yield _kernel(dtype, out_dtype, is_weight_layout)
+    for dtype in DTYPES:
+        yield _kernel(dtype, "f32", True, is_cut=True)

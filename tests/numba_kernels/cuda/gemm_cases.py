@@ -16,7 +16,7 @@ from tests.oracles import gemm as oracle
 def plan(
     tier: str, m: int, n: int, k: int, dtype: str, out_dtype: str = "", *, arch: str = "sm_80",
     num_multiprocessors: int = 132, tile: str = "", has_residual: bool = True, is_out_aligned: bool = False,
-    activation: str = "", **options: bool,
+    activation: str = "", **options: int,
 ) -> Launch | None:  # fmt: skip
     """`gemm.plan` of a product by its numbers; `options` are `gemm.Product`'s."""
     epilogue = gemm.Epilogue(has_residual=has_residual, is_aligned=is_out_aligned, activation=activation)

@@ -1,0 +1,55 @@
+"""Products whose sums over K are cut into segments, as exact mode has them (`numba_kernels.segments`)."""
+
+from __future__ import annotations
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import segments
+from numba_kernels.cuda.specialisation import Launch
+from runtime.device.gpu import Gpu
+from runtime.linear.weight import RowWeight
+from runtime.tensor.tensor import Tensor
+
+
+def product(gpu: Gpu, x: Tensor, weight: RowWeight, bias: int, residual: int, result: Tensor) -> None:
+    """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``, the latter by their addresses (0: none). The
+    residual may be the result itself."""
+    (rows, depth), width, count = x.shape, weight.shape[0], weight.num_segments
+    if not result.size:
+        return
+    most = segments.most_rows(count, width)
+    sums = None if count == 1 else gpu.allocate(count * min(rows, most) * width * 4)
+    for first in range(0, rows, most):
+        num_rows = min(most, rows - first)
+        start, skipped = x.address + first * depth * x.dtype.itemsize, first * width * result.dtype.itemsize
+        multiply = _multiplication(gpu, weight, num_rows, is_aligned=(start | weight.address) & 15 == 0)
+        target = result.address + skipped
+        if sums is None:
+            gpu.launch(multiply, start, weight.address, 0, 0, target, num_rows, width, depth, 0)
+            continue
+        gpu.launch(multiply, start, weight.address, 0, 0, sums.address, num_rows, width, depth, 0)
+        add = segments.plan_add(count, num_rows, width, result.dtype.ptx)
+        gpu.launch(add, sums.address, bias, residual + skipped if residual else 0, target, num_rows, width)
+
+
+def add(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) -> None:
+    """``result [T, N]`` from ``partials [R, T, N]``, which are added in pairs; bias and residual as in `product`."""
+    count, rows, width = partials.shape
+    if result.size:
+        launch = segments.plan_add(count, rows, width, result.dtype.ptx)
+        gpu.launch(launch, partials.address, bias, residual, result.address, rows, width)
+
+
+def _multiplication(gpu: Gpu, weight: RowWeight, rows: int, *, is_aligned: bool) -> Launch:
+    """The launch of all segments' sums, remembered by the weight."""
+    key = "segments", rows, is_aligned
+    launch = weight.plans.get(key)
+    if launch is None:
+        product = gemm.Product(
+            rows, *weight.shape, weight.activations.ptx, weight.format.element.ptx, "f32",
+            gemm.Epilogue(has_residual=False, is_aligned=True), is_aligned=is_aligned, exact=True,
+            num_segments=weight.num_segments, whole=weight.whole_shape,
+        )  # fmt: skip
+        launch = gemm.plan(product, gemm.machine_of(gpu.arch, gpu.properties.num_sms), weight.tier)
+        assert launch is not None
+        weight.keep_plan(key, launch)
+    return launch
