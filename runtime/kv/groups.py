@@ -11,6 +11,7 @@ lie behind the window of all queries to come are given up; their entries become 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 NO_BLOCK = 0
@@ -66,6 +67,11 @@ def cut_layers(layer_windows: tuple[int | None, ...]) -> tuple[CacheGroup, ...]:
 def first_page(num_tokens: int, window: int | None, block_size: int) -> int:
     """The first page that the token after ``num_tokens``, or any later one, can see."""
     return 0 if window is None or num_tokens < window else (num_tokens - window + 1) // block_size
+
+
+def num_tokens_past(page: int, window: int | None, block_size: int) -> int:
+    """The fewest tokens behind which nothing can see the page; ``sys.maxsize`` without a window."""
+    return sys.maxsize if window is None else (page + 1) * block_size + window - 1
 
 
 def blocks_of_sequence(

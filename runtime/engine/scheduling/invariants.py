@@ -41,7 +41,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
                     problem = f"to write to block {block_id}, which {ref_counts[block_id]} hold"
             if has_windows:
                 for given_up, window in zip(sequence.first_pages, windows):
-                    if given_up > first_page(chunk.start, window, block_size):
+                    if given_up and given_up > first_page(chunk.start, window, block_size):
                         problem = f"to see {window} tokens before {chunk.start}, but has given up {given_up} pages"
         if problem:
             problem = f"choice {sequence.index} of request {sequence.request.request_id!r} has {problem}"

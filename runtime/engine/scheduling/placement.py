@@ -130,6 +130,6 @@ class Placement:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
             pool.count_query(sequence.num_tokens, hit.num_tokens)
-        sequence.first_pages = list(hit.first_pages)
+        sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
         sequence.num_committed = hit.num_shared_pages * pool.block_size

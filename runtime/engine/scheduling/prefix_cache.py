@@ -155,6 +155,8 @@ class PrefixCache:
     def beginnings_of(self, node: CachedBlock) -> list[CachedBlock]:
         """Partial blocks beside ``node`` that hold nothing but its first tokens."""
         assert node.parent is not None
+        if len(node.parent.children[node.tokens[:_TOKEN_BYTES]]) == 1:
+            return []
         return [
             other
             for other in _latest(node.parent, node.tokens)

@@ -127,7 +127,7 @@ class Scheduler:
         """
         pool = self.pool
         block_size = self.limits.block_size
-        records, has_windows = pool.enable_prefix_caching, bool(self._windowed.groups)
+        records = pool.enable_prefix_caching
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
@@ -137,7 +137,7 @@ class Scheduler:
                 sequence.num_committed = end
                 if records and end >= (sequence.chain.num_blocks + 1) * block_size:
                     pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
-                if has_windows:
+                if end >= sequence.gives_up_at:
                     self._windowed.give_up(sequence)
         self._settle(step)
 
@@ -302,7 +302,7 @@ class Scheduler:
         if self.pool.offloads:
             step.swap_out += self.pool.offloads
             self.pool.offloads.clear()
-        is_open = any(each is step for each in self.open_steps)
+        is_open = step in self.open_steps
         if step.has_work and not is_open:
             self.open_steps.append(step)
         elif is_open and not step.has_work:  # all its sequences have ended
@@ -311,8 +311,9 @@ class Scheduler:
 
     def _settle(self, step: Step) -> None:
         """Free what was held for the time of the step."""
-        self.open_steps = [each for each in self.open_steps if each is not step]
-        self.pool.release(source for source, _ in step.held_blocks)
+        if step in self.open_steps:
+            self.open_steps.remove(step)
+        self.pool.release([source for source, _ in step.held_blocks])
         host_pool = self.pool.host_pool
         if host_pool is not None:
             for slots in step.held_slots:

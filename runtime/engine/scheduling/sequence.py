@@ -120,6 +120,7 @@ class Sequence:
     num_committed  of those, the ones in ``blocks`` whose step has run
     blocks         by cache group, by page; ``NO_BLOCK`` for pages given up behind a window
     first_pages    by cache group: pages before this one were given up
+    gives_up_at    ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: where its pages from ``first_pages`` on lie while it is swapped out; else empty
     chain          how far its blocks are recorded in the prefix cache
     row            its row in the runner's arrays while it runs, unique among the running; else None
@@ -135,6 +136,7 @@ class Sequence:
         "first_pages",
         "first_scheduled_s",
         "first_token_s",
+        "gives_up_at",
         "host_slots",
         "index",
         "last_step",
@@ -171,6 +173,7 @@ class Sequence:
         self.last_token_id = int(request.prompt_ids[-1])
         self.blocks: list[list[int]] = []
         self.first_pages: list[int] = []
+        self.gives_up_at = 0
         self.host_slots: list[list[int]] = []
         self.chain = Chain(request.cache_salt)
         self.row: int | None = None
@@ -220,11 +223,13 @@ class Sequence:
 
     def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
         """Write the tokens ``start : start + len(out)`` of prompt and output into ``out``."""
-        from_prompt = self.request.prompt_ids[start : start + len(out)]
-        out[: len(from_prompt)] = from_prompt
-        if len(from_prompt) < len(out):
-            first = max(0, start - self.num_prompt_tokens)
-            out[len(from_prompt) :] = self._output_buffer[first : first + len(out) - len(from_prompt)]
+        num_prompt, end = self.num_prompt_tokens, start + len(out)
+        if start < num_prompt:
+            from_prompt = self.request.prompt_ids[start:end]
+            out[: len(from_prompt)] = from_prompt
+        if end > num_prompt:
+            first = max(start, num_prompt)
+            out[first - start :] = self._output_buffer[first - num_prompt : end - num_prompt]
 
     def times(self) -> RequestTimes:
         return RequestTimes(

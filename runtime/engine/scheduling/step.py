@@ -33,7 +33,7 @@ class Chunk(msgspec.Struct, gc=False):
         return 1 + len(self.draft_ids) if self.is_last else 0
 
 
-class Step(msgspec.Struct):
+class Step(msgspec.Struct, eq=False):
     """Executed in the order ``swap_out``, ``swap_in``, ``copies``, chunks.
 
     number          counts the steps that were planned

@@ -7,7 +7,7 @@ from itertools import islice
 
 from runtime.engine.scheduling.block_pool import BlockPool, by_page
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.kv.groups import NO_BLOCK, first_page
+from runtime.kv.groups import NO_BLOCK, first_page, num_tokens_past
 
 
 class WindowedPages:
@@ -38,10 +38,12 @@ class WindowedPages:
         They can still be found."""
         pool, before = self.pool, sequence.first_pages
         num_tokens, size = sequence.num_committed, pool.block_size
-        firsts = [first_page(num_tokens, window, size) for window in pool.windows]
-        if firsts == before:
+        after = [
+            max(first, first_page(num_tokens, window, size)) for first, window in zip(before, pool.windows)
+        ]
+        sequence.gives_up_at = min(num_tokens_past(page, window, size) for page, window in zip(after, pool.windows))
+        if after == before:
             return
-        after = list(map(max, firsts, before))
         pool.release(reversed(by_page([ids[:end] for ids, end in zip(sequence.blocks, after)], before)))
         for ids, first, end in zip(sequence.blocks, before, after):
             ids[first:end] = [NO_BLOCK] * (end - first)

@@ -8,7 +8,7 @@ import pytest
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.kv.groups import blocks_of_sequence, cut_layers, first_page
+from runtime.kv.groups import blocks_of_sequence, cut_layers, first_page, num_tokens_past
 
 
 def pattern(num_layers: int, period: int, window: int | None = 512) -> tuple[int | None, ...]:
@@ -55,7 +55,11 @@ def test_pages_that_a_window_touches() -> None:
                 )
                 bound = blocks_of_sequence(num_tokens, (window,), 4, chunk=chunk)
                 assert most <= bound <= most + (num_tokens < window + chunk + 4), (window, num_tokens, chunk)
+        for page in range(5):
+            past = num_tokens_past(page, window, 4)
+            assert first_page(past - 1, window, 4) == page < first_page(past, window, 4)
     assert first_page(10**6, None, 16) == 0
+    assert num_tokens_past(0, None, 16) > 10**9
     assert blocks_of_sequence(100, (None, 8, 8), 16, chunk=None) == 3 * 7
 
 
