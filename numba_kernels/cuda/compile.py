@@ -16,6 +16,7 @@ from numba import types
 from numba.cuda import compiler
 from numba.cuda.cudadrv import nvvm
 
+from numba_kernels.cuda.quick_passes import quick_passes
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
 if not hasattr(np, "row_stack"):  # gone since numpy 2.5; numba-cuda 0.30 still asks for it when it first compiles
@@ -43,15 +44,16 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
     was_collecting = gc.isenabled()
     gc.disable()  # it would go over millions of objects that all live until the kernel is done
     try:
-        library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
-            specialisation.kernel.py_func,
-            tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
-            device=False,
-            fastmath=specialisation.fastmath,
-            cc=(8, 0),
-            abi="numba",
-            launch_bounds=bounds,
-        )
+        with quick_passes():
+            library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
+                specialisation.kernel.py_func,
+                tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
+                device=False,
+                fastmath=specialisation.fastmath,
+                cc=(8, 0),
+                abi="numba",
+                launch_bounds=bounds,
+            )
         modules = tuple(library.llvm_strs)
     finally:
         if was_collecting:

@@ -1,0 +1,56 @@
+"""Kernels compile to the same PTX by Numba's own passes and by those that replace them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+
+import pytest
+
+from numba_kernels.cuda import compile as compiler
+from numba_kernels.cuda import registry
+from numba_kernels.cuda.quick_passes import quick_passes
+from numba_kernels.cuda.specialisation import Specialisation
+
+pytestmark = pytest.mark.emulator
+
+_NUMBERED = re.compile(r"\b(?:_Z\w+|_cudapy_smem_\d+)")  # names that count what was compiled before
+EACH_TIME = ("attention_combine_f16_d64", "elementwise_where_f32", "qkv_prepare_f16_d64_b16_r64_x8")
+OTHERS = (
+    "attention_decode_f16_d128_b16_r8", "attention_flash_f16_d32_b16_r64", "attention_flash_hopper_bf16_d64_b16_sinks",
+    "gemm_few_rows_f16_f16_64", "gemm_hopper_f16_f16_128x128x64_s5_rows", "gemm_register_f16_f16_128x128_nk_aligned",
+    "logprobs_aligned", "sampling_aligned",
+)  # fmt: skip
+
+
+def ptx_of(specialisation: Specialisation) -> str:
+    """Compiled now, whatever was compiled before."""
+    text = compiler.ptx_of(specialisation, compiler.llvm_ir.__wrapped__(specialisation), "sm_90a")
+    numbers: dict[str, int] = {}
+    return _NUMBERED.sub(lambda match: f"name_{numbers.setdefault(match[0], len(numbers))}", text)
+
+
+@pytest.mark.parametrize(
+    "name", [*EACH_TIME, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
+)
+def test_the_ptx_is_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (specialisation,) = (each for each in registry.specialisations() if each.name == name)
+    quick = ptx_of(specialisation)
+    monkeypatch.setattr(compiler, "quick_passes", nullcontext)
+    assert ptx_of(specialisation) == quick
+
+
+def test_numba_is_as_it_was_afterwards() -> None:
+    from numba.cuda.core import inline_closurecall, ir, ssa
+    from numba.cuda.typing.context import BaseContext
+
+    def replaced() -> list[object]:
+        return [
+            ssa._run_ssa, vars(ir.Loc).get("__deepcopy__"), inline_closurecall.InlineWorker.run_untyped_passes,
+            BaseContext.resolve_function_type,
+        ]  # fmt: skip
+
+    before = replaced()
+    with quick_passes():
+        assert all(now is not then for now, then in zip(replaced(), before, strict=True))
+    assert replaced() == before
