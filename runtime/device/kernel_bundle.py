@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,32 +33,45 @@ _OF_A_LAUNCH = frozenset(("constants", "file", "index", "max_threads", "sha256")
 
 def write_bundle(path: Path, kernels: Sequence[tuple[Specialisation, CompiledKernel]]) -> None:
     """Writes the bundle. `kernels`: at least one, all of one architecture and kind of image. Raises OSError."""
-    first = kernels[0][1]
-    kind = image_kind(first.is_ptx)
-    described: dict[str, dict[str, Any]] = {}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for specialisation, kernel in kernels:
-            assert (kernel.arch, kernel.is_ptx) == (first.arch, first.is_ptx)
-            index = kernel_index(specialisation, kernel.arch, kind)
-            if index in described:
-                continue
-            file = f"{kernel.name[:80]}-{index}.{kind}"
-            described[index] = facts_of(kernel) | {
-                "constants": {name: str(value) for name, value in specialisation.constants.items()},
-                "file": file,
-                "index": index,
-                "max_threads": specialisation.max_threads,
-                "sha256": hashlib.sha256(kernel.image).hexdigest(),
-            }
-            _add(bundle, file, kernel.image)
-        manifest = {
-            "format": FORMAT,
-            "arch": first.arch,
-            "image": kind,
-            "sources": all_sources(),
-            "made_by": tool_versions(),
-            "kernels": list(described.values()),
+    described = []
+    for specialisation, kernel in kernels:
+        kind = image_kind(kernel.is_ptx)
+        index = kernel_index(specialisation, kernel.arch, kind)
+        facts = facts_of(kernel) | {
+            "constants": {name: str(value) for name, value in specialisation.constants.items()},
+            "file": f"{kernel.name[:80]}-{index}.{kind}",
+            "index": index,
+            "max_threads": specialisation.max_threads,
+            "sha256": hashlib.sha256(kernel.image).hexdigest(),
         }
+        described.append((facts, kernel.image))
+    _write(path, described)
+
+
+def merge_bundles(path: Path, parts: Iterable[Path]) -> None:
+    """Writes a bundle of all that bundles of one architecture and kind of image hold, each kernel once.
+
+    Raises OSError, and DeviceError where a part is damaged.
+    """
+    _write(path, [each for part in parts for each in Bundle(part).described()])
+
+
+def _write(path: Path, kernels: Sequence[tuple[dict[str, Any], bytes]]) -> None:
+    """Writes the manifest's lines with their images, each kernel once, in the order of their files."""
+    unique = {facts["file"]: (facts, image) for facts, image in kernels}
+    (arch,) = {facts["arch"] for facts, _ in kernels}
+    (is_ptx,) = {facts["is_ptx"] for facts, _ in kernels}
+    manifest = {
+        "format": FORMAT,
+        "arch": arch,
+        "image": image_kind(is_ptx),
+        "sources": all_sources(),
+        "made_by": tool_versions(),
+        "kernels": [unique[file][0] for file in sorted(unique)],
+    }
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for file in sorted(unique):
+            _add(bundle, file, unique[file][1])
         _add(bundle, _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
@@ -90,8 +103,17 @@ class Bundle:
     def get(self, index: str) -> CompiledKernel | None:
         """The kernel of an index; None where it has none. Raises DeviceError where its image is damaged."""
         facts = self._kernels.get(index)
-        if facts is None:
-            return None
+        return None if facts is None else self._read(facts)
+
+    def kernels(self) -> Iterator[CompiledKernel]:
+        """All of them. Raises DeviceError where an image is damaged."""
+        return map(self._read, self._kernels.values())
+
+    def described(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """The manifest's lines with their images. Raises DeviceError where one is damaged."""
+        return ((facts, self._read(facts).image) for facts in self._kernels.values())
+
+    def _read(self, facts: dict[str, Any]) -> CompiledKernel:
         try:
             with self._lock:
                 image = self._zip.read(facts["file"])

@@ -425,7 +425,8 @@ class Engine:
         step, record = opened.step, opened.record
         drawn: Drawn | None = None
         if opened.computation is not None:
-            assert self._open.popleft() is opened, "steps end in their order"
+            first = self._open.popleft()
+            assert first is opened, "steps end in their order"
         following = self._open[0] if self._open else None
         if opened.computation is not None:
             try:

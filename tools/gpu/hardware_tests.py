@@ -30,6 +30,7 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
         settings.write_text(_settings())
         path = ROOT / "tests" / "gpu" / file
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
+        arguments += ["--assert=plain"] * options.is_dry  # leaves the modules to `lenient`
         status = pytest.main([*arguments, "-m", "gpu", str(path)], plugins=[_Reporter(known, report)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise AssertionError(f"pytest ended with {status!r}")
@@ -57,7 +58,9 @@ class _Reporter:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         found: dict[str, Any] = {"result": {}}
         if failed := [part for part in self._parts if part.failed]:
-            found = {"error": f"{failed[0].when}: {failed[0].longreprtext[-3000:]}"}
+            crash = getattr(failed[0].longrepr, "reprcrash", None)
+            reason = crash.message.split("\n")[0] if crash is not None else "no traceback"
+            found = {"error": f"{failed[0].when}: {reason}\n{failed[0].longreprtext[-3000:]}"}
         elif skipped := [part for part in self._parts if part.skipped]:
             found = {"result": {"skipped": str(skipped[0].longrepr[-1])[:500]}}
         self._report(end=_case_of(nodeid), seconds=round(sum(part.duration for part in self._parts), 2), **found)

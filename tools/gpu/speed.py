@@ -34,13 +34,21 @@ def bandwidth(options: Options) -> Iterator[Case]:
 
 def goals(options: Options) -> Iterator[Case]:
     """`xserv bench kernels`, part by part: what fills the goals' table."""
+    stopwatch = stopwatch_of(options)
+
+    @functools.cache
+    def rates() -> Result:
+        if options.is_dry:
+            return {"read": {}, "host to device": {}}
+        return memory.bandwidth(stopwatch.gpu, stopwatch, options.is_quick)
+
     for part in bench_kernels.PARTS:
-        yield Case(part, functools.partial(_goal, options, part))
+        yield Case(part, functools.partial(_goal, options, part, rates))
 
 
-def _goal(options: Options, part: str) -> Result:
+def _goal(options: Options, part: str, rates: Callable[[], Result]) -> Result:
     runs = NUM_RUNS if not options.is_dry else 2
-    return bench_kernels.bench_kernels(options.device, parts=(part,), num_runs=runs)
+    return bench_kernels.bench_kernels(options.device, parts=(part,), num_runs=runs, rates=rates())
 
 
 def kernels(options: Options) -> Iterator[Case]:

@@ -80,17 +80,19 @@ def _linear_goal(rows: int) -> str:
 
 def bench_kernels(
     device: str, *, parts: tuple[str, ...] = PARTS, num_runs: int = NUM_RUNS,
-    report_progress: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None, rates: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report: {"device", "is_emulated", "bandwidth", "cublas", "rows", "environment"}.
+    """The report: {"device", "is_emulated", "bandwidth", "cublas", "rows", "environment"}. `rates`: what `bandwidth`
+    gave before, so that it is not measured again.
 
     Raises AssertionError naming the case where a result is wrong: then nothing more is timed.
     """
     gpu = Gpu.of(device)
     is_quick = gpu.driver.is_emulated
     stopwatch = Stopwatch(gpu, 2 if is_quick else num_runs)
-    rates = bandwidth(gpu, stopwatch, is_quick)
-    report_progress("bandwidth")
+    if rates is None:
+        report_progress("bandwidth")
+        rates = bandwidth(gpu, stopwatch, is_quick)
     cublas, why = _cublas(gpu)
     rows = []
     try:

@@ -22,6 +22,7 @@ from runtime.dtype import DType
 
 BLOCK_SIZE = 16
 EPS = 1e-6
+MOST_DRAWN = 4_194_301  # a prime
 MOST_ROWS = 64
 """Of a result, so many rows are compared with numpy's, the first and the last among them."""
 
@@ -37,9 +38,11 @@ class Inputs:
         self._held: list[DeviceBlock] = []
 
     def normal(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
-        values = self._rng.standard_normal(shape, dtype=np.float32)
+        """Normal numbers; of more than `MOST_DRAWN` the first ones again and again, which no shape divides."""
+        count = math.prod(shape)
+        values = self._rng.standard_normal(min(count, MOST_DRAWN), dtype=np.float32)
         values *= np.float32(scale)
-        return values.astype(numpy_dtype(dtype))
+        return np.resize(values.astype(numpy_dtype(dtype)), shape)
 
     def permutation(self, count: int) -> Array:
         return self._rng.permutation(count).astype(np.int32)

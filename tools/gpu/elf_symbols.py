@@ -1,0 +1,32 @@
+"""The symbols of a cubin, read from its ELF tables: what is undefined there would have to come from elsewhere."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SYMBOLS, _DYNAMIC_SYMBOLS = 2, 11  # sh_type
+_UNDEFINED = 0  # st_shndx
+
+
+def undefined_symbols(cubin: bytes) -> list[str]:
+    """Names of symbols that are used and not defined. Raises ValueError for what is no 64-bit ELF file."""
+    if cubin[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("no 64-bit ELF file, so no cubin")
+    return [name for name, section in symbols(cubin) if section == _UNDEFINED and name]
+
+
+def symbols(cubin: bytes) -> Iterator[tuple[str, int]]:
+    """Name and section of each symbol."""
+    header = _HEADER.unpack_from(cubin)
+    offset, size, count = header[6], header[11], header[12]
+    sections = [_SECTION.unpack_from(cubin, offset + number * size) for number in range(count)]
+    for _, kind, _, _, start, length, link, _, _, entry in sections:
+        if kind in (_SYMBOLS, _DYNAMIC_SYMBOLS):
+            names = sections[link][4]
+            for place in range(start, start + length, entry):
+                name, _, _, section, _, _ = _SYMBOL.unpack_from(cubin, place)
+                yield cubin[names + name : cubin.index(b"\0", names + name)].decode(), section

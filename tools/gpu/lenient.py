@@ -1,0 +1,57 @@
+"""Tests that go on behind what fails, so that a device that does nothing sees everything that they would launch.
+
+Modules of `tests` that are imported from then on have their assertions evaluated and their outcome ignored; a call that
+stands alone may raise AssertionError.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
+
+from tools.gpu.sections import ROOT
+
+
+def install() -> None:
+    """Until the process ends."""
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "tests":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader) and str(spec.origin).startswith(str(ROOT)):
+            spec.loader = _Loader(fullname, str(spec.origin))
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Always from the source: nothing of this may reach a cache of compiled files."""
+        path = self.get_filename(fullname)
+        tree = _Ignoring().visit(ast.parse(self.get_data(path), path))
+        code: types.CodeType = compile(ast.fix_missing_locations(tree), path, "exec")
+        return code
+
+
+class _Ignoring(ast.NodeTransformer):
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        return _tried(node, ast.copy_location(ast.Expr(node.test), node), "Exception")
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        return _tried(node, node, "AssertionError") if isinstance(node.value, ast.Call) else node
+
+
+def _tried(node: ast.stmt, statement: ast.stmt, error: str) -> ast.stmt:
+    handler = ast.ExceptHandler(ast.Name(error, ast.Load()), None, [ast.Pass()])
+    return ast.copy_location(ast.Try([statement], [handler], [], []), node)

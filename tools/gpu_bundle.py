@@ -1,0 +1,159 @@
+"""Everything that gpu_check needs on a machine without a compiler and a network, in one folder to be carried there.
+
+    python -m tools.gpu_bundle gpu_bundle                                  # for sm_90a; kernels, and packages for 3.12
+    python -m tools.gpu_bundle gpu_bundle --image ptx --quick --no-packages    # for gpu_check --device emulated:sm_90a
+
+Kernels: each section of gpu_check runs on a device that does nothing, which notes what is launched (`gpu/collect.py`),
+and so does the serving of its models in all kinds of batches. What is noted is compiled, unless the cache has it, and
+goes into one bundle for each architecture, where KernelCache finds it by sources, specialisation and architecture.
+Cubins are checked to need no symbol from elsewhere.
+
+Packages: wheels of this environment's versions, for the Python and the machine that are named, of what an image for
+GPUs may lack or have too old. They are used there only if so (`gpu/unpack.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import requires, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from runtime.device.kernel_bundle import Bundle, merge_bundles  # noqa: E402
+from tools.gpu.elf_symbols import undefined_symbols  # noqa: E402
+from tools.gpu.sections import sections  # noqa: E402
+from tools.gpu.unpack import PACKAGES  # noqa: E402
+
+MOST_BYTES = 40_000_000
+"""Of the whole folder: what a working tree leaves of 64 MiB."""
+
+CARRIED = ("packaging", "msgspec", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-pathfinder")
+GLIBCS = (17, 24, 27, 28, 31, 34, 35)
+"""Minor versions of glibc 2 whose wheels may be taken: the machine's own is 2.35 or newer."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_bundle", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--arch", nargs="+", default=["sm_90a"], help="sm_90a, sm_80 ...")
+    parser.add_argument("--image", choices=("cubin", "ptx"), default="cubin", help="ptx for emulated devices")
+    parser.add_argument("--quick", action="store_true", help="the kernels of gpu_check --quick")
+    parser.add_argument("--sections", nargs="+", metavar="NAME", help="only what these sections launch")
+    parser.add_argument("--python", default="3.12", help="of the machine that it is for")
+    parser.add_argument("--no-packages", action="store_true", help="kernels alone")
+    asked = parser.parse_args(arguments)
+    names = [section.name for section in sections()]
+    if unknown := [name for name in asked.sections or () if name not in names]:
+        parser.error(f"--sections {unknown[0]!r} is none of {', '.join(names)}")
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    problems = []
+    for arch in asked.arch:
+        chosen = [name for name in names if not asked.sections or name in asked.sections]
+        problems += write_kernels(asked.folder, arch, asked.image, chosen, is_quick=asked.quick)
+    if not asked.no_packages:
+        write_packages(asked.folder, asked.python)
+    size = sum(path.stat().st_size for path in asked.folder.iterdir())
+    print(f"{asked.folder}: {size / 1e6:.1f} MB")
+    if size > MOST_BYTES:
+        problems.append(f"{size:,} bytes, at most {MOST_BYTES:,} can be carried")
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+def write_kernels(folder: Path, arch: str, image: str, names: Sequence[str], *, is_quick: bool) -> list[str]:
+    """Writes the bundle of what the sections launch. Returns what is wrong, in words."""
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = collect(Path(scratch), arch, image, names, problems, is_quick=is_quick)
+        if not parts:
+            return [*problems, f"{arch}: nothing was launched"]
+        path = folder / f"gpu_check-{arch}-{image}.bundle"
+        merge_bundles(path, parts)
+    bundle = Bundle(path)
+    if image == "cubin":
+        for kernel in bundle.kernels():
+            if missing := undefined_symbols(kernel.image):
+                problems.append(f"{kernel.name} for {arch} needs {', '.join(missing)} from elsewhere")
+    print(f"{path.name}: {len(bundle)} kernels, {path.stat().st_size / 1e6:.1f} MB")
+    return problems
+
+
+def collect(
+    scratch: Path, arch: str, image: str, names: Sequence[str], problems: list[str], *, is_quick: bool
+) -> list[Path]:
+    """A bundle of each section, of those that launch something; as many at once as there are cores."""
+    device = "cuda:0" if image == "cubin" else f"emulated:{arch}"
+    waiting = list(enumerate(names))
+    running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+    parts = []
+    while waiting or running:
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            number, name = waiting.pop(0)
+            part = scratch / f"{number}.bundle"
+            command = [sys.executable, "-m", "tools.gpu.collect", name, "--device", device, "--arch", arch]
+            command += ["--part", str(part), *["--quick"] * is_quick]
+            with part.with_suffix(".log").open("wb") as log:
+                running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT), part
+        for name in [name for name, (process, _) in running.items() if process.poll() is not None]:
+            process, part = running.pop(name)
+            said = part.with_suffix(".log").read_text(errors="replace").strip()
+            if process.returncode:
+                problems.append(f"{name}: status {process.returncode}: {said[-2000:]}")
+                continue
+            found = json.loads(said.splitlines()[-1])
+            print(f"{arch} {name}: {found['kernels']} kernels, {found['compiled']} compiled now", flush=True)
+            for what in ("refused", "odd"):
+                for where, why in found[what].items():
+                    print(f"  {where}: {why.splitlines()[0]}", flush=True)
+            parts += [part] * part.exists()
+        time.sleep(0.1)
+    return parts
+
+
+def write_packages(folder: Path, python: str) -> None:
+    """Downloads the wheels and says which versions of each will do. Raises CalledProcessError with pip's words."""
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    tags = [word for minor in GLIBCS for word in ("--platform", f"manylinux_2_{minor}_x86_64")]
+    tags += ["--platform", "manylinux2014_x86_64", "--implementation", "cp", "--python-version", python]
+    tags += [word for abi in (f"cp{python.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)]
+    known: list[dict[str, Any]] = []
+    for name in CARRIED:
+        before = set(folder.glob("*.whl"))
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+        subprocess.run([*pip, *tags, f"{name}=={version(name)}"], check=True)
+        (wheel,) = set(folder.glob("*.whl")) - before
+        wanted = needs(name)
+        known.append({"name": name, "version": version(name), "file": wheel.name, "needs": wanted})
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, unless {wanted or 'any version'} is there")
+    (folder / PACKAGES).write_text(json.dumps(known, indent=1) + "\n")
+
+
+def needs(name: str) -> str:
+    """The versions of a package that this project and the other packages carried can do with."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: set[str] = set()
+    for package in ("xserv", *CARRIED):
+        for text in requires(package) or ():
+            requirement = Requirement(text)
+            is_of_cuda = requirement.marker is None or requirement.marker.evaluate({"extra": "cuda"})
+            if canonicalize_name(requirement.name) == canonicalize_name(name) and is_of_cuda:
+                found.update(map(str, requirement.specifier))
+    return ",".join(sorted(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
