@@ -72,16 +72,18 @@ def export_array(
     """A capsule with the array's memory, which it keeps alive; arguments as in the protocol's `__dlpack__`.
 
     Raises:
-        BufferError: for another device than the cpu, a read-only array and a consumer too old to be told, or
+        BufferError: for another device than the cpu, a stream, a read-only array and a consumer too old to be told, or
             a negative stride, which makes torch end the process.
     """
+    if stream is not None:
+        raise BufferError(f"DLPack: stream is {stream!r}, must be None: the array is on the cpu")
     if any(stride < 0 for stride in array.strides):
         raise BufferError(f"DLPack: strides {array.strides} bytes run backwards; export a contiguous() copy")
     dtype = dtype_of_array(array)
     code = _CODES.get(dtype)
     if code is not None:
         array = array.view(f"u{dtype.itemsize}")
-    capsule: object = array.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+    capsule: object = array.__dlpack__(max_version=max_version, dl_device=dl_device, copy=copy)
     if code is not None:
         _element_type(capsule).code = code
     return capsule

@@ -17,6 +17,17 @@ from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+# What Unicode 15.0 and 15.1 added, as ranges (DerivedAge.txt).
+_UNICODE_15 = (
+    (0x0CF3, 0x0CF3), (0x0ECE, 0x0ECE), (0x2FFC, 0x2FFF), (0x31EF, 0x31EF), (0x10EFD, 0x10EFF), (0x1123F, 0x11241),
+    (0x11B00, 0x11B09), (0x11F00, 0x11F59), (0x1342F, 0x1342F), (0x13439, 0x13455), (0x1B132, 0x1B132),
+    (0x1B155, 0x1B155), (0x1D2C0, 0x1D2D3), (0x1DF25, 0x1DF2A), (0x1E030, 0x1E06D), (0x1E08F, 0x1E08F),
+    (0x1E4D0, 0x1E4F9), (0x1F6DC, 0x1F6DC), (0x1F774, 0x1F776), (0x1F77B, 0x1F77F), (0x1F7D9, 0x1F7D9),
+    (0x1FA75, 0x1FA77), (0x1FA87, 0x1FA88), (0x1FAAD, 0x1FAAF), (0x1FABB, 0x1FABD), (0x1FABF, 0x1FABF),
+    (0x1FACE, 0x1FACF), (0x1FADA, 0x1FADB), (0x1FAE8, 0x1FAE8), (0x1FAF7, 0x1FAF8), (0x2EBF0, 0x2EE5D),
+    (0x31350, 0x323AF),
+)  # fmt: skip
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 REAL_TOKENIZERS = (
@@ -87,9 +98,20 @@ def added_token(content: str, token_id: int, **flags: bool) -> dict[str, Any]:
 
 
 @cache
+def assigned_codes() -> list[int]:
+    """Code points assigned in Unicode 14, which Python 3.11 has: the `tokenizers` library follows no newer one
+    everywhere."""
+    newer = {code for first, last in _UNICODE_15 for code in range(first, last + 1)}
+    return [
+        code for code in range(0x110000)
+        if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co") and code not in newer
+    ]  # fmt: skip
+
+
+@cache
 def _assigned() -> tuple[list[int], list[list[int]], list[int]]:
-    """Code points assigned in Python's Unicode, the same by block, and the combining ones."""
-    codes = [code for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co")]
+    """`assigned_codes`, the same by block, and the combining ones."""
+    codes = assigned_codes()
     blocks: dict[int, list[int]] = defaultdict(list)
     for code in codes:
         blocks[code >> 7].append(code)

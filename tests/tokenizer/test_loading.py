@@ -287,7 +287,7 @@ def test_not_a_tokenizer(text: str, problem: str, tmp_path: Path) -> None:
 def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
     part = '{"type":"Sequence","normalizers":['
     text = json.dumps(_content()).replace(
-        '"added_tokens"', f'"normalizer":{part * 900}{"]}" * 900},"added_tokens"'
+        '"added_tokens"', f'"normalizer":{part * 90_000}{"]}" * 90_000},"added_tokens"'
     )
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(TokenizerFileError, match=r"nested too deeply|not valid JSON"):

@@ -1,7 +1,6 @@
 """The character sets, code point by code point, against the `tokenizers` library.
 
-Only code points assigned in Python's Unicode (14 in Python 3.11): the library, Python and the `regex` module
-each follow another version.
+Only code points assigned in Unicode 14: the library, Python and the `regex` module each follow another version.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from tests.tokenizer.support import random_text
+from tests.tokenizer.support import assigned_codes, random_text
 from tokenizer.components.normalizers import build_normalizer
 from tokenizer.json_fields import Fields
 from tokenizer.patterns import unicode_tables
@@ -70,7 +69,7 @@ _PROPERTIES = [
 
 @cache
 def _codes() -> list[int]:
-    return [code for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co")]
+    return assigned_codes()
 
 
 @cache
