@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from numba_kernels.cuda import compile as compiler
+from numba_kernels.cuda import quick_passes as passes
 from numba_kernels.cuda import registry
 from numba_kernels.cuda.quick_passes import quick_passes
 from numba_kernels.cuda.specialisation import Specialisation
@@ -54,3 +55,12 @@ def test_numba_is_as_it_was_afterwards() -> None:
     with quick_passes():
         assert all(now is not then for now, then in zip(replaced(), before, strict=True))
     assert replaced() == before
+
+
+def test_another_version_of_numba_cuda_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.cuda.core import ssa
+
+    monkeypatch.setattr(passes, "REPLACED_VERSION", "0.30.3")
+    before = ssa._run_ssa
+    with quick_passes():
+        assert ssa._run_ssa is before
