@@ -82,7 +82,8 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
     backend = _check_factors("linear", x, weight)
-    _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
+    if residual is not None or out is not None:
+        _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
     return backend.linear(x, weight, residual, out, x.dtype)  # type: ignore[no-any-return]
 
 
@@ -119,19 +120,18 @@ def add_partials(
     Parts are added in pairs, in the order of ranks; then outputs are scaled, bias and ``residual [T, N]`` added. Equal
     to the bit to `linear` on one rank. ``out`` may be ``residual``.
     """
-    op = "add_partials"
-    backend = _check_weight(op, "partials", partials, weight)
+    op, backend = "add_partials", _backend("add_partials", "partials", partials)
     _check_segments(op, weight)
     num_ranks = SEGMENTS // weight.num_segments
     if num_ranks == 1:
         raise fail(op, "weight", "has all inputs, must be a rank's part")
-    check(op, "partials", partials, partials.device, float32, (num_ranks, None, weight.shape[0]))
+    check(op, "partials", partials, weight.device, float32, (num_ranks, None, weight.shape[0]))
     _check_addends(op, partials.shape[1:], "partials", partials, weight, residual, out)
     return backend.add_partials(partials, weight, residual, out)  # type: ignore[no-any-return]
 
 
 def _check_segments(op: str, weight: LinearWeight) -> None:
-    if not weight.num_segments:
+    if not isinstance(weight, LinearWeight) or not weight.num_segments:
         raise fail(op, "weight", "must be exact and split over its inputs")
 
 
@@ -162,18 +162,13 @@ def logits_linear(
 
 def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
     """The implementation of a product of rows with a weight, once both have been checked."""
-    backend = _check_weight(op, "x", x, weight)
-    check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
-    return backend
-
-
-def _check_weight(op: str, argument: str, x: Tensor, weight: LinearWeight) -> ModuleType:
-    backend = _backend(op, argument, x)
+    backend = _backend(op, "x", x)
     if not isinstance(weight, backend.WEIGHT) or (weight.device is not x.device and weight.device != x.device):
         what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
         if type(weight) is LinearWeight:
             what = "one that is only declared"
         raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on {x.device}, not {what}")
+    check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
     return backend
 
 

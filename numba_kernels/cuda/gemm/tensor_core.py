@@ -256,7 +256,6 @@ def _kernel(
             first, length = segment_of(k)
             x += uint64(first) * uint64(2)
             weight += uint64(first) * uint64(2)
-            out = sums_of_segment(out, m, n)
 
         # What this thread copies. Rows beyond the last repeat it: their sums are never stored.
         a_row, a_chunk = thread // uint32(a_chunks), thread % uint32(a_chunks)
@@ -332,6 +331,8 @@ def _kernel(
         flip = flip_of(lane >> uint32(2)) * uint32(4)
         first_row += warp_row
         first_column += warp_column
+        if is_cut:  # not sooner: the sums need all registers
+            out = sums_of_segment(out, m, n)
         in_quads = can_finish_quads(bias, residual, out, n)
         passed = uint32(0)
         while passed < uint32(m_tiles):
