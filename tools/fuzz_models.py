@@ -13,7 +13,7 @@ blocks, so that prefixes are found and sequences preempted), and on one of the e
 - greedy tokens: equal in float32 (but for ties); else, where they part, each among the other's five best; and the log
   probabilities up to there;
 - the same requests alone, together and again, where arithmetic promises it (cpu, or exact): tokens and the bits of log
-  probabilities, greedy and drawn, in every run of the device.
+  probabilities, greedy and drawn, in every run of the device that is exact, and in every other one.
 
 Each failure is made smaller while it stays one and printed as JSON, which `--case` runs again. Exit status 1 if there
 was any.

@@ -17,7 +17,8 @@ from server.app import create_app
 from tests.server.byte_tokenizer import END_OF_TURN, make_byte_tokenizer
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import write_tiny_model
-from tests.server.running import running, wait_until
+from tests.server.running import running
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 ANSWER = "Grüße, 世界! 😀 done."
@@ -62,7 +63,7 @@ def serving(engine: FakeEngineClient, tokenizer: Tokenizer | None, **options: An
     with (
         running(create_app(engine, tokenizer, **options)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        httpx.Client(base_url=url, timeout=20) as http,
+        httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
     ):
         yield Served(url, engine, client, http)
 

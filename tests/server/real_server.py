@@ -19,6 +19,7 @@ from server.config import ServerConfig
 from tests.models.folders import write_tiny_qwen3
 from tests.server.byte_tokenizer import END_OF_TURN, write_byte_tokenizer
 from tests.server.running import running
+from tests.waiting import TIMEOUT_S
 
 
 @dataclass
@@ -51,7 +52,7 @@ def serving_real(folder: Path, *, config: ServerConfig | None = None, **options:
         with (
             running(create_app(client, load_tokenizer(folder), config=config)) as url,
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk,
-            httpx.Client(base_url=url, timeout=60) as http,
+            httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
         ):
             yield Real(url, client, sdk, http, name)
     finally:

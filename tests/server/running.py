@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import uvicorn
 
 from server.app import Application
 from server.transport.protocol import uvicorn_config
+from tests.waiting import TIMEOUT_S, wait_until
 
 _SERVE = """
 import json, sys
@@ -61,13 +61,7 @@ def running(app: Application) -> Iterator[str]:
             yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(15)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the server did not stop"
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns as soon as `condition` holds; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
-        time.sleep(0.005)

@@ -18,7 +18,7 @@ from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokeniz
 from tests.server.conftest import Served, answer_of, say, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import check_answer
-from tests.server.running import wait_until
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 STREAMS = Path(__file__).parents[3] / "shared" / "data" / "openai" / "recorded_streams"

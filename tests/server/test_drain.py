@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from pathlib import Path
 
 import httpx
 
-from tests.server.running import serving_process, wait_until
+from tests.server.running import serving_process
+from tests.waiting import TIMEOUT_S, wait_until
 
 ENGINE: dict[str, object] = {"num_blocks": 1000, "in_process": True}
 
@@ -23,19 +23,19 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
     """While a long stream runs: `/ready` says no, new requests are told to come again, on the old connection and on new
     ones; the stream ends as it should; a stream that only watches does not hold the process up; one line a request is
     in the log, and no traceback."""
-    serving = serving_process(tiny_folder, ENGINE, drain_timeout_s=60, log_format="json")
-    with serving as (child, url), httpx.Client(base_url=url, timeout=60) as http:
+    serving = serving_process(tiny_folder, ENGINE, drain_timeout_s=1000, log_format="json")
+    with serving as (child, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         with http.stream("POST", "/v1/completions", json=body(2000, stream=True)) as response:
             lines = response.iter_lines()
             for _ in range(10):
                 next(lines)
-            watcher = threading.Thread(target=lambda: httpx.get(f"{url}/live", timeout=60))
+            watcher = threading.Thread(target=lambda: httpx.get(f"{url}/live", timeout=TIMEOUT_S))
             watcher.start()
-            with httpx.Client(base_url=url, timeout=60) as other:
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as other:
                 assert other.get("/ready").status_code == 200
                 assert other.post("/v1/completions", json=body(2)).status_code == 200
                 child.send_signal(signal.SIGTERM)
-                wait_until(lambda: other.get("/ready").status_code == 503, 20)
+                wait_until(lambda: other.get("/ready").status_code == 503)
                 assert other.get("/ready").json() == {"ready": False, "state": "draining"}
                 assert other.get("/health").status_code == 200
                 assert "\nxserv:draining{" in other.get("/metrics").text
@@ -47,8 +47,8 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
             rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
         assert '"finish_reason":"length"' in rest[-4]
-        output, errors = child.communicate(timeout=30)
-        watcher.join(20)
+        output, errors = child.communicate(timeout=TIMEOUT_S)
+        watcher.join(TIMEOUT_S)
         assert not watcher.is_alive()
     assert output == "ended\n"
     assert child.returncode == 0
@@ -61,8 +61,9 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
 def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-old\n")
-    serving = serving_process(tiny_folder, ENGINE, log_format="json", api_key_files=[str(file)])
-    with serving as (child, url), httpx.Client(base_url=url, timeout=20) as http:
+    times = {"drain_timeout_s": 1000, "keep_alive_timeout_s": 1000}  # neither is waited for
+    serving = serving_process(tiny_folder, ENGINE, log_format="json", api_key_files=[str(file)], **times)
+    with serving as (child, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
 
         def status(key: str) -> int:
             return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
@@ -70,9 +71,7 @@ def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, 
         assert (status("sk-old"), status("sk-new")) == (200, 401)
         file.write_text("sk-new\n")
         child.send_signal(signal.SIGHUP)
-        wait_until(lambda: status("sk-new") == 200, 20)
+        wait_until(lambda: status("sk-new") == 200)
         assert status("sk-old") == 401
-        begin = time.monotonic()
         child.send_signal(signal.SIGTERM)
-        assert child.wait(50) == 0
-        assert time.monotonic() - begin < 45, "an idle connection or the drain's time was waited for"
+        assert child.wait(TIMEOUT_S) == 0

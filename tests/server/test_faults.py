@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from tests.server.planted_engine import LOADING, SAMPLING
+from tests.waiting import TIMEOUT_S
 from tools.soaking.server_process import Holdings, ServerProcess, growth
 
 PLANTED = "tests.server.planted_engine"
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", "33554432", "--max-num-seqs", "32", "--log-level", "warning")
 MODEL = "xserv-demo"
-TIMEOUT_S = 300.0
 MOST_GROWTH = 16 << 20
 COUNTED = ("server_fds", "server_threads", "engine_fds", "engine_threads", "num_processes")
 
@@ -244,7 +244,7 @@ async def test_sigterm_under_load() -> None:
                     assert error_of(events)["code"] == "engine_unavailable"
                     num_errors += 1
             assert num_errors > 0
-        assert await asyncio.to_thread(server.child.wait, 60) == 0
+        assert await asyncio.to_thread(server.child.wait, TIMEOUT_S) == 0
         assert not engine.is_running()
 
 
@@ -267,7 +267,7 @@ async def test_a_full_disk_and_a_killed_server() -> None:
             server.child.kill()
             with pytest.raises(httpx.HTTPError):
                 await running
-        gone, alive = await asyncio.to_thread(psutil.wait_procs, [engine], 20)
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, [engine], TIMEOUT_S)
         assert (len(gone), alive) == (1, [])
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -15,7 +16,7 @@ import pytest
 
 from tests.server.openapi import check_answer
 from tests.server.real_server import Real, serving_real
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models"
 CHAT = "/v1/chat/completions"
@@ -149,7 +150,7 @@ async def test_sixty_four_streams_get_what_they_would_get_alone(tiny: Real) -> N
         }
 
     async with (
-        httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=120) as http,
+        httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=TIMEOUT_S) as http,
         openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", http_client=http) as client,
     ):
 
@@ -165,22 +166,19 @@ async def test_sixty_four_streams_get_what_they_would_get_alone(tiny: Real) -> N
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(tiny: Real, stream: bool) -> None:
     body = {"model": tiny.model, "prompt": "x" * 100, "max_tokens": 3000, "n": 3, "ignore_eos": True}
-
-    def leave_early() -> None:
-        patience = httpx.Timeout(30, read=0.3)
-        with httpx.Client(base_url=tiny.url, timeout=patience) as impatient, pytest.raises(httpx.ReadTimeout):
-            impatient.post("/v1/completions", json=body)
-
     if stream:
         with tiny.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
             assert tiny.num_used_blocks > 0
     else:
-        thread = threading.Thread(target=leave_early)
-        thread.start()
-        wait_until(lambda: tiny.num_used_blocks > 0)
-        thread.join()
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}\r\n\r\n"
+        address = urlsplit(tiny.url)
+        with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
+            connection.sendall(head.encode() + content)
+            wait_until(lambda: tiny.num_used_blocks > 0)
     num_tokens = tiny.client.stats().generation_tokens
     wait_until(lambda: tiny.num_used_blocks == 0)
     assert tiny.client.stats().generation_tokens - num_tokens < 3 * 1000, "it went on for nobody"
@@ -252,7 +250,7 @@ async def test_a_full_queue(tiny_folder: Path) -> None:
     options: Any = {"load_format": "dummy", "num_blocks": 40, "max_num_seqs": 1, "max_waiting": 1}
     with serving_real(tiny_folder, **options, max_num_batched_tokens=64) as real:
         body = {"model": real.model, "prompt": "x", "max_tokens": 500, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=real.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=real.url, timeout=TIMEOUT_S) as http:
             answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
         refused = [answer for answer in answers if answer.status_code == 429]
         served = [answer for answer in answers if answer.status_code == 200]

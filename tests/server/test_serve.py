@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,9 @@ from models.errors import ModelLoadError
 from server.serve import ServerStartError, listen, serve, warm_up
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
+from tests.waiting import TIMEOUT_S, wait_until
+
+RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} [1-9]", re.MULTILINE)
 
 
 def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
@@ -26,7 +29,7 @@ def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("drain_timeout_s", "signals", "stream"),
-    [(0.5, [signal.SIGTERM], True), (60.0, [signal.SIGINT, signal.SIGINT], False)],
+    [(0.5, [signal.SIGTERM], True), (1000.0, [signal.SIGINT, signal.SIGINT], False)],
 )
 def test_the_drain_has_an_end(
     tiny_folder: Path, drain_timeout_s: float, signals: list[signal.Signals], stream: bool
@@ -34,13 +37,14 @@ def test_the_drain_has_an_end(
     """When the time is up, or at a second signal: a stream is told, a whole answer is a 503."""
     body = {"model": "tiny", "prompt": "x", "n": 100, "max_tokens": 500, "ignore_eos": True, "stream": stream}
     serving = serving_process(tiny_folder, {"num_blocks": 64}, drain_timeout_s=drain_timeout_s)
-    with serving as (child, url), httpx.Client(timeout=60) as http:
+    with serving as (child, url), httpx.Client(timeout=TIMEOUT_S) as http:
 
         def interrupt() -> None:
-            time.sleep(1.0)
-            for number in signals:
-                child.send_signal(number)
-                time.sleep(0.3)
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as other:
+                wait_until(lambda: re.search(RUNNING, other.get("/metrics").text) is not None)
+                for number in signals:
+                    child.send_signal(number)
+                    wait_until(lambda: other.get("/ready").status_code == 503)
 
         thread = threading.Thread(target=interrupt)
         thread.start()
@@ -51,7 +55,7 @@ def test_the_drain_has_an_end(
             assert '"code":"engine_unavailable"' in response.text.split("data: ")[-1]
         else:
             assert response.status_code == 503
-        output, errors = child.communicate(timeout=20)
+        output, errors = child.communicate(timeout=TIMEOUT_S)
         assert output == "ended\n"
         assert "Traceback" not in errors
         assert child.returncode == 0

@@ -171,16 +171,16 @@ def test_after_flush() -> None:
 
 @pytest.mark.parametrize("chain", ["byte-level", "llama", "gemma"])
 def test_the_cost_of_an_id_does_not_grow(chain: str) -> None:
+    """Forty times as many: 40 times the processor's time; were it quadratic, 1,600 times."""
     tokenizer = _TOKENIZERS[chain]
     source = random.Random(0)
     ids = [source.randrange(tokenizer.vocab_size) for _ in range(20_000)]
 
     def seconds(count: int) -> float:
-        started = time.process_time()
+        started = time.thread_time()
         decoder = IncrementalDecoder(tokenizer)
         for i in ids[:count]:
             decoder.push([i])
-        return time.process_time() - started
+        return time.thread_time() - started
 
-    seconds(2_000)
-    assert seconds(20_000) < 10 * 6 * max(seconds(2_000), 1e-3)
+    assert seconds(20_000) < 400 * min(seconds(500) for _ in range(3))

@@ -94,7 +94,8 @@ def _run(
             if said := compared(answer, index):
                 yield f"{way}, prompt {index}: {said}"
     if device == "cpu" or run.get("exact"):
-        expected = seen.setdefault(device, alone + sampled)
+        mode = f"{device} exact" if run.get("exact") else device  # each adds up in an order of its own
+        expected = seen.setdefault(mode, alone + sampled)
         for way, got in (("alone", alone + sampled), ("together", together + sampled_together)):
             for index, (ours, other) in enumerate(zip(got, expected, strict=True)):
                 if ours[:2] != other[:2]:

@@ -225,3 +225,8 @@ def run_to_end(
         collect(engine.step(), collected)
         engine.check_invariants()
     raise AssertionError(f"still work after {max_steps} steps")
+
+
+def said_by_engine(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the engine has logged. Other loggers may speak in any test, when its garbage is collected."""
+    return [record.getMessage() for record in caplog.records if record.name == "xserv.engine"]

@@ -14,6 +14,7 @@ from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import write_tiny_qwen3
+from tests.runtime.engine.fakes import said_by_engine
 
 
 def test_an_end_of_text_outside_of_the_vocabulary_is_said_once_and_left_out(
@@ -23,7 +24,7 @@ def test_an_end_of_text_outside_of_the_vocabulary_is_said_once_and_left_out(
     with caplog.at_level(logging.WARNING, "xserv.engine"):
         engine = build_engine(tmp_path, device="cpu", load_format="dummy", num_blocks=8)
     assert engine.info.eos_token_ids == ()
-    assert [record.getMessage() for record in caplog.records] == [
+    assert said_by_engine(caplog) == [
         f"eos_token_id [50256] of {tmp_path}: not in the vocabulary of 64 tokens, left out"
     ]
     request = EngineRequest(

@@ -15,8 +15,7 @@ from runtime.engine.messages import EngineOutput
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Step
 from tests.runtime.engine.fakes import Collected, FakeModel, collect, greedy, make_engine, request, run_to_end
-
-TIMEOUT_S = 300.0
+from tests.waiting import TIMEOUT_S
 
 
 def shapes_of(model: FakeModel) -> list[list[int]]:

@@ -28,7 +28,8 @@ from server.observing.live import (
 )
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import running, wait_until
+from tests.server.running import running
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 
@@ -123,7 +124,7 @@ async def test_the_engine_is_watched_once_and_only_while_somebody_looks(fake_eng
     assert len(fake_engine.watchers._sinks) == 1
     fake_engine.watchers.show(step(1, decode("a", 10)))
     for watcher in (first, second):
-        message = await asyncio.wait_for(next_with_steps(watcher.messages()), 20)
+        message = await asyncio.wait_for(next_with_steps(watcher.messages()), TIMEOUT_S)
         assert message["steps"][0]["chunks"][0]["request_id"] == "a"
     first.close()
     assert feed.is_watching
@@ -152,7 +153,7 @@ async def test_messages_come_at_most_ten_times_a_second_however_many_steps(fake_
     thread.start()
     num_tokens = num_messages = num_missed = 0
     while num_tokens + num_missed < 2000:
-        message = await asyncio.wait_for(next_with_steps(stream), 20)
+        message = await asyncio.wait_for(next_with_steps(stream), TIMEOUT_S)
         num_messages += 1
         num_missed += message["num_missed"]
         num_tokens += sum(chunk["count"] for each in message["steps"] for chunk in each["chunks"])
@@ -169,13 +170,13 @@ async def test_what_has_no_room_is_counted(fake_engine: FakeEngineClient) -> Non
     await asyncio.sleep(0.01)
     for number in range(MAX_GATHERED_STEPS + 7):
         fake_engine.watchers.show(step(number, prefill("a", 0, 5), preempted=[], start_s=number))
-    message = await asyncio.wait_for(next_with_steps(stream), 20)
+    message = await asyncio.wait_for(next_with_steps(stream), TIMEOUT_S)
     assert message["num_missed"] == 7
     assert message["steps"][-1]["step"] == MAX_GATHERED_STEPS + 6
     chunks = [prefill(str(number), 0, 5) for number in range(MAX_CHUNKS // 2)]
     for number in range(5):
         fake_engine.watchers.show(step(number, *chunks))
-    message = await asyncio.wait_for(next_with_steps(stream), 20)
+    message = await asyncio.wait_for(next_with_steps(stream), TIMEOUT_S)
     assert [each["step"] for each in message["steps"]] == [3, 4]
     assert message["num_missed"] == 3
     watcher.close()
@@ -208,7 +209,7 @@ async def test_the_streams_end_when_the_server_does(fake_engine: FakeEngineClien
     reading = asyncio.ensure_future(collect(watcher.messages()))
     await asyncio.sleep(0.01)
     watched.closing.set()
-    assert await asyncio.wait_for(reading, 20) >= 1
+    assert await asyncio.wait_for(reading, TIMEOUT_S) >= 1
     assert not watched.feed.is_watching
     assert not fake_engine.watchers
 
@@ -253,7 +254,11 @@ def test_it_wants_the_key_like_every_route(fake_engine: FakeEngineClient, tokeni
 
 def test_an_open_view_does_not_keep_the_server_from_ending(fake_engine: FakeEngineClient, tokenizer: Tokenizer) -> None:
     app = create_app(fake_engine, tokenizer)
-    with running(app) as url, httpx.Client(timeout=20) as client, client.stream("GET", f"{url}/live") as response:
+    with (
+        running(app) as url,
+        httpx.Client(base_url=url, timeout=TIMEOUT_S) as client,
+        client.stream("GET", "/live") as response,
+    ):
         read = messages(response.iter_lines())
         assert next(read)["state"] == "ready"
         assert app.lifecycle.num_open == 0  # nobody waits for it

@@ -18,7 +18,7 @@ from server.observing import logs
 from server.observing.logs import FIELDS, JsonFormatter, LogWriter, TextFormatter, close_log, open_log
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -136,7 +136,7 @@ def test_a_reader_that_stands_still_costs_lines_alone(monkeypatch: pytest.Monkey
         gate = threading.Event()
 
         def write(self, text: str) -> int:
-            self.gate.wait(20)
+            self.gate.wait(TIMEOUT_S)
             return super().write(text)
 
     stream = Stuck()

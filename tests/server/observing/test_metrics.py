@@ -17,7 +17,7 @@ from server.observing.metrics import Histogram, one_two_five
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import Real, serving_real
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 DASHBOARD = Path(metrics.__file__).parents[1] / "deploy" / "grafana-dashboard.json"
@@ -143,7 +143,7 @@ def test_gauges_while_requests_run(real: Real) -> None:
         lines = response.iter_lines()
         for _ in range(40):
             next(lines)
-        with httpx.Client(base_url=real.url, timeout=20) as other:
+        with httpx.Client(base_url=real.url, timeout=TIMEOUT_S) as other:
             samples = scrape(other)
     assert total(samples, "vllm:num_requests_running") == 3
     assert 0 < total(samples, "vllm:kv_cache_usage_perc") <= 1

@@ -12,7 +12,7 @@ import pytest
 from server.observing.tracing import Tracing
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 HELLO: dict[str, Any] = {"model": "fake-model", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5}
@@ -75,7 +75,7 @@ def test_spans(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
 def test_nothing_is_imported_unless_it_is_wanted() -> None:
     program = "import sys, server.serve; print([name for name in sys.modules if name.startswith('opentelemetry')])"
     output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=TIMEOUT_S,
         cwd=Path(__file__).parents[3],
     ).stdout  # fmt: skip
     assert output == "[]\n"

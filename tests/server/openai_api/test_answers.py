@@ -17,7 +17,7 @@ from tests.server.byte_tokenizer import TEMPLATE
 from tests.server.conftest import ANSWER, Served, answer_of, say, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import check_answer
-from tests.server.running import wait_until
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 PATH = "/v1/responses"

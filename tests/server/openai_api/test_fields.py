@@ -23,7 +23,7 @@ from server.responses_api.schema import ResponsesRequest
 from tests.server.byte_tokenizer import END_OF_TURN
 from tests.server.conftest import ANSWER, Served, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"model": "fake-model", "messages": [{"role": "user", "content": "Hello"}]}
@@ -129,7 +129,7 @@ def test_a_request_is_cancelled_by_its_names(served: Served, route: str, body: d
         wait_until(lambda: served.engine.num_open == 1)
         cancelled = served.http.post(f"/v1/requests/{name}/cancel")
         assert cancelled.json() == {"id": name, "cancelled": 1}
-        thread.join(20)
+        thread.join(TIMEOUT_S)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "request_cancelled")
         wait_until(lambda: served.engine.num_open == 0)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S
 
-expect.set_options(timeout=20_000)
+TIMEOUT_MS = TIMEOUT_S * 1000
+expect.set_options(timeout=TIMEOUT_MS)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -30,8 +31,6 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-
-TIMEOUT_MS = 20_000
 
 
 @contextmanager
@@ -77,10 +76,6 @@ def opened(
         context.close()
     assert not faults, faults
     assert not foreign, foreign
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    wait_until(condition, timeout_s=20)
 
 
 def ask(page: Page, text: str) -> None:

@@ -9,7 +9,8 @@ from playwright.sync_api import Browser
 
 from tests.server.conftest import Served, say, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.page.browser import chromium, eventually
+from tests.server.page.browser import chromium
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 
@@ -31,4 +32,4 @@ def shared(tokenizer: Tokenizer) -> Iterator[Served]:
 def fake(shared: Served) -> Iterator[Served]:
     shared.engine.reset(lambda request, index: say("Hello."))
     yield shared
-    eventually(lambda: shared.engine.num_open == 0)
+    wait_until(lambda: shared.engine.num_open == 0)

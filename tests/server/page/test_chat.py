@@ -12,7 +12,8 @@ from playwright.sync_api import Browser, expect
 from server.config import ServerConfig
 from tests.server.conftest import Served, say, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.page.browser import answers, ask, eventually, needs_browser, opened, wait_idle
+from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 
@@ -26,7 +27,7 @@ def test_stop_retry_edit_and_delete(browser: Browser, fake: Served) -> None:
         expect(page.locator("#send")).to_be_hidden()
         page.keyboard.press("Escape")
         wait_idle(page)
-        eventually(lambda: fake.engine.num_open == 0)
+        wait_until(lambda: fake.engine.num_open == 0)
         expect(page.locator(".assistant .meta")).to_contain_text("Stopped.")
 
         fake.engine.step_s = 0.0
@@ -177,18 +178,18 @@ def test_the_reader_is_not_pulled_down(browser: Browser, fake: Served) -> None:
         is_at_end = partial(
             scroll.evaluate, "(e) => e.scrollTop > 300 && e.scrollHeight - e.scrollTop - e.clientHeight < 40"
         )
-        eventually(is_at_end)
+        wait_until(is_at_end)
         page.locator("#scroll").hover()
         page.mouse.wheel(0, -250)
         expect(page.locator("#to-latest")).to_be_visible()
         place, height = scroll.evaluate("(e) => [e.scrollTop, e.scrollHeight]")
-        eventually(lambda: scroll.evaluate("(e) => e.scrollHeight") > height + 200)
+        wait_until(lambda: scroll.evaluate("(e) => e.scrollHeight") > height + 200)
         assert scroll.evaluate("(e) => e.scrollTop") <= place
         page.click("#to-latest")
-        eventually(is_at_end)
+        wait_until(is_at_end)
         page.click("#stop")
         wait_idle(page)
-        eventually(is_at_end)
+        wait_until(is_at_end)
 
 
 @needs_browser

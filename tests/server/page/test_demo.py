@@ -15,8 +15,9 @@ from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.serve import warm_up
-from tests.server.page.browser import answers, ask, eventually, needs_browser, opened, wait_idle
+from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
 from tests.server.running import running
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,10 @@ def test_a_conversation_with_the_demo_model_and_its_engine(browser: Browser, dem
         page.keyboard.press("Control+k")
         ask(page, "Count from 1 to 9")
         expect(answers(page)).to_have_text("1 2 3 4 5 6 7 8 9")
-        eventually(partial(has_pixels, page, "#timeline", "prefill"))  # what it shows is a tenth of a second old
+        wait_until(partial(has_pixels, page, "#timeline", "prefill"))  # what it shows is a tenth of a second old
         page.click("#freeze")
         for canvas, kind in (("#timeline", "prefill"), ("#timeline", "decode"), ("#blocks", "cached")):
-            eventually(partial(has_pixels, page, canvas, kind))
+            wait_until(partial(has_pixels, page, canvas, kind))
         row = page.locator("#requests tr", has_text="this page").first
         expect(row).to_contain_text("done")
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("1 requests"))

@@ -7,7 +7,8 @@ import re
 from playwright.sync_api import Browser, Page, expect
 
 from tests.server.conftest import Served, say
-from tests.server.page.browser import ask, eventually, needs_browser, opened, wait_idle
+from tests.server.page.browser import ask, needs_browser, opened, wait_idle
+from tests.waiting import wait_until
 
 
 @needs_browser
@@ -97,11 +98,11 @@ def test_the_view_reads_only_while_it_is_seen(browser: Browser, fake: Served) ->
     with opened(browser, fake.url) as page:
         assert not fake.engine.watchers
         page.click("#toggle-live")
-        eventually(lambda: bool(fake.engine.watchers))
+        wait_until(lambda: bool(fake.engine.watchers))
         page.reload()
         expect(page.locator("#live")).to_be_visible()
         page.click("#toggle-live")
-        eventually(lambda: not fake.engine.watchers)
+        wait_until(lambda: not fake.engine.watchers)
 
 
 @needs_browser

@@ -20,6 +20,7 @@ from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.running import running
+from tests.waiting import TIMEOUT_S
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,7 +56,7 @@ def http() -> Iterator[httpx.Client]:
     client = ThreadEngineClient(engine)
     config = ServerConfig(tool_call_parser="hermes")
     app = create_app(client, load_tokenizer(engine.info.model_path), config=config)
-    with running(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         yield http
     client.close()
 

@@ -25,6 +25,7 @@ from server.transport.auth import ApiKeys, key_of
 from server.transport.origins import hosts_for
 from tests.server.conftest import Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
+from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
 
 KEY = "sk-one"
@@ -54,7 +55,7 @@ def raw(url: str, head: str) -> bytes:
     """The answer's first bytes to a request that no library would send."""
     address = urlsplit(url)
     assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
         connection.sendall(head.encode("latin-1"))
         received = b""
         while data := connection.recv(65536):
@@ -292,12 +293,12 @@ def test_tls(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
          "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     config = ServerConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
     with serving(fake_engine, tokenizer, config=config) as served:
         trusted = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(base_url=served.url, verify=trusted, timeout=20) as http:
+        with httpx.Client(base_url=served.url, verify=trusted, timeout=TIMEOUT_S) as http:
             assert http.post(CHAT, json={**HELLO, "stream": True}).text.endswith("data: [DONE]\n\n")
     with pytest.raises(ServerConfigError, match="belong together"):
         ServerConfig(ssl_certfile=str(certificate))

@@ -15,6 +15,7 @@ from server.config import ServerConfig
 from tests.server.conftest import ANSWER, Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import DESCRIPTION, check_answer
+from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -51,7 +52,7 @@ def raw_exchange(url: str, *parts: bytes) -> bytes:
     """All that the server sends until it closes the connection."""
     address = urlsplit(url)
     assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
         for part in parts:
             connection.sendall(part)
         received = b""
@@ -113,7 +114,7 @@ def test_a_body_that_does_not_arrive(small: Served) -> None:
 def test_a_client_that_leaves_while_sending(small: Served) -> None:
     address = urlsplit(small.url)
     assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
         connection.sendall(head("Content-Length: 500") + b'{"model"')
 
 

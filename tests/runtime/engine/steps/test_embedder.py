@@ -14,7 +14,8 @@ from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.steps.embedder import EmbeddingError
 from tests.runtime.engine.fakes import FakeModel, each_loop, greedy, make_engine, prefix_hashes, request
-from tests.runtime.engine.process.test_client import TIMEOUT_S, Gate, Sink
+from tests.runtime.engine.process.test_client import Gate, Sink
+from tests.waiting import TIMEOUT_S
 
 __all__ = ["each_loop"]
 
