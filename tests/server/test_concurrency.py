@@ -108,11 +108,11 @@ def test_a_long_prompt_does_not_stall_the_others(
     def slow(text: str, **options: Any) -> list[int]:
         begun.set()
         assert may_go_on.wait(TIMEOUT_S)
-        return encode(text, **options)
+        return encode(text[:10], **options)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(served.openai.completions.create, model=MODEL, prompt="x" * 100, max_tokens=1)
+        asked = pool.submit(served.openai.completions.create, model=MODEL, prompt="x" * 100_000, max_tokens=1)
         assert begun.wait(TIMEOUT_S)
         assert served.http.get("/health").status_code == 200
         assert not asked.done()

@@ -16,6 +16,7 @@ from runtime.engine.config import BATCHING, POLICIES, VICTIMS
 from tests.runtime.engine.scheduler_driver import GROUP_WINDOWS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
+EACH_TIME = 3_000  # of them, in `make test`
 SCENARIOS_PER_TEST = 1_000
 STEPS_PER_SCENARIO = 16
 STEPS_PER_STYLE = 4_000
@@ -33,7 +34,13 @@ def sometimes_add(driver: Driver, rng: random.Random, most: int) -> None:
         add_random_request(driver, rng)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SCENARIOS, SCENARIOS_PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.exhaustive] * (first >= EACH_TIME))
+        for first in range(0, NUM_SCENARIOS, SCENARIOS_PER_TEST)
+    ],
+)
 def test_a_near_full_pool_never_deadlocks(first: int) -> None:
     """Every request ends, or was refused since it is longer than the context."""
     num_steps = num_preemptions = num_swaps = num_refused = 0
