@@ -44,14 +44,13 @@ from runtime.device.emulator.execution.warp_state import (
 )
 from runtime.device.emulator.memory.checked_ranges import read_any, shared_range, write_any
 from runtime.device.emulator.memory.cluster_window import (
-    IS_BEING_READ,
-    IS_IN_FLIGHT,
     aligned,
     block_of_rank,
     claim,
     shared_block,
     shared_host,
 )
+from runtime.device.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT
 from runtime.device.emulator.memory.pointers import address_of
 from runtime.device.emulator.races.accesses import LOAD, STORE
 from runtime.device.emulator.races.clocks import release

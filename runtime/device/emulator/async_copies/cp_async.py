@@ -30,7 +30,6 @@ from runtime.device.emulator.execution.warp_state import (
 )
 from runtime.device.emulator.memory.checked_ranges import read_any, shared_range
 from runtime.device.emulator.memory.cluster_window import (
-    IS_IN_FLIGHT,
     aligned,
     claim,
     free,
@@ -40,6 +39,7 @@ from runtime.device.emulator.memory.cluster_window import (
     shared_block,
     shared_host,
 )
+from runtime.device.emulator.memory.device_memory import IS_IN_FLIGHT
 from runtime.device.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, stack_longs
 from runtime.device.emulator.races.accesses import STORE
 from runtime.device.emulator.synchronisation.mbarrier_state import add_pending, arrive, locate

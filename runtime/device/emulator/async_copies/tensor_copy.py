@@ -148,6 +148,15 @@ def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier,
     return 0
 
 
+@njit
+def _lane_coordinates(lane, c0, c1, c2, c3, c4):
+    """A lane's five signed coordinates."""
+    return (
+        types.int64(types.int32(c0[lane])), types.int64(types.int32(c1[lane])), types.int64(types.int32(c2[lane])),
+        types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
+    )  # fmt: skip
+
+
 @operation("tensor_load", "qlqlpppppiqlpl")
 def tensor_load(
     warp, mask, site, targets, target_offset, maps, map_offset, c0, c1, c2, c3, c4, rank, mbarriers, mbarrier_offset,
@@ -162,10 +171,7 @@ def tensor_load(
         mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
         if map_host == 0 or block == 0 or mbarrier == 0:
             return FAILED
-        coordinates = (
-            types.int64(types.int32(c0[lane])), types.int64(types.int32(c1[lane])), types.int64(types.int32(c2[lane])),
-            types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
-        )  # fmt: skip
+        coordinates = _lane_coordinates(lane, c0, c1, c2, c3, c4)
         count_tile(warp, site, i64_at(map_host), coordinates)
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
@@ -201,10 +207,7 @@ def tensor_store(
         size, host = map_bytes(i64_at(map_host)), shared_host(block, source)
         if aligned(warp, site, lane, source, 128) or claim_shared_source(warp, site, lane, block, host, size):
             return FAILED
-        coordinates = (
-            types.int64(types.int32(c0[lane])), types.int64(types.int32(c1[lane])), types.int64(types.int32(c2[lane])),
-            types.int64(types.int32(c3[lane])), types.int64(types.int32(c4[lane])),
-        )  # fmt: skip
+        coordinates = _lane_coordinates(lane, c0, c1, c2, c3, c4)
         count_tile(warp, site, i64_at(map_host), coordinates)
         record = start_record(warp, site, lane, TENSOR_STORE if reduction == NO_REDUCTION else TENSOR_REDUCE, size)
         record[R_SOURCE], record[R_SOURCE_BLOCK] = host, block

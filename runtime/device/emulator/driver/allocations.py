@@ -6,7 +6,6 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.device.emulator.driver.copies import host_address
 from runtime.device.emulator.driver.state import Context, DriverState, R, Refused, caller_label, entry, handle_of
 from runtime.errors import OutOfMemoryError
 
@@ -41,19 +40,14 @@ class MemoryFunctions(DriverState):
         """Waits for the context's work first, as the driver does."""
         context = self.context()
         self.refuse_unsafe("cuMemFree")
-        self._free(context, handle_of(dptr), is_host=False)
-
-    def _free(self, context: Context, address: int, *, is_host: bool) -> None:
+        address = handle_of(dptr)
         if address == 0:
             return
         found = self.allocation_at(address)
-        if found is None or found[1].address != address or found[1].is_host != is_host:
+        if found is None or found[1].address != address or found[1].is_host:
             machine = self.machine_at(address)
-            raise Refused(
-                R.CUDA_ERROR_INVALID_VALUE,
-                f"{address:#x} starts no {'pinned' if is_host else 'device'} allocation"
-                + (f": {machine.describe(address)}" if machine is not None else ""),
-            )
+            what = f": {machine.describe(address)}" if machine is not None else ""
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{address:#x} starts no device allocation{what}")
         machine, allocation = found
         for owner in {context, *(c for c in self.contexts.values() if c.machine is machine)}:
             self.synchronize_context(owner)
@@ -73,24 +67,11 @@ class MemoryFunctions(DriverState):
         return machine.size_bytes - machine.used_bytes, machine.size_bytes
 
     @entry(1)
-    def cuMemAllocHost(self, bytesize: int) -> int:
-        return self._allocate_host(int(bytesize), "cuMemAllocHost")
-
-    @entry(1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
         if int(Flags) & ~_HOST_FLAGS:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {int(Flags):#x}")
-        return self._allocate_host(int(bytesize), "cuMemHostAlloc")
-
-    def _allocate_host(self, size: int, call: str) -> int:
         context = self.context()
-        self.refuse_unsafe(call)
-        address = self._allocate(context, size, is_host=True)
-        context.machine.fill(address, _FRESH_HOST_BYTE, size)  # the host writes there unseen: it counts as written
+        self.refuse_unsafe("cuMemHostAlloc")
+        address = self._allocate(context, int(bytesize), is_host=True)
+        context.machine.fill(address, _FRESH_HOST_BYTE, int(bytesize))  # the host writes unseen: it counts as written
         return address
-
-    @entry(is_release=True)
-    def cuMemFreeHost(self, p: Any) -> None:
-        context = self.context()
-        self.refuse_unsafe("cuMemFreeHost")
-        self._free(context, host_address(p), is_host=True)

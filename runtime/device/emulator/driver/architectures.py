@@ -17,7 +17,7 @@ Tensor-core rates are dense, with float32 accumulation. An emulated device has a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import InvalidArgumentError
 
@@ -36,7 +36,6 @@ DEFAULT_SHARED_BYTES_PER_BLOCK = 48 * KIB
 RESERVED_SHARED_BYTES_PER_BLOCK = 1 * KIB
 """What the system takes of a multiprocessor's shared memory for each resident block, from sm_80 on."""
 MAX_PORTABLE_CLUSTER = 8
-MAX_CLUSTER = 16
 MAX_PARAMETER_BYTES = 4096
 MAX_PARAMETER_BYTES_SM70 = 32764
 """From CUDA 12.1 on, for sm_70 and newer."""
@@ -142,11 +141,9 @@ H100 = GpuModel(
     memory_bytes=80 * GIB, clock_khz=1_980_000, memory_clock_khz=2_619_000, memory_bus_bits=5120,
     memory_bytes_per_s=3.35e12, float32_flops=67e12, bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
 )  # fmt: skip
-H200 = GpuModel(
-    arch="sm_90a", name="H200", num_sms=132, num_gpcs=8, shared_bytes_per_sm=228 * KIB,
-    shared_bytes_per_block=227 * KIB, threads_per_sm=2048, blocks_per_sm=32, l2_bytes=50 * MIB,
-    memory_bytes=141 * 10**9, clock_khz=1_980_000, memory_clock_khz=3_201_000, memory_bus_bits=6144,
-    memory_bytes_per_s=4.8e12, float32_flops=67e12, bf16_flops=989.4e12, fp8_flops=1978.9e12, int8_ops=1978.9e12,
+H200 = replace(
+    H100, name="H200", memory_bytes=141 * 10**9, memory_clock_khz=3_201_000, memory_bus_bits=6144,
+    memory_bytes_per_s=4.8e12,
 )  # fmt: skip
 B200 = GpuModel(
     arch="sm_100a", name="B200", num_sms=148, num_gpcs=8, shared_bytes_per_sm=228 * KIB,

@@ -10,7 +10,6 @@ from cuda.bindings import driver as cu
 from runtime.device.emulator.driver.graph_nodes import MODE, Capture, Graph
 from runtime.device.emulator.driver.state import DriverState, R, Refused, Stream, entry, handle_of
 
-_STATUS = cu.CUstreamCaptureStatus
 _PROGRAMMATIC = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
@@ -24,17 +23,11 @@ def edge_data(is_programmatic: bool) -> Any:
 
 
 class CaptureFunctions(DriverState):
-    """cuStreamBeginCapture, cuStreamEndCapture and what asks about them"""
+    """cuStreamBeginCapture, cuStreamEndCapture"""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.graphs: dict[int, Graph] = {}
-        self._num_captures = 0
-
-    def new_graph(self) -> Graph:
-        graph = Graph(self.new_handle())
-        self.graphs[graph.handle] = graph
-        return graph
 
     @entry()
     def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
@@ -47,10 +40,9 @@ class CaptureFunctions(DriverState):
             mode = MODE(int(mode))
         except ValueError:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"capture mode {mode!r}") from None
-        self._num_captures += 1
-        graph = self.new_graph()
-        graph.is_owned_by_capture = True
-        stream.capture = Capture(self._num_captures, graph, mode, threading.get_ident(), [stream])
+        graph = Graph(self.new_handle(), is_owned_by_capture=True)
+        self.graphs[graph.handle] = graph
+        stream.capture = Capture(graph, mode, threading.get_ident(), [stream])
         stream.dependencies = []
         self.captures.append(stream.capture)
 
@@ -86,35 +78,3 @@ class CaptureFunctions(DriverState):
             if any(node not in reached for node in stream.dependencies):
                 return stream
         return None
-
-    @entry(1)
-    def cuStreamIsCapturing(self, hStream: Any) -> Any:
-        return self._status(self.stream(hStream))
-
-    @staticmethod
-    def _status(stream: Stream) -> Any:
-        if stream.capture is None:
-            return _STATUS.CU_STREAM_CAPTURE_STATUS_NONE
-        if stream.capture.broken_by is not None:
-            return _STATUS.CU_STREAM_CAPTURE_STATUS_INVALIDATED
-        return _STATUS.CU_STREAM_CAPTURE_STATUS_ACTIVE
-
-    @entry(6)
-    def cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
-        stream = self.stream(hStream)
-        status = self._status(stream)
-        if stream.capture is None or stream.capture.broken_by is not None:
-            return status, cu.cuuint64_t(0), cu.CUgraph(0), [], [], 0
-        nodes = [cu.CUgraphNode(node.handle) for node in stream.dependencies]
-        edges = [edge_data(False) for _ in nodes]
-        graph = cu.CUgraph(stream.capture.graph.handle)
-        return status, cu.cuuint64_t(stream.capture.number), graph, nodes, edges, len(nodes)
-
-    @entry(1)
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
-        try:
-            wanted = MODE(int(mode))
-        except ValueError:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"capture mode {mode!r}") from None
-        before, self.thread.capture_mode = self.thread.capture_mode, wanted
-        return before

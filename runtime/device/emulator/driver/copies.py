@@ -1,8 +1,7 @@
 """The driver's functions that copy and fill memory, and when that happens.
 
 Copies follow the driver's rules on asynchrony: pageable host memory is read before the call returns and written before
-it returns; pinned memory is read and written when the copy's turn comes, as late as the seed has it. A copy between
-device memory, and a fill, return before they have happened, whether or not their name says Async.
+it returns; pinned memory is read and written when the copy's turn comes, as late as the seed has it.
 """
 
 from __future__ import annotations
@@ -97,32 +96,26 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """`count` elements of `width` bytes each set to a value."""
+    """Bytes set to a value."""
 
     driver: DriverState
     target: Place
     value: int
-    width: int
-    count: int
+    size_bytes: int
 
     node_type = _NODE.CU_GRAPH_NODE_TYPE_MEMSET
 
     @property
     def label(self) -> str:
-        return f"fill of {self.width * self.count:,} bytes"
+        return f"fill of {self.size_bytes:,} bytes"
 
     def run(self, work: Work) -> None:
         machine, address = self.target.machine, self.target.address
         assert machine is not None
-        size = self.width * self.count
-        machine.check(address, size, self.label, is_write=True)
-        machine.check_block(address, size, self.label)
-        self.driver.order.touch(work, machine, address, size, is_write=True)
-        pattern = (self.value % (1 << (8 * self.width))).to_bytes(self.width, "little")
-        if len(set(pattern)) == 1:
-            machine.fill(address, pattern[0], size)
-        else:
-            machine.write(address, pattern * self.count)
+        machine.check(address, self.size_bytes, self.label, is_write=True)
+        machine.check_block(address, self.size_bytes, self.label)
+        self.driver.order.touch(work, machine, address, self.size_bytes, is_write=True)
+        machine.fill(address, self.value, self.size_bytes)
 
 
 def host_address(value: Any) -> int:
@@ -178,7 +171,7 @@ class CopyFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{what}: a null pointer")
         return Place(address, None, None)
 
-    def _copy(self, stream: Stream, target: Place, source: Place, size: int, *, is_async: bool) -> None:
+    def _copy(self, stream: Stream, target: Place, source: Place, size: int) -> None:
         """Queues a copy; returns when the driver's rules say that the caller may go on."""
         data = None
         if target.is_pageable or source.is_pageable:
@@ -186,97 +179,47 @@ class CopyFunctions(DriverState):
                 self.refuse_while_captured(stream.context, "a copy of pageable memory")
             if source.is_pageable:
                 data = ctypes.string_at(source.address, size)
-        operation = Copy(self, target, source, size, data)
-        if stream.capture is not None:
-            self.add_captured(stream, operation)
-            return
-        work = self.enqueue(stream, operation)
-        is_from_pageable = source.is_pageable and not target.is_host
-        is_on_device = not source.is_host and not target.is_host
-        if target.is_pageable or not (is_async or is_from_pageable or is_on_device):
+        work = self.submit(stream, Copy(self, target, source, size, data))
+        if target.is_pageable:
             self.wait_for(work, stream.context)
-
-    def _synchronous(self, call: str) -> Stream:
-        self.context()
-        self.refuse_unsafe(call)
-        return self.stream(0)
-
-    @entry()
-    def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> None:
-        self._host_to_device(self._synchronous("cuMemcpyHtoD"), dstDevice, srcHost, ByteCount, is_async=False)
 
     @entry()
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: int, hStream: Any) -> None:
-        self._host_to_device(self.stream(hStream), dstDevice, srcHost, ByteCount, is_async=True)
-
-    def _host_to_device(self, stream: Stream, target: Any, source: Any, size: int, *, is_async: bool) -> None:
-        if size:
-            to = self._device_place(handle_of(target), size, "cuMemcpyHtoD, destination")
-            origin = self._any_place(host_address(source), size, "cuMemcpyHtoD, source")
-            self._copy(stream, to, origin, size, is_async=is_async)
-
-    @entry()
-    def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: int) -> None:
-        self._device_to_host(self._synchronous("cuMemcpyDtoH"), dstHost, srcDevice, ByteCount, is_async=False)
+        stream = self.stream(hStream)
+        if ByteCount:
+            target = self._device_place(handle_of(dstDevice), ByteCount, "cuMemcpyHtoD, destination")
+            source = self._any_place(host_address(srcHost), ByteCount, "cuMemcpyHtoD, source")
+            self._copy(stream, target, source, ByteCount)
 
     @entry()
     def cuMemcpyDtoHAsync(self, dstHost: Any, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
-        self._device_to_host(self.stream(hStream), dstHost, srcDevice, ByteCount, is_async=True)
-
-    def _device_to_host(self, stream: Stream, target: Any, source: Any, size: int, *, is_async: bool) -> None:
-        if size:
-            to = self._any_place(host_address(target), size, "cuMemcpyDtoH, destination")
-            origin = self._device_place(handle_of(source), size, "cuMemcpyDtoH, source")
-            self._copy(stream, to, origin, size, is_async=is_async)
-
-    @entry()
-    def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: int) -> None:
-        self._device_to_device(self._synchronous("cuMemcpyDtoD"), dstDevice, srcDevice, ByteCount)
+        stream = self.stream(hStream)
+        if ByteCount:
+            target = self._any_place(host_address(dstHost), ByteCount, "cuMemcpyDtoH, destination")
+            source = self._device_place(handle_of(srcDevice), ByteCount, "cuMemcpyDtoH, source")
+            self._copy(stream, target, source, ByteCount)
 
     @entry()
     def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: int, hStream: Any) -> None:
-        self._device_to_device(self.stream(hStream), dstDevice, srcDevice, ByteCount)
-
-    def _device_to_device(self, stream: Stream, target: Any, source: Any, size: int) -> None:
-        if size:
-            to = self._device_place(handle_of(target), size, "cuMemcpyDtoD, destination")
-            origin = self._device_place(handle_of(source), size, "cuMemcpyDtoD, source")
-            self._copy(stream, to, origin, size, is_async=True)
-
-    @entry()
-    def cuMemcpy(self, dst: Any, src: Any, ByteCount: int) -> None:
-        self._unified(self._synchronous("cuMemcpy"), dst, src, ByteCount, is_async=False)
-
-    @entry()
-    def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: Any) -> None:
-        self._unified(self.stream(hStream), dst, src, ByteCount, is_async=True)
-
-    def _unified(self, stream: Stream, target: Any, source: Any, size: int, *, is_async: bool) -> None:
-        if size:
-            to = self._any_place(handle_of(target), size, "cuMemcpy, destination")
-            origin = self._any_place(handle_of(source), size, "cuMemcpy, source")
-            if to.is_pageable and origin.is_pageable:
-                raise Refused(R.CUDA_ERROR_INVALID_VALUE, "cuMemcpy between pageable host memory")
-            self._copy(stream, to, origin, size, is_async=is_async)
+        stream = self.stream(hStream)
+        if ByteCount:
+            target = self._device_place(handle_of(dstDevice), ByteCount, "cuMemcpyDtoD, destination")
+            source = self._device_place(handle_of(srcDevice), ByteCount, "cuMemcpyDtoD, source")
+            self._copy(stream, target, source, ByteCount)
 
     @entry()
     def cuMemcpyPeerAsync(
         self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: int, hStream: Any
     ) -> None:
-        self._peer(self.stream(hStream), dstDevice, dstContext, srcDevice, srcContext, ByteCount)
-
-    def _peer(
-        self, stream: Stream, target: Any, target_context: Any, source: Any, source_context: Any, size: int
-    ) -> None:
-        places = []
-        for address, handle, what in ((target, target_context, "destination"), (source, source_context, "source")):
+        stream, places = self.stream(hStream), []
+        for address, handle, what in ((dstDevice, dstContext, "destination"), (srcDevice, srcContext, "source")):
             context = self.contexts.get(handle_of(handle))
             if context is None:
                 raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, f"the {what}'s context does not exist")
-            if size:
-                places.append(self._in_machine(context.machine, handle_of(address), size, f"cuMemcpyPeer, {what}"))
-        if size:
-            self._copy(stream, places[0], places[1], size, is_async=True)
+            if ByteCount:
+                places.append(self._in_machine(context.machine, handle_of(address), ByteCount, f"cuMemcpyPeer, {what}"))
+        if places:
+            self._copy(stream, places[0], places[1], ByteCount)
 
     @entry()
     def cuMemcpyBatchAsync(
@@ -318,42 +261,10 @@ class CopyFunctions(DriverState):
         _check_independent(copies)
         self.enqueue(stream, Batch(tuple(copies)))
 
-    # -- fills ----------------------------------------------------------------------------------------------------
-
-    def _fill(self, stream: Stream, address: int, value: int, width: int, count: int, *, is_async: bool) -> None:
-        if address % width:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{address:#x} is not aligned to {width} bytes")
-        if not count:
-            return
-        place = self._device_place(address, width * count, "cuMemset")
-        operation = Fill(self, place, value, width, count)
-        if stream.capture is not None:
-            self.add_captured(stream, operation)
-            return
-        work = self.enqueue(stream, operation)
-        if place.is_host and not is_async:
-            self.wait_for(work, stream.context)
-
-    @entry()
-    def cuMemsetD8(self, dstDevice: Any, uc: int, N: int) -> None:
-        self._fill(self._synchronous("cuMemsetD8"), handle_of(dstDevice), int(uc), 1, N, is_async=False)
-
-    @entry()
-    def cuMemsetD16(self, dstDevice: Any, us: int, N: int) -> None:
-        self._fill(self._synchronous("cuMemsetD16"), handle_of(dstDevice), int(us), 2, N, is_async=False)
-
-    @entry()
-    def cuMemsetD32(self, dstDevice: Any, ui: int, N: int) -> None:
-        self._fill(self._synchronous("cuMemsetD32"), handle_of(dstDevice), int(ui), 4, N, is_async=False)
-
     @entry()
     def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
-        self._fill(self.stream(hStream), handle_of(dstDevice), int(uc), 1, N, is_async=True)
-
-    @entry()
-    def cuMemsetD16Async(self, dstDevice: Any, us: int, N: int, hStream: Any) -> None:
-        self._fill(self.stream(hStream), handle_of(dstDevice), int(us), 2, N, is_async=True)
-
-    @entry()
-    def cuMemsetD32Async(self, dstDevice: Any, ui: int, N: int, hStream: Any) -> None:
-        self._fill(self.stream(hStream), handle_of(dstDevice), int(ui), 4, N, is_async=True)
+        stream = self.stream(hStream)
+        if not N:
+            return
+        target = self._device_place(handle_of(dstDevice), N, "cuMemset")
+        self.submit(stream, Fill(self, target, int(uc) & 0xFF, N))

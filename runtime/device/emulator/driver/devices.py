@@ -6,21 +6,11 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.device.emulator.driver.architectures import (
-    DEFAULT_SHARED_BYTES_PER_BLOCK,
-    MAX_BLOCK,
-    MAX_GRID,
-    MAX_THREADS_PER_BLOCK,
-    REGISTERS_PER_SM,
-    RESERVED_SHARED_BYTES_PER_BLOCK,
-    WARP_SIZE,
-    GpuModel,
-)
+from runtime.device.emulator.driver.architectures import REGISTERS_PER_SM, GpuModel
 from runtime.device.emulator.driver.state import Context, Device, DriverState, R, Refused, entry, handle_of
 from runtime.device.emulator.memory.device_memory import connect
 
 DRIVER_VERSION = 13_000
-LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, -5
 
 _A = cu.CUdevice_attribute
 
@@ -29,51 +19,17 @@ def device_attributes(model: GpuModel) -> dict[Any, int]:
     """The attributes that an emulated device answers for, as cuDeviceGetAttribute gives them."""
     major, minor = model.capability
     return {
-        _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: MAX_THREADS_PER_BLOCK,
-        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X: MAX_BLOCK[0],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y: MAX_BLOCK[1],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z: MAX_BLOCK[2],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X: MAX_GRID[0],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y: MAX_GRID[1],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z: MAX_GRID[2],
-        _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: DEFAULT_SHARED_BYTES_PER_BLOCK,
+        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,
+        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: minor,
+        _A.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: model.num_sms,
         _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: model.shared_bytes_per_block,
         _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: model.shared_bytes_per_sm,
-        _A.CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK: RESERVED_SHARED_BYTES_PER_BLOCK,
-        _A.CU_DEVICE_ATTRIBUTE_TOTAL_CONSTANT_MEMORY: 1 << 16,
-        _A.CU_DEVICE_ATTRIBUTE_WARP_SIZE: WARP_SIZE,
-        _A.CU_DEVICE_ATTRIBUTE_MAX_PITCH: 2**31 - 1,
-        _A.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: REGISTERS_PER_SM,
         _A.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR: REGISTERS_PER_SM,
         _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: model.threads_per_sm,
-        _A.CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: model.blocks_per_sm,
+        _A.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: model.l2_bytes,
         _A.CU_DEVICE_ATTRIBUTE_CLOCK_RATE: model.clock_khz,
         _A.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: model.memory_clock_khz,
         _A.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: model.memory_bus_bits,
-        _A.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: model.l2_bytes,
-        _A.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: model.num_sms,
-        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,
-        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: minor,
-        _A.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
-        _A.CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY: 1,
-        _A.CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS: 1,
-        _A.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: 3,
-        _A.CU_DEVICE_ATTRIBUTE_GPU_OVERLAP: 1,
-        _A.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH: 1,
-        _A.CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH: int(model.has_clusters),
-        _A.CU_DEVICE_ATTRIBUTE_TENSOR_MAP_ACCESS_SUPPORTED: int(model.has_clusters),
-        _A.CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED: 1,
-        _A.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: 1,
-        _A.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY: 0,
-        _A.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS: 0,
-        _A.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: 0,
-        _A.CU_DEVICE_ATTRIBUTE_INTEGRATED: 0,
-        _A.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: 0,
-        _A.CU_DEVICE_ATTRIBUTE_ECC_ENABLED: 0,
-        _A.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT: 0,
-        _A.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID: 0,
-        _A.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID: 0,
-        _A.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: 0,
     }
 
 
@@ -129,10 +85,7 @@ class DeviceFunctions(DriverState):
 
     @entry(1)
     def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
-        device = self._device(dev)
-        if attrib == _A.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-            return device.ordinal + 1
-        value = device_attributes(device.model).get(attrib)
+        value = device_attributes(self._device(dev).model).get(attrib)
         if value is None:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated devices answer for")
         return value
@@ -153,19 +106,9 @@ class DeviceFunctions(DriverState):
         if device.context is None:
             context = Context(self.new_handle(), device)
             self.contexts[context.handle] = context
-            self.new_stream(context, 0, 0, is_legacy=True)
+            self.new_stream(context, 0, is_legacy=True)
             device.context = context
-        device.context.retained += 1
         return cu.CUcontext(device.context.handle)
-
-    @entry(is_release=True)
-    def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
-        context = self._device(dev).context
-        if context is None:
-            raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, "the context has not been retained")
-        context.retained -= 1
-        if context.retained == 0:
-            self.destroy_context(context)
 
     @entry()
     def cuCtxSetCurrent(self, ctx: Any) -> None:
@@ -173,11 +116,6 @@ class DeviceFunctions(DriverState):
         if handle and handle not in self.contexts:
             raise Refused(R.CUDA_ERROR_INVALID_CONTEXT, f"context {handle:#x} does not exist")
         self.thread.context = self.contexts[handle] if handle else None
-
-    @entry(1)
-    def cuCtxGetCurrent(self) -> Any:
-        context = self.thread.context
-        return cu.CUcontext(context.handle if context is not None else 0)
 
     @entry(is_release=True)
     def cuCtxSynchronize(self) -> None:
@@ -202,17 +140,6 @@ class DeviceFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
         context.machine.enable_peer(peer.machine)
-
-    @entry()
-    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
-        context = self.context()
-        peer = self.contexts.get(handle_of(peerContext))
-        if peer is None or peer.handle not in context.peers:
-            raise Refused(R.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
-        self.scheduler.finish_all(context)
-        context.peers.discard(peer.handle)
-        context.machine.disable_peer(peer.machine)
-        self.raise_if_failed(context)
 
 
 def _result(error: Any) -> Any:

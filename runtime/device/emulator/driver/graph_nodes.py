@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cuda.bindings import driver as cu
 
@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 MODE = cu.CUstreamCaptureMode
 
 
+class NodeOperation(Operation, Protocol):
+    """What can be captured."""
+
+    @property
+    def node_type(self) -> Any:
+        """The CUgraphNodeType of its node."""
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """One operation of a graph.
 
     Attributes:
-        operation: what it does; None for an empty node.
+        operation: what it does.
         dependencies: the nodes that it comes after.
         programmatic: those of them that it may overlap with (programmatic dependent launch).
         keep: host memory that a caller was given pointers to.
@@ -28,15 +36,14 @@ class Node:
 
     handle: int
     graph: Graph
-    operation: Operation | None
+    operation: NodeOperation
     dependencies: list[Node]
     programmatic: set[Node] = field(default_factory=set)
     keep: Any = None
 
     @property
     def type(self) -> Any:
-        kind = getattr(self.operation, "node_type", None)
-        return cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY if kind is None else kind
+        return self.operation.node_type
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +76,6 @@ class Capture:
         broken_by: what made it invalid; None while it is valid.
     """
 
-    number: int
     graph: Graph
     mode: Any
     thread: int
@@ -87,7 +93,7 @@ class Step:
     """
 
     node: Node
-    operation: Operation | None
+    operation: NodeOperation
     branch: int
     waits: tuple[int, ...]
     is_programmatic: bool

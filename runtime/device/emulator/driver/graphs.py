@@ -15,8 +15,6 @@ from runtime.device.emulator.driver.state import R, Refused, Stream, entry, hand
 from runtime.device.emulator.driver.work_queues import Queue, Work
 from runtime.device.emulator.races.stream_order import Overlap
 
-_NODE = cu.CUgraphNodeType
-_RESULT = cu.CUgraphExecUpdateResult
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 
 
@@ -43,12 +41,6 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
                     return node
         raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {number:#x} does not exist")
 
-    @entry(1)
-    def cuGraphCreate(self, flags: int) -> Any:
-        if flags:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"flags {flags}: must be 0")
-        return cu.CUgraph(self.new_graph().handle)
-
     @entry(is_release=True)
     def cuGraphDestroy(self, hGraph: Any) -> None:
         graph = self._graph(hGraph)
@@ -58,19 +50,12 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
 
     @entry(2)
     def cuGraphGetNodes(self, hGraph: Any, numNodes: int = 0) -> tuple[list[Any], int]:
-        return self._handles_of(self._graph(hGraph).nodes, numNodes)
-
-    @entry(2)
-    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: int = 0) -> tuple[list[Any], int]:
-        return self._handles_of([node for node in self._graph(hGraph).nodes if not node.dependencies], numRootNodes)
-
-    @staticmethod
-    def _handles_of(nodes: list[Node], wanted: int) -> tuple[list[Any], int]:
         """As the driver: without a number of nodes only how many there are, else that many, filled up with null."""
-        if wanted == 0:
+        nodes = self._graph(hGraph).nodes
+        if numNodes == 0:
             return [], len(nodes)
-        handles = [node.handle for node in nodes][:wanted]
-        return [cu.CUgraphNode(handle) for handle in handles + [0] * (wanted - len(handles))], len(handles)
+        handles = [node.handle for node in nodes][:numNodes]
+        return [cu.CUgraphNode(handle) for handle in handles + [0] * (numNodes - len(handles))], len(handles)
 
     @entry(4)
     def cuGraphGetEdges(self, hGraph: Any, numEdges: int = 0) -> tuple[list[Any], list[Any], list[Any], int]:
@@ -92,13 +77,6 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
     @entry(1)
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return self._node(hNode).type
-
-    @entry(3)
-    def cuGraphNodeGetDependencies(self, hNode: Any, numDependencies: int = 0) -> tuple[list[Any], list[Any], int]:
-        node = self._node(hNode)
-        handles, count = self._handles_of(node.dependencies, numDependencies)
-        data = [edge_data(before in node.programmatic) for before in node.dependencies[:numDependencies]]
-        return handles, data + [edge_data(False) for _ in range(numDependencies - len(data))], count
 
     def _kernel_node(self, handle: Any) -> tuple[Node, KernelLaunch]:
         node = self._node(handle)
@@ -137,34 +115,6 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
         )
         self.check_launch(changed)
         return changed
-
-    @entry()
-    def cuGraphKernelNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
-        node, launch = self._kernel_node(hNode)
-        node.operation = self._with_params(launch, nodeParams)
-
-    @entry(1)
-    def cuGraphAddKernelNode(self, hGraph: Any, dependencies: Any, numDependencies: int, nodeParams: Any) -> Any:
-        graph = self._graph(hGraph)
-        before = self._nodes_of(graph, dependencies, numDependencies)
-        function = self.function(nodeParams.func)
-        blank = KernelLaunch(self, function, (1, 1, 1), (1, 1, 1), 0, function.required_cluster or (1, 1, 1), b"")
-        node = Node(self.new_handle(), graph, self._with_params(blank, nodeParams), before)
-        graph.nodes.append(node)
-        return cu.CUgraphNode(node.handle)
-
-    @entry(1)
-    def cuGraphAddEmptyNode(self, hGraph: Any, dependencies: Any, numDependencies: int) -> Any:
-        graph = self._graph(hGraph)
-        node = Node(self.new_handle(), graph, None, self._nodes_of(graph, dependencies, numDependencies))
-        graph.nodes.append(node)
-        return cu.CUgraphNode(node.handle)
-
-    def _nodes_of(self, graph: Graph, handles: Any, count: int) -> list[Node]:
-        nodes = [self._node(handle) for handle in (handles or [])[:count]]
-        if len(nodes) != count or any(node.graph is not graph for node in nodes) or len(set(nodes)) != count:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{count} dependencies that are not so many nodes of the graph")
-        return nodes
 
     # -- executable graphs ----------------------------------------------------------------------------------------
 
@@ -209,42 +159,6 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
                 return
         raise Refused(R.CUDA_ERROR_INVALID_VALUE, "the node is of another graph")
 
-    @entry(1)
-    def cuGraphExecUpdate(self, hGraphExec: Any, hGraph: Any) -> Any:
-        """Takes over the operations of a graph of the same shape."""
-        found, graph = self._exec(hGraphExec), self._graph(hGraph)
-        steps, _ = plan_replay(graph)
-        result, culprit = self._compare(found, graph, steps)
-        if result != _RESULT.CU_GRAPH_EXEC_UPDATE_SUCCESS:
-            where = f" at node {culprit.handle:#x}" if culprit is not None else ""
-            raise Refused(R.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, f"{result.name}{where}")
-        info = cu.CUgraphExecUpdateResultInfo()
-        info.result = result
-        for mine, other in zip(found.steps, steps):
-            mine.operation = other.operation
-        return info
-
-    @staticmethod
-    def _compare(found: GraphExec, graph: Graph, steps: list[Step]) -> tuple[Any, Node | None]:
-        if len(steps) != len(found.steps):
-            return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, None
-        place = {step.node: index for index, step in enumerate(found.steps)}
-        new_place = {node: index for index, node in enumerate(graph.nodes)}
-        for mine, other in zip(found.steps, steps):
-            before = sorted(place[node] for node in mine.node.dependencies)
-            if before != sorted(new_place[node] for node in other.node.dependencies):
-                return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, other.node
-            if mine.node.type != other.node.type:
-                return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED, other.node
-            if isinstance(mine.operation, KernelLaunch):
-                launch = other.operation
-                assert isinstance(launch, KernelLaunch)
-                if launch.function.context is not mine.operation.function.context:
-                    return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_UNSUPPORTED_FUNCTION_CHANGE, other.node
-                if launch.is_cooperative != mine.operation.is_cooperative:
-                    return _RESULT.CU_GRAPH_EXEC_UPDATE_ERROR_ATTRIBUTES_CHANGED, other.node
-        return _RESULT.CU_GRAPH_EXEC_UPDATE_SUCCESS, None
-
     @entry()
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
         found, stream = self._exec(hGraphExec), self.stream(hStream)
@@ -268,8 +182,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
                 waits = (start,)
             work = self.scheduler.submit(queues[step.branch], step.operation, waits)
             if self.order.is_active:
-                label = f"{step.operation.label} of a graph in {stream}" if step.operation is not None else ""
-                self.stamp(work, waits, label, self._overlap(step))
+                self.stamp(work, waits, f"{step.operation.label} of a graph in {stream}", self._overlap(step))
             works.append(work)
         ends = tuple(queue.last for queue in queues[1:] if queue.last is not None)
         found.last = self.enqueue(stream, None, ends)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cuda.bindings import driver as cu
-
 from runtime.device.emulator.driver.state import DriverState, R, Refused, entry, handle_of
 from runtime.device.emulator.driver.work_queues import Work
 from runtime.device.emulator.memory.device_memory import DeviceMemoryError, Machine
@@ -25,8 +23,6 @@ class Declaration:
     machine: Machine
     address: int
     size_bytes: int
-
-    node_type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
 
     @property
     def label(self) -> str:

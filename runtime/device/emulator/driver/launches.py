@@ -11,13 +11,12 @@ from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.architectures import (
     MAX_BLOCK,
-    MAX_CLUSTER,
     MAX_GRID,
     MAX_PORTABLE_CLUSTER,
     MAX_THREADS_PER_BLOCK,
 )
 from runtime.device.emulator.driver.modules import Function, ModuleFunctions
-from runtime.device.emulator.driver.state import R, Refused, Stream, entry
+from runtime.device.emulator.driver.state import R, Refused, entry
 from runtime.device.emulator.driver.stream_faults import missing_event
 from runtime.device.emulator.driver.work_queues import Work
 from runtime.device.emulator.execution.counters import Counters
@@ -29,14 +28,6 @@ Dim3 = tuple[int, int, int]
 
 _NODE = cu.CUgraphNodeType
 _ID = cu.CUlaunchAttributeID
-_HINTS = (
-    _ID.CU_LAUNCH_ATTRIBUTE_IGNORE,
-    _ID.CU_LAUNCH_ATTRIBUTE_PRIORITY,
-    _ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
-    _ID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-)
-"""Attributes that change no result: an emulated device has nothing that they could steer."""
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +46,6 @@ class KernelLaunch:
     shared_bytes: int
     cluster: Dim3
     parameters: bytes
-    is_cooperative: bool = False
     is_dependent: bool = False
 
     node_type = _NODE.CU_GRAPH_NODE_TYPE_KERNEL
@@ -73,55 +63,38 @@ class LaunchAttributes:
     """What a CUlaunchConfig's attributes ask for."""
 
     cluster: Dim3 = (1, 1, 1)
-    is_cooperative: bool = False
     is_dependent: bool = False
-
-
-_PLAIN = LaunchAttributes()
 
 
 def read_attributes(config: Any) -> LaunchAttributes:
     """The attributes of a launch. Raises Refused for one that is not emulated."""
     if not config.numAttrs:
-        return _PLAIN
-    cluster, is_cooperative, is_dependent = (1, 1, 1), False, False
+        return LaunchAttributes()
+    cluster, is_dependent = (1, 1, 1), False
     for attribute in config.attrs[: config.numAttrs]:
         kind, value = attribute.id, attribute.value
         if kind == _ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
             cluster = (value.clusterDim.x, value.clusterDim.y, value.clusterDim.z)
-        elif kind == _ID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
-            is_cooperative = bool(value.cooperative)
         elif kind == _ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
             is_dependent = bool(value.programmaticStreamSerializationAllowed)
-        elif kind not in _HINTS:
+        else:
             raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"launch attribute {kind!r} is not emulated")
-    return LaunchAttributes(cluster, is_cooperative, is_dependent)
+    return LaunchAttributes(cluster, is_dependent)
 
 
 def pack_parameters(function: Function, kernel_params: Any, extra: Any) -> bytes:
-    """A launch's arguments as parameter bytes, in each form that `cuda.bindings` takes.
-
-    These are: the address of an array of pointers to the values; an object whose buffer is that array; a pair of
-    tuples, values and ctypes (None for an object with `getPtr`). With `extra` the values lie packed already.
-    """
+    """A launch's arguments as parameter bytes, in two of the forms that `cuda.bindings` takes: the address of an array
+    of pointers to the values, or a pair of tuples, values and ctypes."""
     if extra:
-        if kernel_params:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "both kernelParams and extra are given")
-        return _packed(function, int(extra))
+        raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, "arguments in `extra` are not emulated")
     sizes, offsets = function.sizes, function.offsets
     if not sizes:
         return b""
     if isinstance(kernel_params, tuple):
         return _from_values(function, *kernel_params)
-    if kernel_params is None or (isinstance(kernel_params, int) and kernel_params == 0):
+    if not kernel_params:
         raise _wrong_count(function, 0)
-    if isinstance(kernel_params, int):
-        pointers = struct.unpack(f"{len(sizes)}Q", ctypes.string_at(kernel_params, 8 * len(sizes)))
-    else:
-        view = memoryview(kernel_params).cast("B")
-        if len(view) < 8 * len(sizes):
-            raise _wrong_count(function, len(view) // 8)
-        pointers = struct.unpack_from(f"{len(sizes)}Q", view)
+    pointers = struct.unpack(f"{len(sizes)}Q", ctypes.string_at(kernel_params, 8 * len(sizes)))
     read = ctypes.string_at
     data = bytearray(function.parameter_bytes)
     for pointer, offset, size in zip(pointers, offsets, sizes):
@@ -135,38 +108,16 @@ def _wrong_count(function: Function, count: int) -> Refused:
     return Refused(R.CUDA_ERROR_INVALID_VALUE, f"{count} arguments: {function.label} takes {len(function.sizes)}")
 
 
-def _packed(function: Function, extra: int) -> bytes:
-    fields: dict[int, int] = {}
-    while True:
-        (key,) = struct.unpack("Q", ctypes.string_at(extra, 8))
-        if key == 0:
-            break
-        if key not in (_BUFFER_POINTER, _BUFFER_SIZE):
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{key} in extra is no CU_LAUNCH_PARAM")
-        (fields[key],) = struct.unpack("Q", ctypes.string_at(extra + 8, 8))
-        extra += 16
-    if set(fields) != {_BUFFER_POINTER, _BUFFER_SIZE}:
-        raise Refused(R.CUDA_ERROR_INVALID_VALUE, "extra lacks the buffer or its size")
-    (size,) = struct.unpack("Q", ctypes.string_at(fields[_BUFFER_SIZE], 8))
-    if size < function.parameter_bytes:
-        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{size} bytes of arguments, not {function.parameter_bytes}")
-    return ctypes.string_at(fields[_BUFFER_POINTER], function.parameter_bytes)
-
-
 def _from_values(function: Function, values: tuple[Any, ...], kinds: tuple[Any, ...]) -> bytes:
     if len(values) != len(function.sizes) or len(kinds) != len(values):
         raise _wrong_count(function, len(values))
     data = bytearray(function.parameter_bytes)
     for value, kind, offset, size in zip(values, kinds, function.offsets, function.sizes):
-        raw = ctypes.string_at(value.getPtr(), size) if kind is None else bytes(kind(_plain(value)))
+        raw = bytes(kind(value))
         if len(raw) != size:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"an argument of {len(raw)} bytes for a parameter of {size}")
         data[offset : offset + size] = raw
     return bytes(data)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float | ctypes.c_void_p) else getattr(value, "value", None) or int(value)
 
 
 def overlap_of(kernel_launch: KernelLaunch) -> Overlap:
@@ -177,7 +128,7 @@ def overlap_of(kernel_launch: KernelLaunch) -> Overlap:
 
 
 class LaunchFunctions(ModuleFunctions):
-    """cuLaunchKernel, cuLaunchKernelEx, cuLaunchCooperativeKernel, cuOccupancyMaxActiveClusters
+    """cuLaunchKernelEx, cuOccupancyMaxActiveClusters
 
     Attributes:
         checks: what kernels are watched for, from the next launch on.
@@ -196,23 +147,25 @@ class LaunchFunctions(ModuleFunctions):
         self.num_launches = 0
 
     @entry()
-    def cuLaunchKernel(
-        self, f: Any, gridDimX: int, gridDimY: int, gridDimZ: int, blockDimX: int, blockDimY: int, blockDimZ: int,
-        sharedMemBytes: int, hStream: Any, kernelParams: Any, extra: Any,
-    ) -> None:  # fmt: skip
-        function = self.function(f)
-        stream = self.stream(hStream)
-        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
-        self._launch(function, grid, block, sharedMemBytes, stream, kernelParams, extra, _PLAIN)
-
-    @entry()
     def cuLaunchKernelEx(self, config: Any, f: Any, kernelParams: Any, extra: Any) -> None:
         function = self.function(f)
         stream = self.stream(config.hStream)
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        if stream.context is not function.context:
+            raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"{function.label} and {stream} are of two contexts")
         attributes = read_attributes(config)
-        self._launch(function, grid, block, config.sharedMemBytes, stream, kernelParams, extra, attributes)
+        cluster = attributes.cluster
+        if function.required_cluster is not None and cluster == (1, 1, 1):
+            cluster = function.required_cluster
+        operation = KernelLaunch(
+            self, function, (config.gridDimX, config.gridDimY, config.gridDimZ),
+            (config.blockDimX, config.blockDimY, config.blockDimZ), config.sharedMemBytes, cluster,
+            pack_parameters(function, kernelParams, extra), attributes.is_dependent,
+        )  # fmt: skip
+        self.check_launch(operation)
+        if stream.capture is not None:
+            self.add_captured(stream, operation, is_programmatic=attributes.is_dependent)
+        else:
+            self.enqueue(stream, operation, (), overlap_of(operation))
 
     @entry(1)
     def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> int:
@@ -223,29 +176,10 @@ class LaunchFunctions(ModuleFunctions):
         per_sm = self.blocks_per_sm_of(function, threads, config.sharedMemBytes)
         return function.context.device.model.clusters_at_once(cluster[0] * cluster[1] * cluster[2], per_sm)
 
-    def _launch(
-        self, function: Function, grid: Dim3, block: Dim3, shared_bytes: int, stream: Stream, kernel_params: Any,
-        extra: Any, attributes: LaunchAttributes,
-    ) -> None:  # fmt: skip
-        if stream.context is not function.context:
-            raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"{function.label} and {stream} are of two contexts")
-        cluster = attributes.cluster
-        if function.required_cluster is not None and cluster == (1, 1, 1):
-            cluster = function.required_cluster
-        operation = KernelLaunch(
-            self, function, grid, block, shared_bytes, cluster, pack_parameters(function, kernel_params, extra),
-            attributes.is_cooperative, attributes.is_dependent,
-        )  # fmt: skip
-        self.check_launch(operation)
-        if stream.capture is not None:
-            self.add_captured(stream, operation, is_programmatic=attributes.is_dependent)
-        else:
-            self.enqueue(stream, operation, (), overlap_of(operation))
-
     def check_launch(self, asked: KernelLaunch) -> None:
         """Refuses a configuration as the driver does; what has been found valid is remembered."""
         function = asked.function
-        key = (asked.grid, asked.block, asked.shared_bytes, asked.cluster, asked.is_cooperative)
+        key = (asked.grid, asked.block, asked.shared_bytes, asked.cluster)
         if key in function.checked:
             return
         grid, block, cluster = asked.grid, asked.block, asked.cluster
@@ -258,12 +192,6 @@ class LaunchFunctions(ModuleFunctions):
             )
         if cluster != (1, 1, 1) or function.required_cluster is not None:
             self._check_cluster(function, grid, cluster)
-        threads = block[0] * block[1] * block[2]
-        if asked.is_cooperative:
-            most = self.blocks_per_sm_of(function, threads, asked.shared_bytes) * function.context.device.model.num_sms
-            blocks = grid[0] * grid[1] * grid[2]
-            if blocks > most:
-                raise Refused(R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, f"{blocks} blocks: {most} fit at once")
         function.checked.add(key)
 
     @staticmethod
@@ -286,9 +214,9 @@ class LaunchFunctions(ModuleFunctions):
             required = function.required_cluster
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a cluster of {cluster}: {required} is required")
         size = cluster[0] * cluster[1] * cluster[2]
-        limit = MAX_CLUSTER if function.allows_large_clusters else MAX_PORTABLE_CLUSTER
-        if not 1 <= size <= limit or min(cluster) < 1:
-            raise Refused(R.CUDA_ERROR_INVALID_CLUSTER_SIZE, f"a cluster of {cluster}: at most {limit} blocks")
+        if not 1 <= size <= MAX_PORTABLE_CLUSTER or min(cluster) < 1:
+            most = MAX_PORTABLE_CLUSTER
+            raise Refused(R.CUDA_ERROR_INVALID_CLUSTER_SIZE, f"a cluster of {cluster}: at most {most} blocks")
         if any(blocks % extent for blocks, extent in zip(grid, cluster)):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a grid of {grid} is no multiple of its clusters of {cluster}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -59,7 +59,6 @@ class Function:
         max_threads: a block.
         required_block, required_cluster: what its text fixes; None where it does not.
         max_dynamic_shared_bytes: the attribute, which a launch may not exceed.
-        allows_large_clusters: the attribute for clusters of more than eight blocks.
         checked: launch configurations that have been found valid.
     """
 
@@ -83,8 +82,6 @@ class Function:
         most = _product(directives.get("maxntid") or self.required_block or (MAX_THREADS_PER_BLOCK,))
         self.max_threads = min(most, MAX_THREADS_PER_BLOCK)
         self.max_dynamic_shared_bytes = max(DEFAULT_SHARED_BYTES_PER_BLOCK - self.static_shared_bytes, 0)
-        self.allows_large_clusters = False
-        self.carveout = -1
         self.checked: set[Any] = set()
         self._registers = 0
         opcodes = {instruction.opcode for instruction in kernel.instructions}
@@ -121,7 +118,7 @@ def _image_bytes(image: Any) -> bytes:
 
 
 class ModuleFunctions(DriverState):
-    """cuModule…, cuFunc…, cuOccupancy…"""
+    """cuModule…, cuFunc…"""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -186,16 +183,6 @@ class ModuleFunctions(DriverState):
             self.functions[function.handle] = function
         return cu.CUfunction(function.handle)
 
-    @entry(2)
-    def cuModuleGetGlobal(self, hmod: Any, name: Any) -> tuple[Any, int]:
-        module = self._module(hmod)
-        wanted = _name(name)
-        if wanted not in module.variables:
-            names = ", ".join(module.variables) or "none at all"
-            raise Refused(R.CUDA_ERROR_NOT_FOUND, f"no variable {wanted!r}: {names}")
-        size = module.program.module.variables[wanted].size_bytes
-        return cu.CUdeviceptr(module.variables[wanted]), size or 0
-
     # -- functions ------------------------------------------------------------------------------------------------
 
     def function(self, handle: Any) -> Function:
@@ -203,37 +190,6 @@ class ModuleFunctions(DriverState):
         if function is None:
             raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"function {handle_of(handle):#x} does not exist")
         return function
-
-    @entry(1)
-    def cuFuncGetAttribute(self, attrib: Any, hfunc: Any) -> int:
-        function = self.function(hfunc)
-        major, minor = function.context.device.model.capability
-        local = sum(variable.size_bytes or 0 for variable in function.kernel.variables if variable.space == "local")
-        cluster = function.required_cluster
-        answers: dict[Any, Callable[[], int]] = {
-            _A.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: lambda: function.max_threads,
-            _A.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: lambda: function.static_shared_bytes,
-            _A.CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES: lambda: self._const_bytes(function),
-            _A.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES: lambda: local,
-            _A.CU_FUNC_ATTRIBUTE_NUM_REGS: lambda: function.registers,
-            _A.CU_FUNC_ATTRIBUTE_PTX_VERSION: lambda: 10 * major + minor,
-            _A.CU_FUNC_ATTRIBUTE_BINARY_VERSION: lambda: 10 * major + minor,
-            _A.CU_FUNC_ATTRIBUTE_CACHE_MODE_CA: lambda: 0,
-            _A.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: lambda: function.max_dynamic_shared_bytes,
-            _A.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: lambda: function.carveout,
-            _A.CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET: lambda: int("explicitcluster" in function.kernel.directives),
-            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH: lambda: cluster[0] if cluster else 0,
-            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT: lambda: cluster[1] if cluster else 0,
-            _A.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH: lambda: cluster[2] if cluster else 0,
-            _A.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: lambda: int(function.allows_large_clusters),
-        }
-        if attrib not in answers:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} is not one that emulated kernels answer for")
-        return answers[attrib]()
-
-    @staticmethod
-    def _const_bytes(function: Function) -> int:
-        return sum(v.size_bytes or 0 for v in function.module.program.module.variables.values() if v.space == "const")
 
     @entry()
     def cuFuncSetAttribute(self, hfunc: Any, attrib: Any, value: int) -> None:
@@ -243,14 +199,6 @@ class ModuleFunctions(DriverState):
             if not 0 <= value <= limit:
                 raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{value} bytes of dynamic shared memory: at most {limit}")
             function.max_dynamic_shared_bytes = value
-        elif attrib == _A.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
-            if value not in (0, 1):
-                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib.name} is {value}: 0 or 1")
-            function.allows_large_clusters = bool(value)
-        elif attrib == _A.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
-            if not -1 <= value <= 100:
-                raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a carveout of {value}: -1 to 100")
-            function.carveout = value
         else:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{attrib!r} cannot be set on emulated kernels")
         function.checked.clear()
@@ -269,10 +217,6 @@ class ModuleFunctions(DriverState):
             return 0
         shared = function.static_shared_bytes + dynamic_bytes
         return blocks_per_sm(function.context.device.model, threads, function.registers, shared)
-
-    @entry(1)
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, func: Any, blockSize: int, dynamicSMemSize: int) -> int:
-        return self.blocks_per_sm_of(self.function(func), blockSize, dynamicSMemSize)
 
 
 def _name(name: Any) -> str:

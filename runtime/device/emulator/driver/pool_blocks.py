@@ -175,4 +175,4 @@ class PoolFunctions(DriverState):
         machine = self.machine_at(address)
         if machine is None or machine.pool_blocks is None or not 0 <= size_bytes <= span_bytes:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a block of {size_bytes} of {span_bytes} bytes at {address:#x}")
-        self.submit(hStream, Mark(self, machine, address, size_bytes, span_bytes))
+        self.submit(self.stream(hStream), Mark(self, machine, address, size_bytes, span_bytes))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.architectures import GpuModel
-from runtime.device.emulator.driver.graph_nodes import MODE, Capture, Node
+from runtime.device.emulator.driver.graph_nodes import MODE, Capture, Node, NodeOperation
 from runtime.device.emulator.driver.stream_faults import missing_event, status_of
 from runtime.device.emulator.driver.work_queues import Operation, Queue, Scheduler, Work
 from runtime.device.emulator.memory.device_memory import Allocation, Machine
@@ -71,7 +71,6 @@ class Context:
 
     def __init__(self, handle: int, device: Device) -> None:
         self.handle, self.device = handle, device
-        self.retained = 0
         self.error: Any = None
         self.streams: dict[int, Stream] = {}
         self.events: set[int] = set()
@@ -93,11 +92,10 @@ class Stream:
         number: for messages; 0 is the legacy stream.
     """
 
-    __slots__ = ("capture", "context", "dependencies", "flags", "handle", "is_blocking", "number", "priority", "queue")
+    __slots__ = ("capture", "context", "dependencies", "handle", "is_blocking", "number", "queue")
 
-    def __init__(self, handle: int, number: int, context: Context, queue: Queue, flags: int, priority: int) -> None:
+    def __init__(self, handle: int, number: int, context: Context, queue: Queue, flags: int) -> None:
         self.handle, self.number, self.context, self.queue = handle, number, context, queue
-        self.flags, self.priority = flags, priority
         self.is_blocking = not flags & int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.capture: Capture | None = None
         self.dependencies: list[Node] = []
@@ -125,15 +123,13 @@ def entry(
         @functools.wraps(function)
         def call(self: _S, /, *arguments: _P.args, **keywords: _P.kwargs) -> tuple[Any, ...]:
             with self.lock:
-                if is_release and self.depth and not self.thread.in_host_function:
+                if is_release and self.depth:
                     self.deferred.append(functools.partial(call, self, *arguments, **keywords))
                     return OK
                 self.depth += 1
                 try:
                     if not before_init and not self.is_ready:
                         raise Refused(R.CUDA_ERROR_NOT_INITIALIZED, "cuInit has not been called")
-                    if self.thread.in_host_function:
-                        raise Refused(R.CUDA_ERROR_NOT_PERMITTED, "a host function must not call the driver")
                     result = function(self, *arguments, **keywords)
                 except Refused as refusal:
                     self.last_reason = refusal.reason
@@ -152,13 +148,10 @@ def entry(
 
 
 class _Thread(threading.local):
-    """What belongs to a host thread: its current context, its capture mode, whether it is in a host function."""
+    """What belongs to a host thread: its current context."""
 
     def __init__(self) -> None:
         self.context: Context | None = None
-        self.capture_mode: Any = MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
-        self.in_host_function = False
-        self.default_streams: dict[Context, Stream] = {}
 
 
 class DriverState:
@@ -277,8 +270,6 @@ class DriverState:
                 stream = self.context().streams[0]
                 if self.captures:
                     self._refuse_legacy(stream.context)
-            elif number == 2:
-                stream = self._default_stream_of_thread()
             else:
                 raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"stream {number:#x} does not exist")
         if stream.context.error is not None:
@@ -292,32 +283,24 @@ class DriverState:
                 capture.broken_by = capture.broken_by or "use of the legacy stream"
                 raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "the legacy stream waits for a captured one")
 
-    def _default_stream_of_thread(self) -> Stream:
-        context = self.context()
-        stream = self.thread.default_streams.get(context)
-        if stream is None or stream.handle not in self.streams:
-            stream = self.thread.default_streams[context] = self.new_stream(context, 0, 0)
-        return stream
-
-    def new_stream(self, context: Context, flags: int, priority: int, *, is_legacy: bool = False) -> Stream:
+    def new_stream(self, context: Context, flags: int, *, is_legacy: bool = False) -> Stream:
         queue = Queue(context)
         self.order.open(queue)
         handle = 0 if is_legacy else self.new_handle()
-        stream = Stream(handle, 0 if is_legacy else next(self._stream_numbers), context, queue, flags, priority)
+        stream = Stream(handle, 0 if is_legacy else next(self._stream_numbers), context, queue, flags)
         context.streams[handle] = stream
         if not is_legacy:
             self.streams[handle] = stream
         return stream
 
-    def submit(self, handle: Any, operation: Operation) -> Work | None:
+    def submit(self, stream: Stream, operation: NodeOperation) -> Work | None:
         """Gives a stream an operation: queued, or (then None) a node of what is captured there. Raises Refused."""
-        stream = self.stream(handle)
         if stream.capture is not None:
             self.add_captured(stream, operation)
             return None
         return self.enqueue(stream, operation)
 
-    def add_captured(self, stream: Stream, operation: Operation, *, is_programmatic: bool = False) -> Node:
+    def add_captured(self, stream: Stream, operation: NodeOperation, *, is_programmatic: bool = False) -> Node:
         """The operation as the next node of a stream that is captured."""
         graph = self.valid_capture(stream).graph
         node = Node(self.new_handle(), graph, operation, list(stream.dependencies))
@@ -337,15 +320,12 @@ class DriverState:
         return capture
 
     def refuse_unsafe(self, call: str) -> None:
-        """Refuses a call that may synchronise, by the calling thread's capture mode, and breaks what it disturbs."""
-        if not self.captures or self.thread.capture_mode == MODE.CU_STREAM_CAPTURE_MODE_RELAXED:
-            return
+        """Refuses a call that may synchronise, by the modes of the captures under way, and breaks what it disturbs."""
         me = threading.get_ident()
-        is_global = self.thread.capture_mode == MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
         disturbed = [
             capture for capture in self.captures
             if (capture.thread == me and capture.mode != MODE.CU_STREAM_CAPTURE_MODE_RELAXED)
-            or (is_global and capture.mode == MODE.CU_STREAM_CAPTURE_MODE_GLOBAL)
+            or capture.mode == MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
         ]  # fmt: skip
         self._break(disturbed, call)
 

@@ -1,25 +1,20 @@
-"""The driver's functions for streams, events and functions of the host."""
+"""The driver's functions for streams and events."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.device.emulator.driver.copies import host_address
-from runtime.device.emulator.driver.devices import HIGHEST_PRIORITY, LOWEST_PRIORITY
 from runtime.device.emulator.driver.graph_nodes import Capture, Node
 from runtime.device.emulator.driver.state import Context, DriverState, R, Refused, Stream, entry, handle_of
 from runtime.device.emulator.driver.work_queues import Work
 
-_NODE = cu.CUgraphNodeType
 _EVENT_FLAGS = 0x1 | 0x2 | 0x4  # blocking sync, no timing, interprocess
 _NO_TIMING = 0x2
 _INTERPROCESS = 0x4
 _STREAM_FLAGS = 0x1  # non-blocking
-_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @dataclass(eq=False, slots=True)
@@ -38,31 +33,8 @@ class Event:
     captured: tuple[Capture, list[Node]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HostFunction:
-    """A C function of the host, called at its place in a stream."""
-
-    driver: DriverState
-    function: int
-    argument: int
-
-    node_type = _NODE.CU_GRAPH_NODE_TYPE_HOST
-
-    @property
-    def label(self) -> str:
-        return f"host function {self.function:#x}"
-
-    def run(self, work: Work) -> None:
-        thread = self.driver.thread
-        thread.in_host_function = True
-        try:
-            _HOST_FUNCTION(self.function)(self.argument)
-        finally:
-            thread.in_host_function = False
-
-
 class StreamFunctions(DriverState):
-    """cuStream… but for capture, cuEvent…, cuLaunchHostFunc"""
+    """cuStream… but for capture, cuEvent…"""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -71,18 +43,12 @@ class StreamFunctions(DriverState):
     # -- streams --------------------------------------------------------------------------------------------------
 
     @entry(1)
-    def cuStreamCreate(self, Flags: int) -> Any:
-        return self._create(int(Flags), LOWEST_PRIORITY)
-
-    @entry(1)
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:
-        return self._create(int(flags), max(HIGHEST_PRIORITY, min(LOWEST_PRIORITY, priority)))
-
-    def _create(self, flags: int, priority: int) -> Any:
+        """Priorities are accepted: nothing follows from one."""
         context = self.context()
-        if flags & ~_STREAM_FLAGS:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"stream flags {flags:#x}")
-        return cu.CUstream(self.new_stream(context, flags, priority).handle)
+        if int(flags) & ~_STREAM_FLAGS:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"stream flags {int(flags):#x}")
+        return cu.CUstream(self.new_stream(context, int(flags)).handle)
 
     @entry(is_release=True)
     def cuStreamDestroy(self, hStream: Any) -> None:
@@ -92,10 +58,6 @@ class StreamFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"stream {handle:#x} does not exist")
         self.close_stream(stream)
         del stream.context.streams[handle]
-
-    @entry(1)
-    def cuStreamGetPriority(self, hStream: Any) -> int:
-        return self.stream(hStream).priority
 
     @entry(is_release=True)
     def cuStreamSynchronize(self, hStream: Any) -> None:
@@ -163,13 +125,6 @@ class StreamFunctions(DriverState):
             stream.dependencies = []
         stream.dependencies += [node for node in nodes if node not in stream.dependencies]
 
-    @entry()
-    def cuLaunchHostFunc(self, hStream: Any, fn: Any, userData: Any) -> None:
-        function = handle_of(fn)
-        if not function:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "a null function")
-        self.submit(hStream, HostFunction(self, function, host_address(userData)))
-
     # -- events ---------------------------------------------------------------------------------------------------
 
     def _event(self, handle: Any) -> Event:
@@ -201,9 +156,6 @@ class StreamFunctions(DriverState):
 
     @entry()
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
-        self._record(hEvent, hStream)
-
-    def _record(self, hEvent: Any, hStream: Any) -> None:
         event, stream = self._event(hEvent), self.stream(hStream)
         if event.context is not stream.context:
             raise Refused(R.CUDA_ERROR_INVALID_HANDLE, "the event and the stream are of two contexts")

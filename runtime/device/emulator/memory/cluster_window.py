@@ -30,10 +30,7 @@ from runtime.device.emulator.execution.warp_state import (
     WARP_BLOCK,
     WARP_LAUNCH,
 )
-
-IS_ALLOCATED, IS_INITIALISED = 1, 2
-IS_IN_FLIGHT, IS_BEING_READ = 16, 32
-"""Bits of a shadow byte: an asynchronous write will land here; an asynchronous read has not happened yet."""
+from runtime.device.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT, IS_INITIALISED
 
 _CLUSTER_RANK = int(FaultKind.CLUSTER_RANK)
 _NOT_SHARED = int(FaultKind.NOT_SHARED)
@@ -133,20 +130,22 @@ def claim(warp, site, lane, block, host, size, bit):
 
 
 @njit
-def landed(warp, block, host, size):
-    """Marks bytes as written and no longer in flight."""
+def _mark(warp, block, host, size, cleared, added):
+    """Clears and adds bits of bytes' shadow."""
     at = shadow_of(warp, block, host)
     if at != 0:
         shadow = u8_at(at)
         for index in range(size):
-            shadow[index] = (shadow[index] & ~IS_IN_FLIGHT) | IS_INITIALISED
+            shadow[index] = (shadow[index] & ~cleared) | added
+
+
+@njit
+def landed(warp, block, host, size):
+    """Marks bytes as written and no longer in flight."""
+    _mark(warp, block, host, size, IS_IN_FLIGHT, IS_INITIALISED)
 
 
 @njit
 def was_read(warp, block, host, size):
     """Ends `claim` of a source."""
-    at = shadow_of(warp, block, host)
-    if at != 0:
-        shadow = u8_at(at)
-        for index in range(size):
-            shadow[index] &= ~IS_BEING_READ
+    _mark(warp, block, host, size, IS_BEING_READ, 0)

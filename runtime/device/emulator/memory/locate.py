@@ -11,9 +11,6 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u8_at
 from runtime.device.emulator.execution.fault import FaultKind, report
 from runtime.device.emulator.execution.warp_state import (
-    BLOCK_CLUSTER,
-    BLOCK_EXITED_WARPS,
-    BLOCK_NUM_WARPS,
     BLOCK_SHARED,
     BLOCK_SHARED_BYTES,
     BLOCK_SHARED_SHADOW,
@@ -23,7 +20,6 @@ from runtime.device.emulator.execution.warp_state import (
     LAUNCH_ARENA_BYTES,
     LAUNCH_ARENA_SHADOW,
     LAUNCH_CHECKS,
-    LAUNCH_CLUSTER_SIZE,
     LAUNCH_LOCAL_BYTES,
     LAUNCH_PARAMETER_BYTES,
     LAUNCH_PARAMETERS,
@@ -39,6 +35,7 @@ from runtime.device.emulator.execution.warp_state import (
     WARP_LOCAL,
     WARP_LOCAL_SHADOW,
 )
+from runtime.device.emulator.memory.cluster_window import block_of_rank
 from runtime.device.emulator.memory.device_memory import (
     IS_ALLOCATED,
     IS_BEING_READ,
@@ -62,8 +59,6 @@ HOST, BLOCK, SHADOW = range(3)
 first shadow byte, or 0 where nothing is to be checked."""
 NOT_DEVICE = -1  # BLOCK of local, param and const places, which nobody can race for
 
-_CLUSTER_RANK = int(FaultKind.CLUSTER_RANK)
-_BLOCK_EXITED = int(FaultKind.BLOCK_EXITED)
 _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
 _ACCESS_AFTER_FREE = int(FaultKind.ACCESS_AFTER_FREE)
 _MISALIGNED = int(FaultKind.MISALIGNED)
@@ -86,21 +81,6 @@ def _space_of(address):
     if address >= PARAM_WINDOW:
         return PARAM
     return GLOBAL
-
-
-@njit
-def block_of_rank(warp, site, lane, rank):
-    """The block array of a rank of the warp's cluster; 0 and a fault if there is none or it has exited."""
-    launch = i64_at(warp[WARP_LAUNCH])
-    if rank < 0 or rank >= launch[LAUNCH_CLUSTER_SIZE]:
-        report(warp, _CLUSTER_RANK, site, lane, 0, rank, launch[LAUNCH_CLUSTER_SIZE], 0, 0)
-        return 0
-    found = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[rank]
-    block = i64_at(found)
-    if found != warp[WARP_BLOCK] and block[BLOCK_EXITED_WARPS] == block[BLOCK_NUM_WARPS]:
-        report(warp, _BLOCK_EXITED, site, lane, 0, rank, 0, 0, 0)
-        return 0
-    return found
 
 
 @njit

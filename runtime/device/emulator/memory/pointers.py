@@ -23,6 +23,18 @@ def address_of(typing_context, pointer):
     return types.int64(pointer), generate
 
 
+@intrinsic
+def addresses_of(typing_context, pointers):
+    """The addresses of a tuple of at most 8 ``CPointer``s as int64, and zeros up to the eighth."""
+    count, result = len(pointers), types.UniTuple(types.int64, 8)
+
+    def generate(context, builder, signature, arguments):
+        found = [builder.ptrtoint(each, _I64) for each in cgutils.unpack_tuple(builder, arguments[0], count)]
+        return context.make_tuple(builder, result, [*found, *[ir.Constant(_I64, 0)] * (8 - count)])
+
+    return result(pointers), generate
+
+
 def _atomic(kind: str, element: Any) -> Any:
     """``f(address, value) -> old``: one read-modify-write, sequentially consistent."""
 

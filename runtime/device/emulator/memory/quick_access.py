@@ -33,7 +33,7 @@ from runtime.device.emulator.execution.warp_state import (
 from runtime.device.emulator.memory.careful_access import IS_SIGNED, IS_STORE, IS_STRONG, extend_sign
 from runtime.device.emulator.memory.lane_vectors import load_lanes, store_lanes
 from runtime.device.emulator.memory.locate import CONST, GENERIC, GLOBAL, SHARED, SHARED_CLUSTER
-from runtime.device.emulator.memory.pointers import address_of, trailing_zeros
+from runtime.device.emulator.memory.pointers import addresses_of, trailing_zeros
 from runtime.device.emulator.races.accesses import warp_is_fine
 from runtime.device.emulator.races.stream_touch import touch_lanes
 from runtime.device.emulator.translation.operation_calls import by_symbol
@@ -85,200 +85,129 @@ def window_of(warp, addresses, offset, mask, space, flags, total):
     return start, size, host, shadow, need, want
 
 
-_load_1x1, _load_2x1, _load_4x1 = load_lanes(1, 1, 32), load_lanes(2, 1, 32), load_lanes(4, 1, 32)
-_load_1x2, _load_2x2, _load_4x2 = load_lanes(1, 2, 32), load_lanes(2, 2, 32), load_lanes(4, 2, 32)
-_load_1x4, _load_2x4, _load_4x4 = load_lanes(1, 4, 32), load_lanes(2, 4, 32), load_lanes(4, 4, 32)
-_load_4x8 = load_lanes(4, 8, 32)
-_load_8x1, _load_8x2, _load_8x4 = load_lanes(8, 1, 64), load_lanes(8, 2, 64), load_lanes(8, 4, 64)
-_store_1x1, _store_2x1, _store_4x1 = store_lanes(1, 1, 32), store_lanes(2, 1, 32), store_lanes(4, 1, 32)
-_store_1x2, _store_2x2, _store_4x2 = store_lanes(1, 2, 32), store_lanes(2, 2, 32), store_lanes(4, 2, 32)
-_store_1x4, _store_2x4, _store_4x4 = store_lanes(1, 4, 32), store_lanes(2, 4, 32), store_lanes(4, 4, 32)
-_store_4x8 = store_lanes(4, 8, 32)
-_store_8x1, _store_8x2, _store_8x4 = store_lanes(8, 1, 64), store_lanes(8, 2, 64), store_lanes(8, 4, 64)
+def _of_size(move, count, is_wide):
+    """``f(warp, mask, site, addresses, offset, space, size, flags, slots)``: an access of `count` elements a lane.
+
+    `move` is `load_lanes` or `store_lanes` for these, all of one size; `is_wide`: their slots have 64 bits.
+    """
+
+    @njit
+    def access(warp, mask, site, addresses, offset, space, size, flags, slots):
+        start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, count * size)
+        if move(addresses, offset, mask, start, limit, host, shadow, need, want, *slots):
+            return 0
+        places = addresses_of(slots)
+        return _CAREFUL(warp, mask, site, addresses, offset, space, size, count, is_wide, flags, *places)
+
+    return access
 
 
-@njit
-def _finish(mask, size, is_wide, flags, d0, d1, d2, d3):
-    if flags & IS_SIGNED:
-        extend_sign(mask, d0, size, is_wide, flags)
-        extend_sign(mask, d1, size, is_wide, flags)
-        extend_sign(mask, d2, size, is_wide, flags)
-        extend_sign(mask, d3, size, is_wide, flags)
-    return 0
+def _of_any_size(make, count):
+    """As `_of_size`, of elements of 1, 2 or 4 bytes in 32-bit slots. `make`: `load_lanes` or `store_lanes`."""
+    one, two, four = make(1, count, 32), make(2, count, 32), make(4, count, 32)
+
+    @njit
+    def access(warp, mask, site, addresses, offset, space, size, flags, slots):
+        start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, count * size)
+        done = 0
+        if size == 4:
+            done = four(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
+        elif size == 2:
+            done = two(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
+        else:
+            done = one(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
+        places = addresses_of(slots)
+        if not done:
+            return _CAREFUL(warp, mask, site, addresses, offset, space, size, count, 0, flags, *places)
+        if flags & IS_SIGNED:
+            for index in range(count):
+                extend_sign(mask, places[index], size, 0, flags)
+        return 0
+
+    return access
+
+
+_load_32x1 = _of_any_size(load_lanes, 1)
+_load_32x2 = _of_any_size(load_lanes, 2)
+_load_32x4 = _of_any_size(load_lanes, 4)
+_load_32x8 = _of_size(load_lanes(4, 8, 32), 8, 0)
+_load_64x1 = _of_size(load_lanes(8, 1, 64), 1, 1)
+_load_64x2 = _of_size(load_lanes(8, 2, 64), 2, 1)
+_load_64x4 = _of_size(load_lanes(8, 4, 64), 4, 1)
+_store_32x1 = _of_any_size(store_lanes, 1)
+_store_32x2 = _of_any_size(store_lanes, 2)
+_store_32x4 = _of_any_size(store_lanes, 4)
+_store_32x8 = _of_size(store_lanes(4, 8, 32), 8, 0)
+_store_64x1 = _of_size(store_lanes(8, 1, 64), 1, 1)
+_store_64x2 = _of_size(store_lanes(8, 2, 64), 2, 1)
+_store_64x4 = _of_size(store_lanes(8, 4, 64), 4, 1)
 
 
 @operation("load_32x1", "qliiip")
 def load_32x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
-    done = 0
-    if size == 4:
-        done = _load_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
-    elif size == 2:
-        done = _load_2x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
-    else:
-        done = _load_1x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0)
-    a0 = address_of(d0)
-    if done:
-        if flags & IS_SIGNED:
-            extend_sign(mask, a0, size, 0, flags)
-        return 0
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 0, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+    return _load_32x1(warp, mask, site, addresses, offset, space, size, flags, (d0,))
 
 
 @operation("load_32x2", "qliiipp")
 def load_32x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
-    done = 0
-    if size == 4:
-        done = _load_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
-    elif size == 2:
-        done = _load_2x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
-    else:
-        done = _load_1x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1)
-    a0, a1 = address_of(d0), address_of(d1)
-    if done:
-        if flags & IS_SIGNED:
-            extend_sign(mask, a0, size, 0, flags)
-            extend_sign(mask, a1, size, 0, flags)
-        return 0
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 0, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+    return _load_32x2(warp, mask, site, addresses, offset, space, size, flags, (d0, d1))
 
 
 @operation("load_32x4", "qliiipppp")
 def load_32x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
-    done = 0
-    if size == 4:
-        done = _load_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
-    elif size == 2:
-        done = _load_2x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
-    else:
-        done = _load_1x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3)
-    a0, a1, a2, a3 = address_of(d0), address_of(d1), address_of(d2), address_of(d3)
-    if done:
-        return _finish(mask, size, 0, flags, a0, a1, a2, a3)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 0, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+    return _load_32x4(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3))
 
 
 @operation("load_32x8", "qliiipppppppp")
 def load_32x8(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3, d4, d5, d6, d7):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 8 * size)
-    if _load_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3, d4, d5, d6, d7):
-        return 0
-    return _CAREFUL(
-        warp, mask, site, addresses, offset, space, size, 8, 0, flags, address_of(d0), address_of(d1), address_of(d2),
-        address_of(d3), address_of(d4), address_of(d5), address_of(d6), address_of(d7),
-    )  # fmt: skip
+    return _load_32x8(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3, d4, d5, d6, d7))
 
 
 @operation("load_64x1", "qliiiq")
 def load_64x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
-    if _load_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, d0):
-        return 0
-    a0 = address_of(d0)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 1, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+    return _load_64x1(warp, mask, site, addresses, offset, space, size, flags, (d0,))
 
 
 @operation("load_64x2", "qliiiqq")
 def load_64x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
-    if _load_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1):
-        return 0
-    a0, a1 = address_of(d0), address_of(d1)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 1, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+    return _load_64x2(warp, mask, site, addresses, offset, space, size, flags, (d0, d1))
 
 
 @operation("load_64x4", "qliiiqqqq")
 def load_64x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
-    if _load_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, d0, d1, d2, d3):
-        return 0
-    a0, a1, a2, a3 = address_of(d0), address_of(d1), address_of(d2), address_of(d3)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 1, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+    return _load_64x4(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3))
 
 
 @operation("store_32x1", "qliiip")
 def store_32x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
-    done = 0
-    if size == 4:
-        done = _store_4x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
-    elif size == 2:
-        done = _store_2x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
-    else:
-        done = _store_1x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0)
-    if done:
-        return 0
-    a0 = address_of(s0)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 0, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+    return _store_32x1(warp, mask, site, addresses, offset, space, size, flags, (s0,))
 
 
 @operation("store_32x2", "qliiipp")
 def store_32x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
-    done = 0
-    if size == 4:
-        done = _store_4x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
-    elif size == 2:
-        done = _store_2x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
-    else:
-        done = _store_1x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1)
-    if done:
-        return 0
-    a0, a1 = address_of(s0), address_of(s1)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 0, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+    return _store_32x2(warp, mask, site, addresses, offset, space, size, flags, (s0, s1))
 
 
 @operation("store_32x4", "qliiipppp")
 def store_32x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
-    done = 0
-    if size == 4:
-        done = _store_4x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
-    elif size == 2:
-        done = _store_2x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
-    else:
-        done = _store_1x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3)
-    if done:
-        return 0
-    a0, a1, a2, a3 = address_of(s0), address_of(s1), address_of(s2), address_of(s3)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 0, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+    return _store_32x4(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3))
 
 
 @operation("store_32x8", "qliiipppppppp")
 def store_32x8(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3, s4, s5, s6, s7):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 8 * size)
-    if _store_4x8(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3, s4, s5, s6, s7):
-        return 0
-    return _CAREFUL(
-        warp, mask, site, addresses, offset, space, size, 8, 0, flags, address_of(s0), address_of(s1), address_of(s2),
-        address_of(s3), address_of(s4), address_of(s5), address_of(s6), address_of(s7),
-    )  # fmt: skip
+    return _store_32x8(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3, s4, s5, s6, s7))
 
 
 @operation("store_64x1", "qliiiq")
 def store_64x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, size)
-    if _store_8x1(addresses, offset, mask, start, limit, host, shadow, need, want, s0):
-        return 0
-    a0 = address_of(s0)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 1, 1, flags, a0, 0, 0, 0, 0, 0, 0, 0)
+    return _store_64x1(warp, mask, site, addresses, offset, space, size, flags, (s0,))
 
 
 @operation("store_64x2", "qliiiqq")
 def store_64x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 2 * size)
-    if _store_8x2(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1):
-        return 0
-    a0, a1 = address_of(s0), address_of(s1)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 2, 1, flags, a0, a1, 0, 0, 0, 0, 0, 0)
+    return _store_64x2(warp, mask, site, addresses, offset, space, size, flags, (s0, s1))
 
 
 @operation("store_64x4", "qliiiqqqq")
 def store_64x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, 4 * size)
-    if _store_8x4(addresses, offset, mask, start, limit, host, shadow, need, want, s0, s1, s2, s3):
-        return 0
-    a0, a1, a2, a3 = address_of(s0), address_of(s1), address_of(s2), address_of(s3)
-    return _CAREFUL(warp, mask, site, addresses, offset, space, size, 4, 1, flags, a0, a1, a2, a3, 0, 0, 0, 0)
+    return _store_64x4(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3))

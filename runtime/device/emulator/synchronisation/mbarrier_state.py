@@ -19,14 +19,13 @@ from runtime.device.emulator.execution.warp_state import (
     WARP_LAUNCH,
 )
 from runtime.device.emulator.memory.cluster_window import (
-    IS_IN_FLIGHT,
-    IS_INITIALISED,
     aligned,
     in_shared,
     shadow_of,
     shared_block,
     shared_host,
 )
+from runtime.device.emulator.memory.device_memory import IS_IN_FLIGHT, IS_INITIALISED
 from runtime.device.emulator.races.clocks import complete, release
 
 MAX_COUNT = (1 << 20) - 1

@@ -30,7 +30,7 @@ from runtime.device.emulator.races.accesses import LOAD, STORE
 from runtime.device.emulator.tensor_cores.products import scratch_words
 from runtime.device.emulator.translation.lowering import Lowering, lowers
 from runtime.device.emulator.translation.operations import operation
-from runtime.device.emulator.translation.ptx import Instruction, Vector
+from runtime.device.emulator.translation.ptx import Instruction, Operand, Vector
 
 _DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
 
@@ -136,13 +136,18 @@ def _shape(low: Lowering, ins: Instruction) -> tuple[int, int]:
     return count, 1 if rest[0] == "trans" else 0
 
 
+def _registers(low: Lowering, operand: Operand, count: int) -> list[Operand]:
+    """The registers of a vector, or the one that stands alone; `count` of them."""
+    items: list[Operand] = [*operand.items] if isinstance(operand, Vector) else [operand]
+    if len(items) != count:
+        raise low.refuse(f"{len(items)} registers")
+    return items
+
+
 @lowers("ldmatrix")
 def lower_ldmatrix(low: Lowering, ins: Instruction) -> None:
     count, is_transposed = _shape(low, ins)
-    target = ins.operands[0]
-    items = list(target.items) if isinstance(target, Vector) else [target]
-    if len(items) != count:
-        raise low.refuse(f"{len(items)} registers")
+    items = _registers(low, ins.operands[0], count)
     base, offset = low.address(ins.operands[1])
     slots = [low.destination(item, 32) for item in items]
     low.call("ldmatrix", *slots, *[slots[0]] * (4 - count), base, offset, count, is_transposed)
@@ -151,11 +156,7 @@ def lower_ldmatrix(low: Lowering, ins: Instruction) -> None:
 @lowers("stmatrix")
 def lower_stmatrix(low: Lowering, ins: Instruction) -> None:
     count, is_transposed = _shape(low, ins)
-    source = ins.operands[1]
-    items = list(source.items) if isinstance(source, Vector) else [source]
-    if len(items) != count:
-        raise low.refuse(f"{len(items)} registers")
-    slots = [low.slot(item, 32) for item in items]
+    slots = [low.slot(item, 32) for item in _registers(low, ins.operands[1], count)]
     slots += [slots[0]] * (4 - count)
     low.call("stmatrix", *low.address(ins.operands[0]), *slots, count, is_transposed)
 

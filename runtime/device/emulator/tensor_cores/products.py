@@ -107,30 +107,24 @@ def _store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: int
     builder.store(value, _at(builder, pointer, index, value.type)).align = 4
 
 
-@intrinsic
-def scratch_floats(typing_context, count):
-    """`count` floats on the stack, aligned to 64 bytes, as a ``CPointer(float32)``."""
-    size = _literal(count)
+def _scratch(element: ir.Type, pointer: Any) -> Any:
+    """``f(count)``: that many elements on the stack, a literal number, aligned to 64 bytes, as a pointer."""
 
-    def generate(context, builder, signature, arguments):
-        place = cgutils.alloca_once(builder, ir.ArrayType(_F32, size))
-        place.align = 64
-        return builder.bitcast(place, _F32.as_pointer())
+    @intrinsic
+    def scratch(typing_context, count):
+        size = _literal(count)
 
-    return _FLOATS(count), generate
+        def generate(context, builder, signature, arguments):
+            place = cgutils.alloca_once(builder, ir.ArrayType(element, size))
+            place.align = 64
+            return builder.bitcast(place, element.as_pointer())
+
+        return pointer(count), generate
+
+    return scratch
 
 
-@intrinsic
-def scratch_words(typing_context, count):
-    """`count` uint32 on the stack as a ``CPointer(uint32)``."""
-    size = _literal(count)
-
-    def generate(context, builder, signature, arguments):
-        place = cgutils.alloca_once(builder, ir.ArrayType(_I32, size))
-        place.align = 64
-        return builder.bitcast(place, _I32.as_pointer())
-
-    return _WORDS(count), generate
+scratch_floats, scratch_words = _scratch(_F32, _FLOATS), _scratch(_I32, _WORDS)
 
 
 @intrinsic

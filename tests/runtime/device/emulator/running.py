@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,24 +48,9 @@ def entry(body: str, variables: str = "", *, inside: str = "", cache: Path | Non
     return load(HEADER + kernel_text(body, variables, inside=inside), cache).kernel("k")
 
 
-def run(
-    kernel: LoadedKernel | str,
-    threads: int = 32,
-    blocks: int = 1,
-    inputs: np.ndarray | None = None,
-    *,
-    cluster: int = 1,
-    shared_bytes: int = 0,
-    checks: Checks = Checks.ALL,
-    seed: int = 0,
-    num_threads: int = 2,
-) -> np.ndarray:
-    """What each thread stored: uint32 [blocks, threads]. `inputs` is what `in` points at, by default 4 KiB of zeros."""
-    results, _ = run_counted(
-        kernel, threads, blocks, inputs, cluster=cluster, shared_bytes=shared_bytes, checks=checks, seed=seed,
-        num_threads=num_threads,
-    )  # fmt: skip
-    return results
+def run(kernel: LoadedKernel | str, *arguments: Any, **options: Any) -> np.ndarray:
+    """What each thread stored: uint32 [blocks, threads]. Arguments are `run_counted`'s."""
+    return run_counted(kernel, *arguments, **options)[0]
 
 
 def run_counted(
@@ -79,7 +65,8 @@ def run_counted(
     seed: int = 0,
     num_threads: int = 2,
 ) -> tuple[np.ndarray, Counters]:
-    """As `run`, with the launch's counters."""
+    """What each thread stored, uint32 [blocks, threads], and the launch's counters. `inputs` is what `in` points at, by
+    default 4 KiB of zeros."""
     loaded = entry(kernel) if isinstance(kernel, str) else kernel
     machine = Machine(16 << 20)
     try:

@@ -13,6 +13,7 @@ from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
 from runtime.device.emulator.execution.launch import Checks
 
 R = cu.CUresult
+ID = cu.CUlaunchAttributeID
 MEMORY_BYTES = 1 << 26
 NON_BLOCKING = 1
 
@@ -41,6 +42,30 @@ DONE: ret;\n}\n"""
 """y[i] = x[i] + term for i < n."""
 
 PTX = _HEAD.format(target="sm_80") + SCALE + SHIFT
+
+
+def config(grid: tuple[int, int, int], block: tuple[int, int, int], stream: Any = 0, **attributes: Any) -> Any:
+    """A CUlaunchConfig; attributes: shared, cluster, dependent, or others by their names, without a value."""
+    made = cu.CUlaunchConfig()
+    made.gridDimX, made.gridDimY, made.gridDimZ = grid
+    made.blockDimX, made.blockDimY, made.blockDimZ = block
+    made.sharedMemBytes = attributes.pop("shared", 0)
+    made.hStream = stream
+    listed = []
+    for name, value in attributes.items():
+        attribute = cu.CUlaunchAttribute()
+        if name == "cluster":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = value
+        elif name == "dependent":
+            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = value
+        else:
+            attribute.id = getattr(ID, "CU_LAUNCH_ATTRIBUTE_" + name)
+        listed.append(attribute)
+    made.attrs, made.numAttrs = listed, len(listed)
+    return made
 
 
 class Refusal(AssertionError):
@@ -78,7 +103,7 @@ class Harness:
         return context
 
     def stream(self, flags: int = NON_BLOCKING) -> Any:
-        return self("cuStreamCreate", flags)
+        return self("cuStreamCreateWithPriority", flags, 0)
 
     def event(self, flags: int = 2) -> Any:
         return self("cuEventCreate", flags)
@@ -89,14 +114,14 @@ class Harness:
     def put(self, array: np.ndarray) -> int:
         """The address of a device copy, which all streams may use."""
         address = self("cuMemAlloc", max(array.nbytes, 1))
-        self("cuMemcpyHtoD", address, array, array.nbytes)
+        self("cuMemcpyHtoDAsync", address, array, array.nbytes, 0)
         self("cuCtxSynchronize")
         return int(address)
 
     def get(self, address: int, count: int, dtype: Any = np.float32) -> np.ndarray:
         out = np.zeros(count, dtype)
         self("cuCtxSynchronize")
-        self("cuMemcpyDtoH", out, address, out.nbytes)
+        self("cuMemcpyDtoHAsync", out, address, out.nbytes, 0)
         return out
 
     def pinned(self, count: int, dtype: Any = np.float32) -> np.ndarray:
@@ -114,7 +139,19 @@ class Harness:
     def _launch(self, function: Any, count: int, stream: Any, values: Sequence[Any], kinds: str) -> None:
         types = {"Q": ctypes.c_uint64, "I": ctypes.c_uint32, "f": ctypes.c_float}
         params = (tuple(values), tuple(types[kind] for kind in kinds))
-        self("cuLaunchKernel", function, -(-count // 64), 1, 1, 64, 1, 1, 0, stream, params, 0)
+        self("cuLaunchKernelEx", config((-(-count // 64), 1, 1), (64, 1, 1), stream), function, params, 0)
 
 
-__all__ = ["MEMORY_BYTES", "NON_BLOCKING", "PTX", "SCALE", "SHIFT", "Checks", "Harness", "R", "Refusal", "cu"]
+__all__ = [
+    "MEMORY_BYTES",
+    "NON_BLOCKING",
+    "PTX",
+    "SCALE",
+    "SHIFT",
+    "Checks",
+    "Harness",
+    "R",
+    "Refusal",
+    "config",
+    "cu",
+]

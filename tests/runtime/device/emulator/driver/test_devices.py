@@ -51,7 +51,6 @@ def test_each_architecture_poses_as_its_product(arch: str) -> None:
     assert f"sm_{major}{minor}" == arch.rstrip("a")
     assert attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") <= attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") - 1024
     assert attribute("MULTIPROCESSOR_COUNT") == model.num_sms
-    assert attribute("CLUSTER_LAUNCH") == (major >= 9)
     bandwidth = 2 * attribute("MEMORY_CLOCK_RATE") * 1e3 * attribute("GLOBAL_MEMORY_BUS_WIDTH") / 8
     assert bandwidth == pytest.approx(model.memory_bytes_per_s, rel=0.03)
     assert harness("cuDeviceTotalMem", device) == harness.driver.devices[0].machine.size_bytes
@@ -103,20 +102,13 @@ def test_several_devices() -> None:
 
 def test_contexts() -> None:
     harness = Harness(num_devices=2)
-    first = harness.context
-    assert int(harness("cuCtxGetCurrent")) == int(first)
     second = harness.use(1)
-    assert int(harness("cuDevicePrimaryCtxRetain", 1)) == int(second)
-    harness("cuDevicePrimaryCtxRelease", 1)
-    harness("cuCtxSynchronize")
-    harness("cuDevicePrimaryCtxRelease", 1)  # the last: it is gone
-    assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_CONTEXT_IS_DESTROYED
-    assert harness.status("cuDevicePrimaryCtxRelease", 1) == R.CUDA_ERROR_INVALID_CONTEXT
-    assert harness.status("cuCtxSetCurrent", second) == R.CUDA_ERROR_INVALID_CONTEXT
+    assert int(harness("cuDevicePrimaryCtxRetain", 1)) == int(second) != int(harness.context)
+    assert harness.status("cuCtxSetCurrent", 4242) == R.CUDA_ERROR_INVALID_CONTEXT
     harness("cuCtxSetCurrent", None)
-    assert int(harness("cuCtxGetCurrent")) == 0
     assert harness.status("cuMemAlloc", 16) == R.CUDA_ERROR_INVALID_CONTEXT
-    harness("cuCtxSetCurrent", first)
+    harness("cuCtxSetCurrent", harness.context)
+    harness("cuMemAlloc", 16)
 
 
 def test_the_current_context_belongs_to_the_thread() -> None:
@@ -124,13 +116,12 @@ def test_the_current_context_belongs_to_the_thread() -> None:
     seen = []
 
     def other() -> None:
-        seen.append(int(harness("cuCtxGetCurrent")))
         seen.append(harness.status("cuMemAlloc", 16))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert seen == [0, R.CUDA_ERROR_INVALID_CONTEXT]
+    assert seen == [R.CUDA_ERROR_INVALID_CONTEXT]
 
 
 def test_peers() -> None:
@@ -140,8 +131,5 @@ def test_peers() -> None:
     assert harness.status("cuCtxEnablePeerAccess", harness.context, 0) == R.CUDA_ERROR_INVALID_CONTEXT
     assert harness.status("cuCtxEnablePeerAccess", second, 1) == R.CUDA_ERROR_INVALID_VALUE
     assert harness.status("cuCtxEnablePeerAccess", third, 0) == R.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
-    assert harness.status("cuCtxDisablePeerAccess", second) == R.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED
     harness("cuCtxEnablePeerAccess", second, 0)
     assert harness.status("cuCtxEnablePeerAccess", second, 0) == R.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
-    harness("cuCtxDisablePeerAccess", second)
-    harness("cuCtxEnablePeerAccess", second, 0)

@@ -12,13 +12,12 @@ from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.stream_faults import DriverFault
 from runtime.device.emulator.execution.fault import FaultKind
-from tests.runtime.device.emulator.driver.driver_harness import Harness, R
+from tests.runtime.device.emulator.driver.driver_harness import Harness, R, config
 
 MODE = cu.CUstreamCaptureMode
 GLOBAL, THREAD_LOCAL, RELAXED = (
     MODE.CU_STREAM_CAPTURE_MODE_GLOBAL, MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, MODE.CU_STREAM_CAPTURE_MODE_RELAXED,
 )  # fmt: skip
-STATUS = cu.CUstreamCaptureStatus
 NODE = cu.CUgraphNodeType
 COUNT = 64
 
@@ -64,11 +63,9 @@ class Case(Harness):
 def test_what_is_captured_does_not_run_and_is_replayed() -> None:
     case = Case()
     case.begin()
-    assert case("cuStreamIsCapturing", case.s) == STATUS.CU_STREAM_CAPTURE_STATUS_ACTIVE
     case.times(case.x, 3.0)
     case.plus(case.x, case.y, 1.0)
     graph = case.end()
-    assert case("cuStreamIsCapturing", case.s) == STATUS.CU_STREAM_CAPTURE_STATUS_NONE
     assert case.values(case.x) == 1.0
     executable = case.replay(graph, 3)
     assert (case.values(case.x), case.values(case.y)) == (27.0, 28.0)
@@ -82,31 +79,22 @@ def test_what_is_captured_does_not_run_and_is_replayed() -> None:
 def test_nodes_edges_and_types() -> None:
     case = Case()
     pinned = case.pinned(COUNT)
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
     case.begin()
-    case("cuMemsetD32Async", case.x, 0, COUNT, case.s)
+    case("cuMemsetD8Async", case.x, 0, 4 * COUNT, case.s)
     case("cuMemcpyDtoHAsync", pinned.ctypes.data, case.x, 4 * COUNT, case.s)
-    case("cuLaunchHostFunc", case.s, ctypes.cast(callback, ctypes.c_void_p).value, 0)
     case.times(case.x, 2.0)
-    status, _, captured, waits, edges, count = case("cuStreamGetCaptureInfo", case.s)
-    assert (status, count, len(waits), len(edges)) == (STATUS.CU_STREAM_CAPTURE_STATUS_ACTIVE, 1, 1, 1)
     graph = case.end()
-    assert int(captured) == int(graph)
-    assert case("cuStreamGetCaptureInfo", case.s)[0] == STATUS.CU_STREAM_CAPTURE_STATUS_NONE
     nodes = case.nodes(graph)
     kinds = [case("cuGraphNodeGetType", node) for node in nodes]
     assert kinds == [
-        NODE.CU_GRAPH_NODE_TYPE_MEMSET, NODE.CU_GRAPH_NODE_TYPE_MEMCPY, NODE.CU_GRAPH_NODE_TYPE_HOST,
-        NODE.CU_GRAPH_NODE_TYPE_KERNEL,
+        NODE.CU_GRAPH_NODE_TYPE_MEMSET, NODE.CU_GRAPH_NODE_TYPE_MEMCPY, NODE.CU_GRAPH_NODE_TYPE_KERNEL,
     ]  # fmt: skip
-    assert case("cuGraphGetEdges", graph)[3] == 3
-    sources, targets, data, count = case("cuGraphGetEdges", graph, 4)
-    assert ([int(n) for n in sources[:3]], [int(n) for n in targets[:3]]) == (
-        [int(n) for n in nodes[:3]], [int(n) for n in nodes[1:]],
+    assert case("cuGraphGetEdges", graph)[3] == 2
+    sources, targets, data, count = case("cuGraphGetEdges", graph, 3)
+    assert ([int(n) for n in sources[:2]], [int(n) for n in targets[:2]]) == (
+        [int(n) for n in nodes[:2]], [int(n) for n in nodes[1:]],
     )  # fmt: skip
-    assert (int(sources[3]), len(data), count) == (0, 4, 3)
-    assert [int(n) for n in case("cuGraphGetRootNodes", graph, 1)[0]] == [int(nodes[0])]
-    assert case("cuGraphNodeGetDependencies", nodes[1], 1)[2] == 1
+    assert (int(sources[2]), len(data), count) == (0, 3, 2)
     assert case.status("cuGraphNodeGetType", 5) == R.CUDA_ERROR_INVALID_VALUE
 
 
@@ -117,7 +105,6 @@ def test_fork_and_join_by_events(seed: int) -> None:
     case.begin()
     case("cuEventRecord", fork, case.s)
     case("cuStreamWaitEvent", other, fork, 0)
-    assert case("cuStreamIsCapturing", other) == STATUS.CU_STREAM_CAPTURE_STATUS_ACTIVE
     case.times(case.x, 3.0)
     case.times(case.x, 2.0)
     case.times(case.y, 5.0, other)
@@ -126,8 +113,8 @@ def test_fork_and_join_by_events(seed: int) -> None:
     case.plus(case.x, case.y, 1.0)
     graph = case.end()
     assert case("cuGraphGetEdges", graph)[3] == 3
-    assert len(case("cuGraphNodeGetDependencies", case.nodes(graph)[3], 2)[0]) == 2
-    assert case("cuStreamIsCapturing", other) == STATUS.CU_STREAM_CAPTURE_STATUS_NONE
+    _, targets, _, _ = case("cuGraphGetEdges", graph, 3)
+    assert [int(node) for node in targets].count(int(case.nodes(graph)[3])) == 2
     case.replay(graph, 2)
     assert (case.values(case.x), case.values(case.y)) == (36.0, 37.0)
 
@@ -220,7 +207,6 @@ def test_arguments_are_changed_in_the_executable_graph_alone() -> None:
     params.blockDimX = 2000
     assert case.status("cuGraphExecKernelNodeSetParams", executable, node, params) == R.CUDA_ERROR_INVALID_VALUE
     params.blockDimX = 64
-    case("cuGraphKernelNodeSetParams", node, params)
     case.begin()
     case("cuMemsetD8Async", case.x, 0, 4, case.s)
     other = case.end()
@@ -229,59 +215,11 @@ def test_arguments_are_changed_in_the_executable_graph_alone() -> None:
     assert case.status("cuGraphExecKernelNodeSetParams", third, node, params) == R.CUDA_ERROR_INVALID_VALUE
 
 
-def test_a_graph_of_the_same_shape_updates_an_executable_one() -> None:
-    case = Case()
-
-    def captured(*factors: float) -> Any:
-        case.begin()
-        for factor in factors:
-            case.times(case.x, factor)
-        return case.end()
-
-    executable = case("cuGraphInstantiate", captured(2.0, 3.0), 0)
-    info = case("cuGraphExecUpdate", executable, captured(5.0, 7.0))
-    assert info.result == cu.CUgraphExecUpdateResult.CU_GRAPH_EXEC_UPDATE_SUCCESS
-    case("cuGraphLaunch", executable, case.s)
-    assert case.values(case.x) == 35.0
-    assert case.status("cuGraphExecUpdate", executable, captured(5.0)) == R.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
-    assert "TOPOLOGY_CHANGED" in case.driver.last_reason
-    case.begin()
-    case.times(case.x, 2.0)
-    case("cuMemsetD8Async", case.x, 0, 4, case.s)
-    assert case.status("cuGraphExecUpdate", executable, case.end()) == R.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
-    assert "NODE_TYPE_CHANGED" in case.driver.last_reason
-
-
-def test_a_graph_by_hand() -> None:
-    case = Case()
-    graph = case("cuGraphCreate", 0)
-    values = (ctypes.c_uint64(case.x), ctypes.c_uint32(COUNT), ctypes.c_float(5.0))
-    pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
-    params = cu.CUDA_KERNEL_NODE_PARAMS()
-    params.func, params.kernelParams = case.scale_kernel, ctypes.addressof(pointers)
-    params.gridDimX = params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
-    params.blockDimX = COUNT
-    first = case("cuGraphAddKernelNode", graph, None, 0, params)
-    middle = case("cuGraphAddEmptyNode", graph, [first], 1)
-    assert case("cuGraphNodeGetType", middle) == NODE.CU_GRAPH_NODE_TYPE_EMPTY
-    case("cuGraphAddKernelNode", graph, [middle], 1, params)
-    case.replay(graph)
-    assert case.values(case.x) == 25.0
-    for dependencies, count in (([first], 2), ([first, first], 2), ([4242], 1)):
-        assert case.status("cuGraphAddEmptyNode", graph, dependencies, count) == R.CUDA_ERROR_INVALID_VALUE
-    assert case.status("cuGraphCreate", 1) == R.CUDA_ERROR_INVALID_VALUE
-
-
 def test_a_dependent_launch_keeps_its_edge() -> None:
     case = Case(devices="sm_90a")
     case.begin()
     case.times(case.x, 2.0)
-    made, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
-    made.gridDimX = made.gridDimY = made.gridDimZ = made.blockDimY = made.blockDimZ = 1
-    made.blockDimX, made.hStream = COUNT, case.s
-    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    made.attrs, made.numAttrs = [attribute], 1
+    made = config((1, 1, 1), (COUNT, 1, 1), case.s, dependent=1)
     params = ((case.y, COUNT, 2.0), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float))
     case("cuLaunchKernelEx", made, case.scale_kernel, params, 0)
     _, _, (edge,), _ = case("cuGraphGetEdges", case.end(), 1)
@@ -293,10 +231,7 @@ UNSAFE = {
     "cuMemAlloc": (16,),
     "cuMemFree": (0,),
     "cuMemHostAlloc": (16, 0),
-    "cuMemAllocHost": (16,),
     "cuModuleLoadData": (b"",),
-    "cuMemcpyHtoD": (0, 0, 0),
-    "cuMemsetD8": (0, 0, 0),
     "cuEventQuery": ("event",),
     "cuEventSynchronize": ("event",),
     "cuStreamSynchronize": ("other",),
@@ -318,7 +253,6 @@ def test_unsafe_calls_are_refused_and_break_the_capture(name: str, mode: Any) ->
     case.begin(mode)
     case.times(case.x, 2.0)
     assert case.status(name.strip(), *arguments) == R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-    assert case("cuStreamIsCapturing", case.s) == STATUS.CU_STREAM_CAPTURE_STATUS_INVALIDATED
     with pytest.raises(AssertionError, match="INVALIDATED"):
         case.times(case.x, 2.0)
     assert case.status("cuStreamEndCapture", case.s) == R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
@@ -336,17 +270,6 @@ def test_a_relaxed_capture_lets_unsafe_calls_pass() -> None:
     case("cuStreamSynchronize", case.stream())
     assert case.status("cuStreamSynchronize", case.s) == R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED  # but never this
     assert case.status("cuStreamEndCapture", case.s) == R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-
-
-def test_a_thread_may_ask_for_another_mode() -> None:
-    case = Case()
-    assert case("cuThreadExchangeStreamCaptureMode", RELAXED) == GLOBAL
-    case.begin(GLOBAL)
-    case.times(case.x, 2.0)
-    case("cuMemAlloc", 16)
-    assert case("cuThreadExchangeStreamCaptureMode", GLOBAL) == RELAXED
-    assert case.status("cuMemAlloc", 16) == R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-    assert case.status("cuThreadExchangeStreamCaptureMode", 9) == R.CUDA_ERROR_INVALID_VALUE
 
 
 @pytest.mark.parametrize(("mode", "is_allowed"), [(GLOBAL, False), (THREAD_LOCAL, True), (RELAXED, True)])
@@ -432,7 +355,7 @@ def test_the_legacy_stream_while_another_is_captured(is_blocking: bool) -> None:
     case.begin(THREAD_LOCAL, stream)
     case.times(case.x, 2.0, stream)
     params = ((case.y, COUNT, 2.0), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float))
-    status = case.status("cuLaunchKernel", case.scale_kernel, 1, 1, 1, 64, 1, 1, 0, 0, params, 0)
+    status = case.status("cuLaunchKernelEx", config((1, 1, 1), (64, 1, 1)), case.scale_kernel, params, 0)
     assert status == (R.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT if is_blocking else R.CUDA_SUCCESS)
     end = case.status("cuStreamEndCapture", stream)
     assert end == (R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if is_blocking else R.CUDA_SUCCESS)
@@ -445,7 +368,6 @@ def test_state_of_a_capture() -> None:
     assert case.status("cuStreamBeginCapture", case.s, 7) == R.CUDA_ERROR_INVALID_VALUE
     case.begin()
     assert case.status("cuStreamBeginCapture", case.s, RELAXED) == R.CUDA_ERROR_ILLEGAL_STATE
-    (*_,) = case("cuStreamGetCaptureInfo", case.s)
     graph = case.driver.captures[0].graph.handle
     assert case.status("cuGraphDestroy", graph) == R.CUDA_ERROR_INVALID_VALUE
     assert case.status("cuGraphInstantiate", graph, 0) == R.CUDA_ERROR_INVALID_VALUE

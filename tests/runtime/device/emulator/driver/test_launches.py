@@ -15,46 +15,15 @@ from runtime.device.emulator.async_copies.tensor_map import encode
 from runtime.device.emulator.execution import launch
 from runtime.device.emulator.execution.fault import EmulatorFault, FaultKind
 from runtime.device.emulator.translation.lowering import UnsupportedInstruction
-from tests.runtime.device.emulator.driver.driver_harness import PTX, Checks, Harness, R
+from tests.runtime.device.emulator.driver.driver_harness import PTX, Checks, Harness, R, config
 
 F = cu.CUfunction_attribute
-ID = cu.CUlaunchAttributeID
 HEAD = ".version 8.0\n.target {}\n.address_size 64\n"
 EMPTY = ".visible .entry {name}() {directives} {{ {body} ret; }}\n"
 
 
 def entry_text(name: str = "k", *, target: str = "sm_90", directives: str = "", body: str = "") -> str:
     return HEAD.format(target) + EMPTY.format(name=name, directives=directives, body=body)
-
-
-def config(grid: tuple[int, int, int], block: tuple[int, int, int], stream: Any, **attributes: Any) -> Any:
-    """A CUlaunchConfig; attributes: shared, cluster, cooperative, dependent, priority."""
-    made = cu.CUlaunchConfig()
-    made.gridDimX, made.gridDimY, made.gridDimZ = grid
-    made.blockDimX, made.blockDimY, made.blockDimZ = block
-    made.sharedMemBytes = attributes.pop("shared", 0)
-    made.hStream = stream
-    listed = []
-    for name, value in attributes.items():
-        attribute = cu.CUlaunchAttribute()
-        if name == "cluster":
-            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = value
-        elif name == "cooperative":
-            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = value
-        elif name == "dependent":
-            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = value
-        elif name == "priority":
-            attribute.id = ID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-            attribute.value.priority = value
-        else:
-            attribute.id = getattr(ID, "CU_LAUNCH_ATTRIBUTE_" + name)
-        listed.append(attribute)
-    made.attrs, made.numAttrs = listed, len(listed)
-    return made
 
 
 def test_garbage_in_a_kernels_thread_does_not_wait_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +86,11 @@ def test_images() -> None:
     assert "line" in harness.driver.last_reason
 
 
-def test_functions_and_globals_by_name() -> None:
+def test_functions_by_name() -> None:
     harness = Harness()
     text = HEAD.format("sm_80") + ".global .align 8 .b32 table[4] = {1, 2, 3, 4};\n" + entry_text().split("64\n", 1)[1]
     before = harness("cuMemGetInfo")[0]
     module = harness("cuModuleLoadData", text.encode())
-    address, size = harness("cuModuleGetGlobal", module, b"table")
-    assert size == 16
-    assert harness.get(int(address), 4, np.uint32).tolist() == [1, 2, 3, 4]
-    assert harness.status("cuModuleGetGlobal", module, b"other") == R.CUDA_ERROR_NOT_FOUND
     assert harness.status("cuModuleGetFunction", module, b"other") == R.CUDA_ERROR_NOT_FOUND
     assert "'other': k" in harness.driver.last_reason
     function = harness("cuModuleGetFunction", module, b"k")
@@ -136,29 +101,17 @@ def test_functions_and_globals_by_name() -> None:
         assert harness.status(*call) == R.CUDA_ERROR_INVALID_HANDLE
 
 
-@pytest.mark.parametrize("form", ["tuple", "addresses", "buffer", "extra", "handle"])
-def test_arguments_in_every_form(form: str) -> None:
+@pytest.mark.parametrize("form", ["tuple", "addresses"])
+def test_arguments_in_both_forms(form: str) -> None:
     harness = Harness()
     scale, stream = harness.function("scale"), harness.stream()
     x = harness.put(np.arange(70, dtype=np.float32))
     values = (ctypes.c_uint64(x), ctypes.c_uint32(70), ctypes.c_float(1.5))
     pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
-    extra = 0
-    params: Any = None
+    params: Any = ctypes.addressof(pointers)
     if form == "tuple":
         params = ((x, 70, 1.5), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float))
-    elif form == "handle":
-        params = ((cu.CUdeviceptr(x), values[1], 1.5), (None, ctypes.c_uint32, ctypes.c_float))
-    elif form == "addresses":
-        params = ctypes.addressof(pointers)
-    elif form == "buffer":
-        params = np.array([ctypes.addressof(value) for value in values], np.uint64)
-    else:
-        packed = ctypes.create_string_buffer(b"".join(bytes(value) for value in values), 16)
-        size = ctypes.c_size_t(16)
-        fields = (ctypes.c_uint64 * 5)(1, ctypes.addressof(packed), 2, ctypes.addressof(size), 0)
-        extra = ctypes.addressof(fields)
-    harness("cuLaunchKernel", scale, 2, 1, 1, 64, 1, 1, 0, stream, params, extra)
+    harness("cuLaunchKernelEx", config((2, 1, 1), (64, 1, 1), stream), scale, params, 0)
     np.testing.assert_array_equal(harness.get(x, 70), np.arange(70) * np.float32(1.5))
 
 
@@ -168,7 +121,7 @@ def test_arguments_are_read_when_the_kernel_is_launched() -> None:
     x = harness.put(np.ones(8, np.float32))
     values = (ctypes.c_uint64(x), ctypes.c_uint32(8), ctypes.c_float(2.0))
     pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
-    harness("cuLaunchKernel", scale, 1, 1, 1, 64, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+    harness("cuLaunchKernelEx", config((1, 1, 1), (64, 1, 1), stream), scale, ctypes.addressof(pointers), 0)
     values[2].value = 100.0
     assert harness.get(x, 8).tolist() == [2.0] * 8
 
@@ -177,13 +130,10 @@ def test_wrong_arguments() -> None:
     harness = Harness()
     scale, stream = harness.function("scale"), harness.stream()
     kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float)
-    for params, extra in (
-        (None, 0), (0, 0), (((1, 2), kinds[:2]), 0), (((1, 2, 3.0), (kinds[0], kinds[0], kinds[2])), 0),
-        (np.zeros(2, np.uint64), 0), (np.zeros(3, np.uint64), 0), (((1, 2, 3.0), kinds), 12345),
-    ):  # fmt: skip
-        assert harness.status("cuLaunchKernel", scale, 1, 1, 1, 1, 1, 1, 0, stream, params, extra) == (
-            R.CUDA_ERROR_INVALID_VALUE
-        ), params
+    one = config((1, 1, 1), (1, 1, 1), stream)
+    for params in (None, 0, ((1, 2), kinds[:2]), ((1, 2, 3.0), (kinds[0], kinds[0], kinds[2]))):
+        assert harness.status("cuLaunchKernelEx", one, scale, params, 0) == R.CUDA_ERROR_INVALID_VALUE, params
+    assert harness.status("cuLaunchKernelEx", one, scale, ((1, 2, 3.0), kinds), 12345) == R.CUDA_ERROR_NOT_SUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -203,14 +153,11 @@ def test_wrong_arguments() -> None:
 def test_limits_of_a_launch(grid: Any, block: Any, shared: int) -> None:
     harness = Harness()
     function, stream = harness.function("k", entry_text(target="sm_80")), harness.stream()
-    assert harness.status("cuLaunchKernel", function, *grid, *block, shared, stream, None, 0) == (
-        R.CUDA_ERROR_INVALID_VALUE
-    )
-    assert harness.driver.last_reason
     assert harness.status("cuLaunchKernelEx", config(grid, block, stream, shared=shared), function, None, 0) == (
         R.CUDA_ERROR_INVALID_VALUE
     )
-    harness("cuLaunchKernel", function, 1, 1, 1, 1024, 1, 1, 48 * 1024, stream, None, 0)
+    assert harness.driver.last_reason
+    harness("cuLaunchKernelEx", config((1, 1, 1), (1024, 1, 1), stream, shared=48 * 1024), function, None, 0)
     harness("cuCtxSynchronize")
 
 
@@ -219,9 +166,9 @@ def test_dynamic_shared_memory_above_48_kb_needs_the_attribute() -> None:
     text = entry_text(target="sm_80", body=".shared .align 4 .b8 own[1024];")
     function, stream = harness.function("k", text), harness.stream()
     attribute = F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function) == 1024
-    assert harness("cuFuncGetAttribute", attribute, function) == 47 * 1024
-    launch = ("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 100 * 1024, stream, None, 0)
+    at_most = config((1, 1, 1), (32, 1, 1), stream, shared=47 * 1024)  # and 1 KB of its own
+    harness("cuLaunchKernelEx", at_most, function, None, 0)
+    launch = ("cuLaunchKernelEx", config((1, 1, 1), (32, 1, 1), stream, shared=100 * 1024), function, None, 0)
     assert harness.status(*launch) == R.CUDA_ERROR_INVALID_VALUE
     assert harness.status("cuFuncSetAttribute", function, attribute, 163 * 1024) == R.CUDA_ERROR_INVALID_VALUE
     harness("cuFuncSetAttribute", function, attribute, 162 * 1024)
@@ -231,33 +178,21 @@ def test_dynamic_shared_memory_above_48_kb_needs_the_attribute() -> None:
     harness("cuCtxSynchronize")
 
 
-def test_attributes_of_functions() -> None:
+def test_limits_that_a_text_sets() -> None:
     harness = Harness("sm_90a")
-    text = entry_text(directives=".maxntid 128, 2, 1\n.minnctapersm 2", body=".local .align 4 .b8 stack[48];")
-    function = harness.function("k", text)
-    values = {
-        name: harness("cuFuncGetAttribute", getattr(F, "CU_FUNC_ATTRIBUTE_" + name), function)
-        for name in ("MAX_THREADS_PER_BLOCK", "LOCAL_SIZE_BYTES", "NUM_REGS", "BINARY_VERSION", "CONST_SIZE_BYTES")
-    }
-    assert values["MAX_THREADS_PER_BLOCK"] == 256
-    assert values["LOCAL_SIZE_BYTES"] == 48
-    assert values["BINARY_VERSION"] == 90
-    assert values["CONST_SIZE_BYTES"] == 0
-    assert 1 <= values["NUM_REGS"] <= 255
-    assert harness.status("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_MAX, function) == R.CUDA_ERROR_INVALID_VALUE
+    function = harness.function("k", entry_text(directives=".maxntid 128, 2, 1\n.minnctapersm 2"))
     assert harness.status("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_NUM_REGS, 1) == R.CUDA_ERROR_INVALID_VALUE
-    carveout = F.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    harness("cuFuncSetAttribute", function, carveout, 50)
-    assert harness("cuFuncGetAttribute", carveout, function) == 50
-    assert harness.status("cuFuncSetAttribute", function, carveout, 101) == R.CUDA_ERROR_INVALID_VALUE
-    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 257, 1, 1, 0, 0, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+    large = config((1, 1, 1), (257, 1, 1))
+    assert harness.status("cuLaunchKernelEx", large, function, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuLaunchKernelEx", config((1, 1, 1), (256, 1, 1)), function, None, 0)
 
 
 def test_a_required_block_is_required() -> None:
     harness = Harness()
     function = harness.function("k", entry_text(target="sm_80", directives=".reqntid 64, 2, 1"))
-    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 128, 1, 1, 0, 0, None, 0) == R.CUDA_ERROR_INVALID_VALUE
-    harness("cuLaunchKernel", function, 1, 1, 1, 64, 2, 1, 0, 0, None, 0)
+    wrong = config((1, 1, 1), (128, 1, 1))
+    assert harness.status("cuLaunchKernelEx", wrong, function, None, 0) == R.CUDA_ERROR_INVALID_VALUE
+    harness("cuLaunchKernelEx", config((1, 1, 1), (64, 2, 1)), function, None, 0)
 
 
 def test_clusters() -> None:
@@ -270,50 +205,22 @@ def test_clusters() -> None:
     assert launch((8, 2, 1), (4, 2, 1)) == R.CUDA_SUCCESS
     assert launch((9, 1, 1), (2, 1, 1)) == R.CUDA_ERROR_INVALID_VALUE
     assert launch((16, 1, 1), (16, 1, 1)) == R.CUDA_ERROR_INVALID_CLUSTER_SIZE
-    harness("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    assert launch((16, 1, 1), (16, 1, 1)) == R.CUDA_SUCCESS
-    assert launch((32, 1, 1), (32, 1, 1)) == R.CUDA_ERROR_INVALID_CLUSTER_SIZE
     required = harness.function("k", entry_text(directives=".reqnctapercluster 2, 1, 1"))
-    harness("cuLaunchKernel", required, 4, 1, 1, 32, 1, 1, 0, stream, None, 0)
-    assert harness.status("cuLaunchKernel", required, 3, 1, 1, 32, 1, 1, 0, stream, None, 0) == (
-        R.CUDA_ERROR_INVALID_VALUE
-    )
+    harness("cuLaunchKernelEx", config((4, 1, 1), (32, 1, 1), stream), required, None, 0)
+    odd = config((3, 1, 1), (32, 1, 1), stream)
+    assert harness.status("cuLaunchKernelEx", odd, required, None, 0) == R.CUDA_ERROR_INVALID_VALUE
     harness("cuCtxSynchronize")
-    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, required) == 2
     older = Harness("sm_80")
     function, stream = older.function("k", entry_text(target="sm_80")), older.stream()
     made = config((2, 1, 1), (32, 1, 1), stream, cluster=(2, 1, 1))
     assert older.status("cuLaunchKernelEx", made, function, None, 0) == R.CUDA_ERROR_INVALID_VALUE
 
 
-def test_attributes_of_launches() -> None:
+def test_an_unknown_attribute_of_a_launch_is_refused() -> None:
     harness = Harness("sm_90a")
-    function, stream = harness.function("k", entry_text()), harness.stream()
-    shape = ((264, 1, 1), (1024, 1, 1), stream)
-    harness("cuLaunchKernelEx", config(*shape, cooperative=1, priority=-1), function, None, 0)
-    large = config((265, 1, 1), (1024, 1, 1), stream, cooperative=1)
-    assert harness.status("cuLaunchKernelEx", large, function, None, 0) == R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
-    unknown = config(*shape, ACCESS_POLICY_WINDOW=None)
+    function = harness.function("k", entry_text())
+    unknown = config((1, 1, 1), (32, 1, 1), ACCESS_POLICY_WINDOW=None)
     assert harness.status("cuLaunchKernelEx", unknown, function, None, 0) == R.CUDA_ERROR_NOT_SUPPORTED
-    harness("cuCtxSynchronize")
-
-
-def test_occupancy_follows_the_limits() -> None:
-    harness = Harness("sm_90a")
-    function = harness.function("k", entry_text(directives=".maxnreg 64"))
-
-    def blocks(threads: int, shared: int = 0) -> int:
-        value: int = harness("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared)
-        return value
-
-    assert harness("cuFuncGetAttribute", F.CU_FUNC_ATTRIBUTE_NUM_REGS, function) == 64
-    assert blocks(32) == 32  # blocks of a multiprocessor
-    assert blocks(256) == 4  # registers: 4 × 256 × 64
-    assert blocks(1024) == 1
-    assert blocks(32, 40 * 1024) == 5  # shared memory: 41 KB each of 228
-    harness("cuFuncSetAttribute", function, F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 227 * 1024)
-    assert blocks(32, 227 * 1024) == 1
-    assert harness.status("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, 0, 0) == R.CUDA_ERROR_INVALID_VALUE
 
 
 def test_clusters_lie_in_one_group_of_multiprocessors() -> None:
@@ -338,13 +245,12 @@ def test_clusters_lie_in_one_group_of_multiprocessors() -> None:
 def test_handles_that_do_not_exist() -> None:
     harness = Harness(num_devices=2)
     function, stream = harness.function("k", entry_text(target="sm_80")), harness.stream()
-    assert harness.status("cuLaunchKernel", 7, 1, 1, 1, 1, 1, 1, 0, stream, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
-    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 7, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
+    for kernel, on in ((7, stream), (function, 7)):
+        one = config((1, 1, 1), (1, 1, 1), on)
+        assert harness.status("cuLaunchKernelEx", one, kernel, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
     harness.use(1)
-    other = harness.stream()
-    assert harness.status("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, other, None, 0) == (
-        R.CUDA_ERROR_INVALID_HANDLE
-    )
+    other = config((1, 1, 1), (1, 1, 1), harness.stream())
+    assert harness.status("cuLaunchKernelEx", other, function, None, 0) == R.CUDA_ERROR_INVALID_HANDLE
 
 
 def test_a_fault_sticks_until_it_is_forgotten() -> None:
@@ -360,7 +266,7 @@ def test_a_fault_sticks_until_it_is_forgotten() -> None:
     assert (fault.kind, fault.kernel, fault.address) == (FaultKind.OUT_OF_BOUNDS, "scale", x + 256)
     for call in (
         ("cuMemAlloc", 16), ("cuMemFree", x), ("cuStreamSynchronize", other), ("cuStreamQuery", stream),
-        ("cuEventCreate", 0), ("cuCtxSynchronize",), ("cuMemcpyHtoD", x, np.ones(1), 8), ("cuMemGetInfo",),
+        ("cuEventCreate", 0), ("cuCtxSynchronize",), ("cuMemcpyHtoDAsync", x, np.ones(1), 8, stream), ("cuMemGetInfo",),
     ):  # fmt: skip
         assert harness.status(*call) == R.CUDA_ERROR_ILLEGAL_ADDRESS, call
     harness.use(1)  # the other device is not concerned
@@ -385,7 +291,7 @@ def test_faults_have_the_drivers_codes() -> None:
         text = HEAD.format("sm_80") + ".visible .entry k(.param .u64 p) {\n.reg .b64 %x; .reg .b32 %a;\n"
         text += "ld.param.u64 %x, [p];\n" + statement + "\nret; }\n"
         function, x = harness.function("k", text), int(harness("cuMemAlloc", 64))
-        harness("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, 0, ((x,), (ctypes.c_uint64,)), 0)
+        harness("cuLaunchKernelEx", config((1, 1, 1), (32, 1, 1)), function, ((x,), (ctypes.c_uint64,)), 0)
         assert harness.status("cuCtxSynchronize") == status, statement
         assert statement.rstrip(";") in str(harness.driver.last_fault)
 
@@ -393,7 +299,7 @@ def test_faults_have_the_drivers_codes() -> None:
 def test_an_unknown_instruction_is_named() -> None:
     harness = Harness()
     function = harness.function("k", entry_text(target="sm_80", body=".reg .b32 %a; frobnicate.b32 %a, 1;"))
-    harness("cuLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, 0, None, 0)
+    harness("cuLaunchKernelEx", config((1, 1, 1), (32, 1, 1)), function, None, 0)
     assert harness.status("cuCtxSynchronize") == R.CUDA_ERROR_LAUNCH_FAILED
     assert isinstance(harness.driver.last_fault, UnsupportedInstruction)
     assert "frobnicate" in str(harness.driver.last_fault)
