@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.options import EngineOptions, with_options
+from runtime.commands.options import EngineOptions, integers, with_options
+from runtime.commands.report import ReportOptions, listing
 
 bench = typer.Typer(
     name="bench",
@@ -17,9 +16,6 @@ bench = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")]
-OutputJson = Annotated[Path | None, typer.Option(help="Write the whole report to this file, too.")]
 
 
 @bench.callback()
@@ -29,13 +25,12 @@ def _bench() -> None:
 
 def latency(
     engine: EngineOptions,
+    output: ReportOptions,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 8,
     num_iters_warmup: Annotated[int, typer.Option(help="Runs before the timed ones.")] = 3,
     num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """How long one batch takes."""
     from runtime.bench.scheduling.latency import bench_latency
@@ -52,16 +47,15 @@ def latency(
         )
     lines = {"avg latency (s)": report["avg_latency"]}
     lines.update({f"p{q} latency (s)": value for q, value in report["percentiles"].items()})
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
 
 
 def throughput(
     engine: EngineOptions,
+    output: ReportOptions,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
     num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """How much comes out when all requests are there from the start."""
     from runtime.bench.scheduling.throughput import bench_throughput
@@ -77,18 +71,17 @@ def throughput(
         "tokens_per_second",
         "output_tokens_per_second",
     )
-    deliver(report, {name.replace("_", " "): report[name] for name in names}, as_json, output_json)
+    output.deliver(report, listing(report, {name.replace("_", " "): report[name] for name in names}))
 
 
 def streaming(
     engine: EngineOptions,
+    output: ReportOptions,
     num_requests: Annotated[int, typer.Option(help="Requests of one burst.")] = 32,
     prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 8,
     num_warmup_rounds: Annotated[int, typer.Option(help="Bursts before the timed ones.")] = 2,
     num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """A burst: many short requests in the same moment."""
     from runtime.bench.load.streaming import bench_streaming
@@ -110,17 +103,16 @@ def streaming(
     if report["ttft_ratio"] is not None:
         lines["p50 TTFT / one request of as many tokens"] = report["ttft_ratio"]
     lines["completion throughput (tokens/s)"] = report["completion_throughput"]
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
 
 
 def allocator(
+    output: ReportOptions,
     device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
     num_operations: Annotated[int, typer.Option(help="Allocations and frees of a round.")] = 200_000,
     num_driver_operations: Annotated[int, typer.Option(help="Of them, those that the driver gets.")] = 2_000,
     max_bytes: Annotated[int, typer.Option(help="Most bytes in use at once.")] = 256 << 20,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """The caching allocator against the driver's own, on random sizes."""
     from runtime.bench.kernels.allocator import bench_allocator
@@ -141,16 +133,15 @@ def allocator(
         "reserved_bytes": "bytes reserved",
         "reserved_per_allocated": "reserved per byte in use",
     }
-    deliver(report, {title: report[name] for name, title in names.items()}, as_json, output_json)
+    output.deliver(report, listing(report, {title: report[name] for name, title in names.items()}))
 
 
 def exact(
     engine: EngineOptions,
+    output: ReportOptions,
     num_requests: Annotated[int, typer.Option(help="How many requests.")] = 300,
     num_schedules: Annotated[int, typer.Option(help="How many ways to serve them; the first serves each alone.")] = 13,
     num_rounds: Annotated[int, typer.Option(help="Timed runs of the exact and of the default mode, in turns.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Whether answers are equal to the bit under every schedule, and what that costs. Exit status 1: they are not."""
     from runtime.bench.scheduling.exact import bench_exact, engine_maker
@@ -171,22 +162,21 @@ def exact(
     lines: dict[str, Any] = {row["name"]: f"{row['num_different']} differ" for row in report["schedules"]}
     lines["choices"] = report["num_choices"]
     lines["cost (exact time / default time)"] = report["cost"]
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
     if not report["is_exact"]:
         raise typer.Exit(1)
 
 
 def overhead(
+    output: ReportOptions,
     batch_sizes: Annotated[str, typer.Option(help="Sequences in a step, comma-separated.")] = "32,256",
     context_lens: Annotated[str, typer.Option(help="Tokens of each, comma-separated.")] = "64,4096",
     num_steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 200,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """What a decode step costs the host beside the computation."""
     from runtime.bench.scheduling.overhead import bench_overhead
 
-    sizes, lens = _integers("batch-sizes", batch_sizes), _integers("context-lens", context_lens)
+    sizes, lens = integers("batch_sizes", batch_sizes), integers("context_lens", context_lens)
     report = bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)
     lines = {}
     for result in report["results"]:
@@ -194,28 +184,7 @@ def overhead(
         lines[f"{what}, host (ms a step)"] = result["host_ms"]
         if "graph_host_ms" in result:
             lines[f"{what}, as a graph"] = result["graph_host_ms"]
-    deliver(report, lines, as_json, output_json)
-
-
-def deliver(report: dict[str, Any], lines: dict[str, Any], as_json: bool, path: Path | None) -> None:
-    """The report as JSON, or its lines for a person; and to a file when one is named."""
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(report))
-        return
-    for name, value in lines.items():
-        print(f"{name + ':':<40}{value:>14,.3f}" if isinstance(value, float) else f"{name + ':':<40}{value!s:>14}")
-    environment = report["environment"]
-    words = [environment[key] for key in ("model", "dtype", "device") if key in environment]
-    print("  ".join(["", *words, f"{environment.get('num_threads', environment['num_cores'])} threads"]))
-
-
-def _integers(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"--{name} must be whole numbers, comma-separated, got {text!r}") from None
+    output.deliver(report, listing(report, lines))
 
 
 for _command in (latency, throughput, streaming, allocator, exact, overhead):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from runtime.commands.bench import JsonFlag, OutputJson
 from runtime.commands.options import EngineOptions
+from runtime.commands.report import ReportOptions
 
 
 def kernels(
+    output: ReportOptions,
     device: Annotated[str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts.")] = "cuda",
     parts: Annotated[
         str, typer.Option(help="Which lines, comma-separated.")
     ] = "gemm,linear,prefill,decode,launch,graph,upload",
     num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours where it is installed."""
     from runtime.bench.kernels.bars import roofline_svg
@@ -35,17 +33,16 @@ def kernels(
     )
     if plot is not None:
         plot.write_text(roofline_svg(report, *roofs(report)))
-    _deliver(report, as_lines(report), as_json, output_json)
+    output.deliver(report, "\n".join(as_lines(report)))
 
 
 def profile(
     engine: EngineOptions,
+    output: ReportOptions,
     batch_size: Annotated[int, typer.Option(help="Sequences.")] = 8,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     num_steps: Annotated[int, typer.Option(help="Decode steps.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Draw the shares to this SVG.")] = None,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Where a step's time goes, by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
     from runtime.bench.kernels.bars import profile_svg
@@ -58,13 +55,7 @@ def profile(
     )
     if plot is not None:
         plot.write_text(profile_svg(report))
-    _deliver(report, as_lines(report), as_json, output_json)
-
-
-def _deliver(report: dict[str, Any], lines: list[str], as_json: bool, path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report) if as_json else "\n".join(lines))
+    output.deliver(report, "\n".join(as_lines(report)))
 
 
 COMMANDS = (kernels, profile)

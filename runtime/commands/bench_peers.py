@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from runtime.commands.bench import JsonFlag, OutputJson
+from runtime.commands.report import ReportOptions
 
 CheckFlag = Annotated[bool, typer.Option("--check", help="Status 1 where a goal is missed or cannot be judged.")]
 
 
 def peers(
+    output: ReportOptions,
     workloads: Annotated[
         str | None,
         typer.Option(
@@ -35,8 +35,6 @@ def peers(
     ] = None,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
     check: CheckFlag = False,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and what the host does.
 
@@ -67,9 +65,7 @@ def peers(
     groups = groups_of([workload for workload in WORKLOADS if workload.key in chosen], chosen_dtypes)
     host_work = [key for key in HOST_WORK if key in chosen]
     report = bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
-    if output_json is not None:
-        output_json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report) if as_json else markdown(report))
+    output.deliver(report, markdown(report))
     failed = failures(report)
     for line in failed if check else ():
         print(line, file=sys.stderr)
@@ -78,32 +74,27 @@ def peers(
 
 
 def memory(
+    output: ReportOptions,
     dtypes: Annotated[str | None, typer.Option(help="Weights: float32,bfloat16,int8; default: all.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests of the load.", min=1)] = 32,
     cold: Annotated[bool, typer.Option("--cold", help="With an empty cache of compiled code.")] = False,
     check: CheckFlag = False,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Most memory that serving GPT-2 124M's shape takes over all processes, beside weights + KV cache + 400 MB."""
     from runtime.bench.memory import bench_memory
     from runtime.bench.peers.workloads import DTYPES, named
 
     report = bench_memory(named("--dtypes", dtypes, DTYPES, DTYPES), num_prompts=num_prompts, is_cold=cold)
-    if output_json is not None:
-        output_json.write_text(json.dumps(report, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(report))
-    else:
-        print("| weights | MB of weights | KV cache | peak | beside both | of it by process | limit | |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        for result in report["results"]:
-            words = [
-                f"{result[key] / 1e6:,.0f}" for key in ("weight_bytes", "kv_cache_bytes", "peak_bytes", "above_bytes")
-            ]
-            words.append(" + ".join(f"{each['total'] / 1e6:,.0f}" for each in result["processes"]))
-            words += [f"{result['limit_bytes'] / 1e6:,.0f}", "met" if result["is_within"] else "missed"]
-            print(f"| {' | '.join([result['dtype'], *words])} |")
+    lines = [
+        "| weights | MB of weights | KV cache | peak | beside both | of it by process | limit | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in report["results"]:
+        words = [f"{result[key] / 1e6:,.0f}" for key in ("weight_bytes", "kv_cache_bytes", "peak_bytes", "above_bytes")]
+        words.append(" + ".join(f"{each['total'] / 1e6:,.0f}" for each in result["processes"]))
+        words += [f"{result['limit_bytes'] / 1e6:,.0f}", "met" if result["is_within"] else "missed"]
+        lines.append(f"| {' | '.join([result['dtype'], *words])} |")
+    output.deliver(report, "\n".join(lines))
     if check and not all(result["is_within"] for result in report["results"]):
         raise typer.Exit(1)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.bench import JsonFlag, OutputJson, deliver
 from runtime.commands.options import EngineOptions
+from runtime.commands.report import ReportOptions, listing
 
 TraceFile = Annotated[
     Path | None, typer.Option("--replay", help="A recorded trace: .csv (Azure) or .jsonl (Mooncake).")
@@ -19,6 +19,7 @@ TraceFile = Annotated[
 
 def schedule(
     engine: EngineOptions,
+    output: ReportOptions,
     replay: TraceFile = None,
     num_requests: Annotated[int, typer.Option(help="With --replay: only the first.")] = 32,
     rate: Annotated[float, typer.Option(help="With --replay: arrivals this many times as dense.")] = 1.0,
@@ -35,8 +36,6 @@ def schedule(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for Perfetto; NAME.STYLE.json with several styles.")
     ] = None,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
     from runtime.bench.load.traces import beside_decodes, read_trace
@@ -67,21 +66,20 @@ def schedule(
         for name, events in timelines.items():
             path = trace if len(timelines) == 1 else trace.with_name(f"{trace.stem}.{name}{trace.suffix}")
             path.write_text(json.dumps(events) + "\n")
-    if output_json is not None:
-        output_json.write_text(json.dumps(report, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(report))
-        return
     columns = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "worst_stall_ms", "output_throughput")
     titles = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "worst stall", "tokens/s")
-    print(f"{'':<15}" + "".join(f"{title:>13}" for title in titles))
+    lines = [f"{'':<15}" + "".join(f"{title:>13}" for title in titles)]
     for result in report["results"]:
-        print(f"{result['style']:<15}" + "".join(f"{result[name]:>13,.2f}" for name in columns))
-    print(f"milliseconds; medians of {num_rounds} rounds of {report['num_requests']} requests ({report['trace']})")
+        lines.append(f"{result['style']:<15}" + "".join(f"{result[name]:>13,.2f}" for name in columns))
+    lines.append(
+        f"milliseconds; medians of {num_rounds} rounds of {report['num_requests']} requests ({report['trace']})"
+    )
+    output.deliver(report, "\n".join(lines))
 
 
 def budget(
     engine: EngineOptions,
+    output: ReportOptions,
     tpot_target_ms: Annotated[
         float | None, typer.Option("--tpot-target-ms", help="Milliseconds a step may take, the decodes' TPOT.")
     ] = None,
@@ -92,8 +90,6 @@ def budget(
     context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 256,
     prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt whose chunks come beside them.")] = 1024,
     num_rounds: Annotated[int, typer.Option(help="Steps timed for each size.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """A TPOT target in, `max_num_batched_tokens` out, from measured step times."""
     from runtime.bench.scheduling.budget import bench_budget
@@ -113,16 +109,15 @@ def budget(
     for size in report["sizes"]:
         lines[f"with {size['chunk']} prompt tokens (ms)"] = size["step_ms"]
     lines |= {"TPOT target (ms)": report["tpot_target_ms"], "max_num_batched_tokens": report["max_num_batched_tokens"]}
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
 
 
 def chunked(
     engine: EngineOptions,
+    output: ReportOptions,
     prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
     num_rounds: Annotated[int, typer.Option(help="Prompts, each whole and in chunks, in turns.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """What computing a prompt in chunks costs; without --model, on Qwen3-0.6B's shapes."""
     from runtime.bench.scheduling.chunked import bench_chunked
@@ -140,11 +135,12 @@ def chunked(
             seed=engine.seed or 0,
         )
     lines = {"whole (s)": report["whole_s"], f"in chunks of {chunk} (s)": report["chunked_s"]}
-    deliver(report, {**lines, "overhead (times)": report["overhead"]}, as_json, output_json)
+    output.deliver(report, listing(report, {**lines, "overhead (times)": report["overhead"]}))
 
 
 def stalls(
     engine: EngineOptions,
+    output: ReportOptions,
     budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None,
     tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7,
     num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
@@ -152,8 +148,6 @@ def stalls(
     prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt that comes beside them.")] = 4096,
     num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
     num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """How long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
 
@@ -182,11 +176,12 @@ def stalls(
         lines[f"{name}: p99 gap (ms)"] = result["p99_gap_ms"]
         lines[f"{name}: p99 gap / usual"] = result["p99_ratio"]
         lines[f"{name}: TTFT of the prompt (s)"] = result["ttft_s"]
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
 
 
 def simulation(
     engine: EngineOptions,
+    output: ReportOptions,
     replay: TraceFile = None,
     length: Annotated[float, typer.Option(help="With --replay: prompts and answers this many times as long.")] = 1.0,
     rate: Annotated[
@@ -197,8 +192,6 @@ def simulation(
     num_requests: Annotated[int, typer.Option(help="Requests of each run.")] = 48,
     num_pairs: Annotated[int, typer.Option(help="Runs and their predictions.")] = 5,
     most_error: Annotated[float, typer.Option(help="Exit status 1 when a median error is larger.")] = 0.15,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
     from runtime.bench.load.traces import read_trace
@@ -224,7 +217,7 @@ def simulation(
             lines[f"pair {index}: {title}, predicted / run"] = values
     lines["median error of median TTFT"] = report["median_ttft_s_error"]
     lines["median error of throughput"] = report["output_throughput_error"]
-    deliver(report, lines, as_json, output_json)
+    output.deliver(report, listing(report, lines))
     if not max(report["median_ttft_s_error"], report["output_throughput_error"]) <= most_error:
         print(f"the prediction is off by more than {most_error:.0%}", file=sys.stderr)
         raise typer.Exit(1)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from runtime.commands.bench import JsonFlag, OutputJson, deliver
 from runtime.commands.options import EngineOptions
+from runtime.commands.report import ReportOptions, listing
 
 
 def serve(
     engine: EngineOptions,
+    output: ReportOptions,
     base_url: Annotated[
         str | None, typer.Option(help="A running server, http://host:port; without it, our own is started.")
     ] = None,
@@ -69,8 +71,6 @@ def serve(
     save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
     result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
     result_filename: Annotated[str | None, typer.Option(help="Its name; default: made of rate and time.")] = None,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Load on a server: TTFT, TPOT, ITL, end-to-end latency. Exit status 1: a request failed.
 
@@ -148,13 +148,11 @@ def serve(
             cpu_s = server.ask("cpu")["cpu_s"] - used_s[0]
             report["server_cpu_us_per_event"] = cpu_s / report["total_events"] * 1e6
             report["environment"] = own["environment"]
-    path = output_json
     if save_result:
         stamp = report["environment"]["date"].replace(":", "")
-        path = result_dir / (
-            result_filename or f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
-        )
-    deliver(report, _lines(report), as_json, path)
+        name = f"openai-{report['request_rate']}qps-{report['model_id']}-{stamp}.json".replace("/", "-")
+        output = replace(output, output_json=result_dir / (result_filename or name))
+    output.deliver(report, listing(report, _lines(report)))
     if report["failed"]:
         for message, times in report["error_counts"].items():
             print(f"failed, {times} times: {message}", file=sys.stderr)

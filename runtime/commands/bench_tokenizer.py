@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from runtime.commands.bench import JsonFlag, OutputJson
+from runtime.commands.report import ReportOptions
 
 
 def tokenizer(
+    output: ReportOptions,
     folders: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH|HUB_ID]...", help="Tokenizers; default: the bundled model's.")
     ] = None,
@@ -23,8 +23,6 @@ def tokenizer(
     num_rounds: Annotated[int, typer.Option(help="Timed rounds, the sides in turns.")] = 7,
     long_characters: Annotated[int, typer.Option(help="Characters of the longest text without words.")] = 1_000_000,
     loads: Annotated[int, typer.Option(help="Processes that load each tokenizer.")] = 3,
-    as_json: JsonFlag = False,
-    output_json: OutputJson = None,
 ) -> None:
     """Encoding and decoding, one thread, beside tokenizers and tiktoken where installed; the same ids, or no time."""
     from models.hub import resolve_model
@@ -40,9 +38,7 @@ def tokenizer(
         loads=loads,
         report_progress=lambda line: print(line, file=sys.stderr),
     )
-    if output_json is not None:
-        output_json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report) if as_json else "\n".join(as_lines(report)))
+    output.deliver(report, "\n".join(as_lines(report)))
 
 
 def _named_text(argument: str) -> tuple[str, str]:

@@ -120,7 +120,7 @@ class EngineOptions:
         for name in ("ageing", "ttft_target", "tpot_target"):
             values[f"{name}_s"] = values.pop(name)
         if self.prefill_chunk_stages is not None:
-            values["prefill_chunk_stages"] = _integers("prefill_chunk_stages", self.prefill_chunk_stages)
+            values["prefill_chunk_stages"] = integers("prefill_chunk_stages", self.prefill_chunk_stages)
         if self.overlap is not None:
             values["overlap"] = "on" if self.overlap else "off"
         return {name: value for name, value in values.items() if value is not None}
@@ -174,7 +174,8 @@ class SamplingOptions(_NumberOptions):
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def _integers(name: str, text: str) -> tuple[int, ...]:
+def integers(name: str, text: str) -> tuple[int, ...]:
+    """``"32,256"`` → ``(32, 256)``. Raises `RequestError` with the option's name."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

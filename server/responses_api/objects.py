@@ -132,116 +132,97 @@ class ResponseInputItems(msgspec.Struct, kw_only=True):
     has_more: Literal[False] = False
 
 
-# Events. `sequence_number` is set when an event is sent.
+# Events: first what several of them have.
 
 
-class ResponseCreated(msgspec.Struct, tag_field="type", tag="response.created"):
-    response: Response
+class _Event(msgspec.Struct, tag_field="type", kw_only=True):
+    """sequence_number: set when the event is sent."""
+
     sequence_number: int = 0
 
 
-class ResponseInProgress(msgspec.Struct, tag_field="type", tag="response.in_progress"):
+class _OfResponse(_Event):
     response: Response
-    sequence_number: int = 0
 
 
-class ResponseCompleted(msgspec.Struct, tag_field="type", tag="response.completed"):
-    response: Response
-    sequence_number: int = 0
+class _OfItem(_Event):
+    item_id: str
+    output_index: int
 
 
-class ResponseIncomplete(msgspec.Struct, tag_field="type", tag="response.incomplete"):
-    response: Response
-    sequence_number: int = 0
+class _OfPart(_OfItem):
+    content_index: int
 
 
-class ResponseFailed(msgspec.Struct, tag_field="type", tag="response.failed"):
-    response: Response
-    sequence_number: int = 0
+class ResponseCreated(_OfResponse, tag="response.created"):
+    pass
 
 
-class OutputItemAdded(msgspec.Struct, tag_field="type", tag="response.output_item.added"):
+class ResponseInProgress(_OfResponse, tag="response.in_progress"):
+    pass
+
+
+class ResponseCompleted(_OfResponse, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(_OfResponse, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(_OfResponse, tag="response.failed"):
+    pass
+
+
+class OutputItemAdded(_Event, tag="response.output_item.added"):
     output_index: int
     item: OutputItem
-    sequence_number: int = 0
 
 
-class OutputItemDone(msgspec.Struct, tag_field="type", tag="response.output_item.done"):
+class OutputItemDone(_Event, tag="response.output_item.done"):
     output_index: int
     item: OutputItem
-    sequence_number: int = 0
 
 
-class ContentPartAdded(msgspec.Struct, tag_field="type", tag="response.content_part.added"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ContentPartAdded(_OfPart, tag="response.content_part.added"):
     part: ContentPart
-    sequence_number: int = 0
 
 
-class ContentPartDone(msgspec.Struct, tag_field="type", tag="response.content_part.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ContentPartDone(_OfPart, tag="response.content_part.done"):
     part: ContentPart
-    sequence_number: int = 0
 
 
-class OutputTextDelta(msgspec.Struct, tag_field="type", tag="response.output_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDelta(_OfPart, tag="response.output_text.delta"):
     delta: str
     logprobs: list[ChatTokenLogprob]
-    sequence_number: int = 0
 
 
-class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDone(_OfPart, tag="response.output_text.done"):
     text: str
     logprobs: list[ChatTokenLogprob]
-    sequence_number: int = 0
 
 
-class ReasoningTextDelta(msgspec.Struct, tag_field="type", tag="response.reasoning_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningTextDelta(_OfPart, tag="response.reasoning_text.delta"):
     delta: str
-    sequence_number: int = 0
 
 
-class ReasoningTextDone(msgspec.Struct, tag_field="type", tag="response.reasoning_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningTextDone(_OfPart, tag="response.reasoning_text.done"):
     text: str
-    sequence_number: int = 0
 
 
-class ArgumentsDelta(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.delta"):
-    item_id: str
-    output_index: int
+class ArgumentsDelta(_OfItem, tag="response.function_call_arguments.delta"):
     delta: str
-    sequence_number: int = 0
 
 
-class ArgumentsDone(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
+class ArgumentsDone(_OfItem, tag="response.function_call_arguments.done"):
     name: str
     arguments: str
-    sequence_number: int = 0
 
 
-class ErrorEvent(msgspec.Struct, tag_field="type", tag="error"):
+class ErrorEvent(_Event, tag="error"):
     code: str | None
     message: str
     param: str | None = None
-    sequence_number: int = 0
 
 
 Event = (

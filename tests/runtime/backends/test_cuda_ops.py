@@ -98,11 +98,9 @@ REFUSALS: list[tuple[str, str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "argument", "call", "words"), REFUSALS, ids=[f"{r[0]}-{r[1]}" for r in REFUSALS])
-def test_refuses_by_operation_and_argument(
-    op: str, argument: str, call: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`call` makes its arguments, for which memory is filled, and then must fail before it launches anything."""
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that the test launches."""
     launched: list[str] = []
     launch = Gpu.launch
 
@@ -111,6 +109,14 @@ def test_refuses_by_operation_and_argument(
         launch(self, what, *arguments, **options)
 
     monkeypatch.setattr(Gpu, "launch", watched)
+    return launched
+
+
+@pytest.mark.parametrize(("op", "argument", "call", "words"), REFUSALS, ids=[f"{r[0]}-{r[1]}" for r in REFUSALS])
+def test_refuses_by_operation_and_argument(
+    op: str, argument: str, call: Callable[[], Any], words: str, launched: list[str]
+) -> None:
+    """`call` makes its arguments, for which memory is filled, and then must fail before it launches anything."""
     with pytest.raises(InvalidArgumentError, match=f"^{op}: {argument} .*{words}") as caught:
         call()
     assert caught.value.param == argument
@@ -167,16 +173,8 @@ def test_what_the_cpu_gives(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_linear_glu(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_glu(is_fused: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch where Hopper's tile for many rows is chosen, else in two; with a bias always in two."""
-    launched: list[str] = []
-    launch = Gpu.launch
-
-    def watched(self: Gpu, what: Any, *arguments: Any, **options: Any) -> None:
-        launched.append(what.specialisation.name)
-        launch(self, what, *arguments, **options)
-
-    monkeypatch.setattr(Gpu, "launch", watched)
     if is_fused:
         monkeypatch.setattr(hopper, "choose", lambda *sizes, **options: (hopper.LARGE, 1))
     rng = np.random.default_rng(5)

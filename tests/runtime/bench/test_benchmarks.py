@@ -6,8 +6,6 @@ No times are asserted.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.cli import app
 from runtime.llm import LLM
+from tests.runtime.bench.running import bench
 
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
 
@@ -29,24 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-gpt2")
     write_gpt2_folder(path, SHAPE, seed=1)
     return path
-
-
-def bench(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["bench", *arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout)
-    assert all(math.isfinite(number) for number in numbers(report))
-    return report
-
-
-def numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from numbers(item)
-    elif isinstance(value, (int, float)):
-        yield value
 
 
 def check_environment(report: dict[str, Any]) -> None:

@@ -137,32 +137,23 @@ async def test_report_has_the_known_keys_and_plausible_times() -> None:
     json.dumps(report, allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("refuse", "answered 400: .*too.*long"),
-        ("short", "gave 3 tokens where 4 were asked for"),
-        ("error", "broke off: .*lost"),
-        ("cut", r"ended without \[DONE\]"),
-        ("broken", "ended before the answer did"),
-    ],
-)
+FAULTS = [
+    ("refuse", "answered 400: .*too.*long"),
+    ("short", "gave 3 tokens where 4 were asked for"),
+    ("error", "broke off: .*lost"),
+    ("cut", r"ended without \[DONE\]"),
+    ("broken", "ended before the answer did"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS)
 async def test_what_is_not_whole_is_not_timed(fault: str, words: str) -> None:
     async with FakeServer(fault).running() as url:
         with pytest.raises(BenchmarkError, match=words):
             await bench_serve(url, Load(), SAMPLES[:3], SAMPLES[3:])
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("refuse", "answered 400: .*too.*long"),
-        ("short", "gave 3 tokens where 4 were asked for"),
-        ("error", "broke off: .*lost"),
-        ("cut", r"ended without \[DONE\]"),
-        ("broken", "ended before the answer did"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words"), FAULTS)
 async def test_requests_that_fail_are_counted_and_not_timed(fault: str, words: str) -> None:
     async with FakeServer(fault, num_good=2).running() as url:
         report = await bench_serve(

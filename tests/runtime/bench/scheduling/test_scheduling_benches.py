@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
@@ -19,9 +17,9 @@ from runtime.bench.scheduling.budget import bench_budget
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
 from runtime.bench.scheduling.schedule import styles_named
 from runtime.bench.scheduling.step_model import TERMS, StepFeatures
-from runtime.cli import app
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
+from tests.runtime.bench import running
 from tests.runtime.bench.scheduling.test_timeline_view import record
 
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=1, num_heads=2, vocab_size=97, max_positions=256)
@@ -40,23 +38,7 @@ def engine(folder: Path) -> Engine:
 
 
 def bench(folder: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
-    result = CliRunner().invoke(
-        app, ["bench", *arguments, "--json", "--device", "cpu", "--model", str(folder)], catch_exceptions=False
-    )
-    assert result.exit_code == status, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout)
-    assert all(math.isfinite(number) for number in numbers(report))
-    return report
-
-
-def numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from numbers(item)
-    elif isinstance(value, (int, float)):
-        yield value
+    return running.bench(*arguments, "--device", "cpu", "--model", str(folder), status=status)
 
 
 class MadeUpSteps:

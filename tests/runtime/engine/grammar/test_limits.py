@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import models.demo
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker, check_grammar, compile_grammar
 from runtime.engine.grammar.deep_stack import on_deep_stack
@@ -26,16 +25,6 @@ from runtime.engine.grammar.grammar import (
 from runtime.engine.grammar.vocabulary import LazyVocabulary, Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(models.demo.__path__[0])
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary(tokenizer, tokenizer.vocab_size, (635,))
 
 
 def of(schema: Any) -> Grammar:

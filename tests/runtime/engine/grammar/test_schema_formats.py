@@ -10,22 +10,11 @@ from typing import Any
 
 import pytest
 
-import models.demo
 from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.schema_formats import PATTERNS, with_narrow_formats
 from runtime.engine.grammar.vocabulary import Vocabulary
 from tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(models.demo.__path__[0])
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary(tokenizer, tokenizer.vocab_size, (635,))
 
 
 def accepts(schema: Any, value: Any, vocabulary: Vocabulary, tokenizer: Tokenizer) -> bool:
