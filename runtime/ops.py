@@ -16,13 +16,16 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
+
 from numba_kernels.cpu.recording import NotRecordableError, current
 from numba_kernels.segments import SEGMENTS
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.checks import check, fail
+from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
-from runtime.dtype import float32, int32, int64
+from runtime.dtype import STORED, DType, float32, int32, int64
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
@@ -39,6 +42,7 @@ __all__ = [
 
 GluActivation = Literal["silu", "gelu_tanh"]
 GLU_ACTIVATIONS = ("silu", "gelu_tanh")
+FLOATS = tuple(STORED)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,11 +64,12 @@ def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
 
 
 def _sampling_backend(op: str, logits: Tensor) -> ModuleType:
-    if _backend(op, "logits", logits) is cpu:
-        return cpu_sampling
-    from runtime.backends import cuda_sampling
-
-    return cuda_sampling
+    """The implementation for ``logits [n, V]`` float32, which have been checked."""
+    backend: ModuleType = cpu_sampling
+    if _backend(op, "logits", logits) is not cpu:
+        from runtime.backends import cuda_sampling as backend
+    check(op, "logits", logits, logits.device, float32, (None, None))
+    return backend
 
 
 def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
@@ -95,9 +100,7 @@ def _check_addends(
     if residual is not None:
         check(op, "residual", residual, x.device, weight.activations, shape)
     if out is not None:
-        check(op, "out", out, x.device, weight.activations, shape)
-        if out.is_read_only:
-            raise fail(op, "out", "is read-only")
+        _check_written(op, "out", out, x.device, weight.activations, shape)
         if max(x.address, out.address) < min(x.address + x.size_bytes, out.address + out.size_bytes):
             raise fail(op, "out", f"shares memory with {name}")
 
@@ -172,6 +175,15 @@ def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
     return backend
 
 
+def _check_written(
+    op: str, argument: str, out: Tensor, device: Device, dtype: DType, shape: tuple[int, ...]
+) -> None:
+    """Checks the memory that an operation is to write."""
+    check(op, argument, out, device, dtype, shape)
+    if out.is_read_only:
+        raise fail(op, argument, "is read-only")
+
+
 def _check_softcap(op: str, softcap: float | None) -> None:
     if softcap is not None and not 0 < softcap < math.inf:
         raise fail(op, "softcap", f"is {softcap}, must be above 0 and finite")
@@ -182,12 +194,23 @@ def embedding(token_ids: Tensor, table: Tensor | LinearWeight, *, scale: float =
 
     A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
     """
-    return _backend("embedding", "token_ids", token_ids).embedding(token_ids, table, scale)  # type: ignore[no-any-return]
+    op, backend = "embedding", _backend("embedding", "token_ids", token_ids)
+    check(op, "token_ids", token_ids, token_ids.device, int32, (None,))
+    if not isinstance(table, LinearWeight):
+        check(op, "table", table, token_ids.device, FLOATS, (None, None))
+    elif not isinstance(table, backend.TABLE):
+        raise fail(op, "table", f"is on {table.device}, the other arguments are on {token_ids.device}")
+    return backend.embedding(token_ids, table, scale)  # type: ignore[no-any-return]
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Adds rows of ``table [P, H]`` for ``positions [T]`` to ``x [T, H]`` in place; returns ``x``."""
-    return _backend("add_embedding", "x", x).add_embedding(x, positions, table)  # type: ignore[no-any-return]
+    op, backend = "add_embedding", _backend("add_embedding", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    _check_written(op, "x", x, x.device, x.dtype, x.shape)
+    check(op, "positions", positions, x.device, int32, (x.shape[0],))
+    check(op, "table", table, x.device, FLOATS, (None, x.shape[1]))
+    return backend.add_embedding(x, positions, table)  # type: ignore[no-any-return]
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
@@ -200,7 +223,10 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices [n]`` int32 of ``x [T, H]`` -> ``[n, H]``."""
-    return _backend("gather_rows", "x", x).gather_rows(x, indices)  # type: ignore[no-any-return]
+    op, backend = "gather_rows", _backend("gather_rows", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "indices", indices, x.device, int32, (None,))
+    return backend.gather_rows(x, indices)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
@@ -219,25 +245,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over rows ``[T, H]``; weight and bias ``[H]`` of one dtype."""
-    return _backend("layer_norm", "x", x).layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
+    op, backend = "layer_norm", _backend("layer_norm", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "weight", weight, x.device, backend.NORM_WEIGHTS, (x.shape[1],))
+    if bias is not None:
+        check(op, "bias", bias, x.device, weight.dtype, weight.shape)
+    return backend.layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def gelu(x: Tensor, kind: Literal["erf", "tanh", "sigmoid"], *, out: Tensor | None = None) -> Tensor:
     """GELU by its erf, its tanh approximation, or ``x sigmoid(1.702 x)``; ``out`` may be ``x``."""
     if kind not in ("erf", "tanh", "sigmoid"):
         raise fail("gelu", "kind", f"is {kind!r}, must be 'erf', 'tanh' or 'sigmoid'")
-    return _backend("gelu", "x", x).activate("gelu", f"gelu_{kind}", x, out)  # type: ignore[no-any-return]
+    return _activate("gelu", f"gelu_{kind}", x, out)
 
 
 def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``x sigmoid(x)``; ``out`` may be ``x``."""
-    return _backend("silu", "x", x).activate("silu", "silu", x, out)  # type: ignore[no-any-return]
+    return _activate("silu", "silu", x, out)
+
+
+def _activate(op: str, function: str, x: Tensor, out: Tensor | None) -> Tensor:
+    backend = _backend(op, "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None,) * x.ndim)
+    if out is not None:
+        _check_written(op, "out", out, x.device, x.dtype, x.shape)
+    return backend.activate(function, x, out)  # type: ignore[no-any-return]
 
 
 def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
     """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or GELU by its tanh approximation."""
     backend = _backend("glu", "gate_up", gate_up)
-    _check_glu("glu", "gate_up", gate_up.shape[-1], activation)
+    check("glu", "gate_up", gate_up, gate_up.device, backend.ACTIVATIONS, (None, None))
+    _check_glu("glu", "gate_up", gate_up.shape[1], activation)
     return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
 
 
@@ -351,7 +391,9 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     The draw of a row depends on its logits and parameters alone, its seed, choice and position among them, and is the
     same on every device for the same logits.
     """
-    return _sampling_backend("sample", logits).sample(logits, params)  # type: ignore[no-any-return]
+    backend = _sampling_backend("sample", logits)
+    check_sampling("sample", logits.shape[0], logits.shape[1], params)
+    return backend.sample(logits, params)  # type: ignore[no-any-return]
 
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
@@ -362,7 +404,13 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
     the last `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch
     for.
     """
-    _sampling_backend("draw", logits).draw(logits, fields, results, has_penalties=has_penalties)
+    op, backend = "draw", _sampling_backend("draw", logits)
+    rows, device = logits.shape[0], logits.device
+    for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
+        wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
+        check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,))
+    check(op, "results", results, device, int32, (2 * rows + 1,))
+    backend.draw(logits, fields, results, has_penalties=has_penalties)
 
 
 def check_ids(device: Device) -> None:
@@ -380,10 +428,17 @@ def take_decode_inputs(
     ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: a place in it, and its value.
     ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Places and sources must exist.
     """
+    op = "take_decode_inputs"
     backend: ModuleType = cpu_decode
-    if _backend("take_decode_inputs", "changes", changes) is not cpu:
+    if _backend(op, "changes", changes) is not cpu:
         from runtime.backends import cuda_decode as backend
-
+    device, num_tokens = changes.device, token_ids.shape[0]
+    check(op, "changes", changes, device, int32, (None,))
+    check(op, "num_changes", num_changes, device, int32, (1,))
+    check(op, "tables", tables, device, int32, (None, None))
+    check(op, "sources", sources, device, int32, (num_tokens,))
+    check(op, "drawn", drawn, device, int32, (None,))
+    check(op, "token_ids", token_ids, device, int32, (num_tokens,))
     backend.take_decode_inputs(changes, num_changes, tables, sources, drawn, token_ids)
 
 
@@ -392,6 +447,6 @@ def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogpr
 
     A row with NaN or +inf gives NaN.
     """
-    return _sampling_backend("log_softmax_topk", logits).log_softmax_topk(  # type: ignore[no-any-return]
-        logits, chosen, top_n
-    )
+    backend = _sampling_backend("log_softmax_topk", logits)
+    check_chosen("log_softmax_topk", logits.shape[0], logits.shape[1], chosen, top_n)
+    return backend.log_softmax_topk(logits, chosen, top_n)  # type: ignore[no-any-return]

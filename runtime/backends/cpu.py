@@ -21,12 +21,11 @@ from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu import scaling as _scaling
 from numba_kernels.cpu.launch import address_of, hold, new_array
 from numba_kernels.cpu.recording import current
-from runtime.backends.checks import fail
-from runtime.backends.cpu_checks import check, checked_address
+from runtime.backends.checks import check, fail
 from runtime.batch import Batch
-from runtime.dtype import STORED, DType, float32, int32
+from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
+from runtime.linear.weight import JoinedWeight, PanelWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
@@ -36,6 +35,7 @@ SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a
 _SERIAL_ATTENTION_MACS = 64_000
 ACTIVATIONS = float32
 WEIGHT = (PanelWeight, JoinedWeight)
+TABLE = PanelWeight
 NORM_WEIGHTS = tuple(STORED)
 _num_workers = MAX_WORKERS
 
@@ -53,13 +53,9 @@ def set_num_workers(count: int) -> None:
     _num_workers = count
 
 
-def _output(op: str, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """``out``, if it may be written and has this shape, else a new float32 tensor."""
-    if out is None:
-        return Tensor.over(new_array(shape, np.float32), float32)
-    if not check(op, "out", out, float32, shape).flags.writeable:
-        raise fail(op, "out", "is read-only")
-    return out
+def _new(shape: tuple[int, ...]) -> Tensor:
+    """A float32 tensor, not filled."""
+    return Tensor.over(new_array(shape, np.float32), float32)
 
 
 def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
@@ -139,7 +135,7 @@ def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
     rows, width = x.shape
-    result = _output("add_scaled", None, x.shape)
+    result = _new(x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _scaling.add_scaled_kernel()(
         tickets, workers, x.address, y.address, result.address, rows, width, rows_a_ticket, scale
@@ -148,27 +144,20 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _add_rows(
-    op: str, indices_name: str, indices: Tensor, size: int | None, table: Tensor | LinearWeight, out: Tensor | None,
-    multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+    op: str, name: str, indices: Tensor, table: Tensor | PanelWeight, out: Tensor | None, multiplier: float = 1.0
+) -> Tensor:
     """Rows of the table times the multiplier, added to ``out`` or in a new tensor."""
-    rows = check(op, indices_name, indices, int32, (size,)).shape[0]
+    rows, (table_rows, width) = indices.shape[0], table.shape
     if isinstance(table, PanelWeight):
         address, scales, stored = table.panels_address, table.scales_address, table.stored
-        table_rows, width = table.shape
         hold(table.panels, table.scales)
-    elif isinstance(table, LinearWeight):
-        raise fail(op, "table", f"is on {table.device}, the other arguments are on cpu")
     else:
-        table_rows, width = check(op, "table", table, NORM_WEIGHTS, (None, None)).shape
         address, scales, stored = table.address, 0, STORED[table.dtype]
-    if out is not None and out.shape[1] != width:
-        raise fail(op, "table", f"has rows of {width}, x has rows of {out.shape[1]}")
-    result = _output(op, out, (rows, width))
+    result = _new((rows, width)) if out is None else out
 
     def explain(status: int) -> Exception:
         low, high = indices.array.min(), indices.array.max()
-        return fail(op, indices_name, f"holds {low} to {high}, must lie in 0 to {table_rows - 1}")
+        return fail(op, name, f"holds {low} to {high}, must lie in 0 to {table_rows - 1}")
 
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     _embedding.embedding_kernel(stored)(
@@ -178,21 +167,19 @@ def _add_rows(
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight, scale: float) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | PanelWeight, scale: float) -> Tensor:
     """See `ops.embedding`."""
-    return _add_rows("embedding", "token_ids", token_ids, None, table, None, scale)
+    return _add_rows("embedding", "token_ids", token_ids, table, None, scale)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Adds rows of ``table [P, H]`` for ``positions [T]`` to ``x [T, H]`` in place; returns ``x``."""
-    rows = check("add_embedding", "x", x, float32, (None, None)).shape[0]
-    return _add_rows("add_embedding", "positions", positions, rows, table, x)
+    """See `ops.add_embedding`."""
+    return _add_rows("add_embedding", "positions", positions, table, x)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows ``indices [n]`` int32 of ``x [T, H]`` float32 -> ``[n, H]``."""
-    check("gather_rows", "x", x, float32, (None, None))
-    return _add_rows("gather_rows", "indices", indices, None, x, None)
+    """See `ops.gather_rows`."""
+    return _add_rows("gather_rows", "indices", indices, x, None)
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
@@ -201,7 +188,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `ops.rms_norm`."""
     rows, width = x.shape
-    result = _output("rms_norm", None, x.shape)
+    result = _new(x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _norm.rms_norm_kernel(STORED[weight.dtype])(
         tickets, workers, x.address, weight.address, 0 if residual is None else residual.address, result.address, rows,
@@ -211,26 +198,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over rows ``[T, H]``; weight and bias ``[H]`` of one dtype."""
-    rows, width = check("layer_norm", "x", x, float32, (None, None)).shape
-    scale = checked_address("layer_norm", "weight", weight, NORM_WEIGHTS, (width,))
-    shift = 0 if bias is None else checked_address("layer_norm", "bias", bias, weight.dtype, (width,))
-    result = _output("layer_norm", None, x.shape)
+    """See `ops.layer_norm`."""
+    rows, width = x.shape
+    result = _new(x.shape)
     tickets, workers, rows_a_ticket = _share(rows, width)
     _norm.layer_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, x.address, scale, shift, result.address, rows, width, rows_a_ticket, eps
-    )
+        tickets, workers, x.address, weight.address, 0 if bias is None else bias.address, result.address, rows, width,
+        rows_a_ticket, eps,
+    )  # fmt: skip
     return result
 
 
-def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
-    """The kernel `name` of `numba_kernels.cpu.activation`, elementwise; ``out`` may be ``x``."""
-    array = check(op, "x", x, float32, x.shape)
-    result = _output(op, out, x.shape)
-    width = array.shape[-1] if array.ndim else 1
-    rows = array.size // width if width else 0
+def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
+    """The kernel `function` of `numba_kernels.cpu.activation`, elementwise; ``out`` may be ``x``."""
+    result = _new(x.shape) if out is None else out
+    width = x.shape[-1] if x.ndim else 1
+    rows = x.size // width if width else 0
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
-    _activation.activation_kernel(name)(
+    _activation.activation_kernel(function)(
         tickets, workers, x.address, 0, result.address, rows, width, width, width, rows_a_ticket
     )
     return result
@@ -238,9 +223,9 @@ def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
 
 def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
-    rows, both = check("glu", "gate_up", gate_up, float32, (None, None)).shape
+    rows, both = gate_up.shape
     width = both // 2
-    result = _output("glu", None, (rows, width))
+    result = _new((rows, width))
     tickets, workers, rows_a_ticket = _share(rows, width * 8)
     gate = gate_up.address
     _activation.activation_kernel(activation)(
@@ -260,11 +245,11 @@ def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -
 def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
     """(blocks, KV heads, block size) of K ``[blocks, KV heads, head_dim, block size]`` and V ``[..., block size,
     head_dim rounded up to 16]``."""
-    check(op, "k_cache", k_cache, tuple(STORED), (None, None, head_dim, None))
+    check(op, "k_cache", k_cache, x.device, tuple(STORED), (None, None, head_dim, None))
     blocks, heads, _, block_size = k_cache.shape
     if block_size % 8 or blocks == 0:
         raise fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
-    check(op, "v_cache", v_cache, k_cache.dtype, (blocks, heads, block_size, None))
+    check(op, "v_cache", v_cache, x.device, k_cache.dtype, (blocks, heads, block_size, None))
     if v_cache.shape[3] != -(-head_dim // 16) * 16:
         raise fail(op, "v_cache", f"has rows of {v_cache.shape[3]}, must be head_dim {head_dim} rounded up to 16")
     return blocks, heads, block_size
@@ -293,7 +278,7 @@ def qkv_prepare(
         cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
         q_scales = 0 if rope.q_scales is None else rope.q_scales.address
     blocks, _, _, block_size = k_cache.shape
-    result = _output(op, None, (tokens, num_q_heads, head_dim))
+    result = _new((tokens, num_q_heads, head_dim))
     tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
 
     def explain(status: int) -> Exception:
@@ -401,7 +386,7 @@ def attention(
     op, (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = "attention", q.shape, pages
     share = q_heads // kv_heads
     plan = _attention_plan(batch, group, tokens, share, block_size)
-    result = _output(op, None, (tokens, q_heads * head_dim))
+    result = _new((tokens, q_heads * head_dim))
     if plan is None:
         return result
     groups = plan.num_groups * kv_heads

@@ -18,18 +18,17 @@ from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.checks import fail
-from runtime.backends.cuda_checks import FLOATS, alignment, check, first, output
-from runtime.backends.cuda_tensor import id_flag, upload
+from runtime.backends.checks import check, fail
+from runtime.backends.cuda_tensor import alignment, id_flag, upload
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, float32, int32
-from runtime.linear.weight import LinearWeight, RowWeight
+from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.linear.weight import RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
-ACTIVATIONS = FLOATS
-WEIGHT = RowWeight
+ACTIVATIONS = (float32, float16, bfloat16)
+WEIGHT = TABLE = RowWeight
 NORM_WEIGHTS = float32
 
 # ------------------------------------------------------------------------------------------ linear, embedding
@@ -120,44 +119,40 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _gather(
-    op: str, name: str, ids: Tensor, table: Tensor | LinearWeight, out: Tensor | None, multiplier: float = 1.0
+    op: str, ids: Tensor, table: Tensor | RowWeight, out: Tensor | None, multiplier: float = 1.0
 ) -> Tensor:
-    gpu = first(op, name, ids, int32, (None,))
     rows_of = table.weight if isinstance(table, RowWeight) else table
-    if isinstance(rows_of, LinearWeight):
-        raise fail(op, "table", f"is on {rows_of.device}, the other arguments are on {ids.device}")
-    source = check(op, "table", rows_of, ids.device, FLOATS, (None, None))
-    table_rows, width = rows_of.shape
-    num_rows = ids.shape[0]
-    result = output(op, out, (num_rows, width), rows_of.dtype, ids.device)
+    (table_rows, width), num_rows = rows_of.shape, ids.shape[0]
+    if out is not None and out.dtype is not rows_of.dtype:
+        raise fail(op, "table", f"is {rows_of.dtype.name}, must be {out.dtype.name}")
+    result = Tensor.empty((num_rows, width), rows_of.dtype, ids.device) if out is None else out
     if num_rows and width:
         if not table_rows:
             raise fail(op, "table", "has no rows")
+        source = rows_of.address
         launch, accesses = _embedding.plan_embedding(
             num_rows, width, rows_of.dtype.ptx, is_added=out is not None, alignment=alignment(source, result.address)
         )
         flag = id_flag(ids.device).address
-        gpu.launch(launch, ids.address, source, result.address, flag, num_rows, table_rows, accesses, multiplier)
+        Gpu.of(ids.device).launch(
+            launch, ids.address, source, result.address, flag, num_rows, table_rows, accesses, multiplier
+        )
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight, scale: float) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | RowWeight, scale: float) -> Tensor:
     """See `ops.embedding`."""
-    return _gather("embedding", "token_ids", token_ids, table, None, scale)
+    return _gather("embedding", token_ids, table, None, scale)
 
 
 def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """See `ops.add_embedding`."""
-    first("add_embedding", "x", x, FLOATS, (None, None))
-    check("add_embedding", "positions", positions, x.device, int32, (x.shape[0],))
-    return _gather("add_embedding", "positions", positions, table, x)
+    return _gather("add_embedding", positions, table, x)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """See `ops.gather_rows`."""
-    first("gather_rows", "x", x, FLOATS, (None, None))
-    check("gather_rows", "indices", indices, x.device, int32, (None,))
-    return _gather("gather_rows", "indices", indices, x, None)
+    return _gather("gather_rows", indices, x, None)
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
@@ -178,43 +173,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `ops.layer_norm`."""
-    gpu = first("layer_norm", "x", x, FLOATS, (None, None))
     rows, width = x.shape
-    scale = check("layer_norm", "weight", weight, x.device, float32, (width,))
     if bias is None:
         bias = upload(np.zeros(width, np.float32), x.device)
-    shift = check("layer_norm", "bias", bias, x.device, float32, (width,))
-    result = output("layer_norm", None, x.shape, x.dtype, x.device)
+    result = Tensor.empty(x.shape, x.dtype, x.device)
     if rows and width:
-        addresses = x.address, scale, shift, result.address
+        addresses = x.address, weight.address, bias.address, result.address
         launch = _norm.plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
-        gpu.launch(launch, x.address, scale, shift, result.address, width, 1.0 / width, eps)
+        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
     return result
 
 
-def activate(op: str, name: str, x: Tensor, out: Tensor | None) -> Tensor:
+def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     """One of `activation.ACTIVATIONS`, elementwise; ``out`` may be ``x``."""
-    gpu = first(op, "x", x, FLOATS, x.shape)
-    result = output(op, out, x.shape, x.dtype, x.device)
+    result = Tensor.empty(x.shape, x.dtype, x.device) if out is None else out
     if x.size:
+        addresses = x.address, result.address
         launch, accesses = _activation.plan_activation(
-            name, x.size, x.dtype.ptx, alignment=alignment(x.address, result.address)
+            function, x.size, x.dtype.ptx, alignment=alignment(*addresses)
         )
-        gpu.launch(launch, x.address, result.address, accesses)
+        Gpu.of(x.device).launch(launch, *addresses, accesses)
     return result
 
 
 def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
-    gpu = first("glu", "gate_up", gate_up, FLOATS, (None, None))
     rows, both = gate_up.shape
     width = both // 2
-    result = output("glu", None, (rows, width), gate_up.dtype, gate_up.device)
+    result = Tensor.empty((rows, width), gate_up.dtype, gate_up.device)
     if rows and width:
+        addresses = gate_up.address, result.address
         launch, accesses = _activation.plan_glu(
-            activation, rows, width, gate_up.dtype.ptx, alignment=alignment(gate_up.address, result.address)
+            activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses)
         )
-        gpu.launch(launch, gate_up.address, result.address, rows, accesses)
+        Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)
     return result
 
 
@@ -270,7 +262,7 @@ def attention(
     window: int | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
-    op, gpu, device = "attention", Gpu.of(q.device), q.device
+    op, gpu = "attention", Gpu.of(q.device)
     (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
     sink_address = 0 if sinks is None else sinks.address
     seqs = batch.num_seqs
@@ -280,7 +272,7 @@ def attention(
     if batch.max_seq_len > table_width * block_size:
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
-    result = output(op, None, (tokens, q_heads * head_dim), q.dtype, device)
+    result = Tensor.empty((tokens, q_heads * head_dim), q.dtype, q.device)
     if tokens == 0 or q_heads == 0:
         return result
     key = (

@@ -13,8 +13,7 @@ from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import integer_matmul as _integer_matmul
 from numba_kernels.cuda import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
-from runtime.backends.cuda_checks import alignment
-from runtime.backends.cuda_tensor import upload, upload_together
+from runtime.backends.cuda_tensor import alignment, upload, upload_together
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bool_, float32, int32, int64
 from runtime.tensor import views

@@ -13,11 +13,10 @@ import numpy as np
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.checks import fail
-from runtime.backends.cuda_checks import alignment, check, first
-from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
-from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
+from runtime.backends.cuda_tensor import alignment, check_id_flag, id_flag, upload, upload_together
+from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, float32, int32, int64
+from runtime.dtype import float32, int32
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.sampling_table import PENALTIES
 from runtime.tensor.tensor import Tensor
@@ -25,10 +24,7 @@ from runtime.tensor.tensor import Tensor
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     """See `ops.sample`. Waits for the device."""
-    op = "sample"
-    gpu = first(op, "logits", logits, float32, (None, None))
     rows, vocab = logits.shape
-    check_sampling(op, rows, vocab, params)
     if rows == 0:
         return SampledTokens(np.empty(0, np.int32), np.empty(0, np.bool_))
     device, mask = logits.device, params.allowed_mask
@@ -37,38 +33,29 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     mask_address = 0 if mask is None else fields.pop().address
     has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
     result = Tensor.empty((2, rows), int32, device)  # ids, statuses
-    _launch(gpu, logits, [field.address for field in fields], mask_address, result.address, has_penalties)
+    _launch(logits, [field.address for field in fields], mask_address, result.address, has_penalties)
     token_ids, statuses = result.to("cpu").array
     check_id_flag(device)
     if (statuses == _sampling.BAD_ID).any():
-        raise fail(op, "params", f"name a token id outside the vocabulary of {vocab}")
+        raise fail("sample", "params", f"name a token id outside the vocabulary of {vocab}")
     return SampledTokens(token_ids, statuses == _sampling.OK)
 
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """See `ops.draw`."""
-    op = "draw"
-    gpu = first(op, "logits", logits, float32, (None, None))
-    rows, device = logits.shape[0], logits.device
-    addresses = []
-    for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
-        wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
-        addresses.append(check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,)))
-    out = check(op, "results", results, device, int32, (2 * rows + 1,))
-    _launch(gpu, logits, addresses, 0, out, has_penalties)
-    gpu.copy(out + 8 * rows, id_flag(device).address, 4)
+    out, device = results.address, logits.device
+    _launch(logits, [field.address for field in fields], 0, out, has_penalties)
+    Gpu.of(device).copy(out + 8 * logits.shape[0], id_flag(device).address, 4)
 
 
-def _launch(
-    gpu: Gpu, logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool
-) -> None:
+def _launch(logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool) -> None:
     """Draws ids and statuses, ``[2, rows]`` int32 at `out_address`, from at least one row."""
     rows, vocab = logits.shape
     work = Tensor.empty((rows, vocab), float32, logits.device)
     counts = Tensor.empty((rows, vocab), int32, logits.device) if has_penalties else None
     launch = _sampling.plan(rows, vocab, is_aligned=alignment(logits.address, work.address) >= 16)
     assert launch is not None
-    gpu.launch(
+    Gpu.of(logits.device).launch(
         launch, logits.address, *fields, mask_address, work.address, 0 if counts is None else counts.address,
         out_address, out_address + 4 * rows, vocab, -(-vocab // 32),
     )  # fmt: skip
@@ -81,12 +68,9 @@ def _as_tensor_type(array: np.ndarray) -> np.ndarray:
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:
     """See `ops.log_softmax_topk`. Waits for the device."""
-    op = "log_softmax_topk"
-    gpu = first(op, "logits", logits, float32, (None, None))
     rows, vocab = logits.shape
-    check_chosen(op, rows, vocab, chosen, top_n)
     if top_n > _logprobs.MAX_TOP_N:
-        raise fail(op, "top_n", f"is {top_n}, limit on a GPU {_logprobs.MAX_TOP_N}")
+        raise fail("log_softmax_topk", "top_n", f"is {top_n}, limit on a GPU {_logprobs.MAX_TOP_N}")
     device = logits.device
     if rows == 0:
         nothing = np.empty(0, np.float32), np.empty(0, np.int32)
@@ -98,5 +82,5 @@ def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogpr
     ]  # fmt: skip
     launch = _logprobs.plan(rows, vocab, top_n, is_aligned=alignment(logits.address) >= 16)
     assert launch is not None
-    gpu.launch(launch, logits.address, ids.address, *(part.address for part in parts), vocab, top_n)
+    Gpu.of(device).launch(launch, logits.address, ids.address, *(part.address for part in parts), vocab, top_n)
     return TopLogprobs(*(part.to("cpu").array for part in parts))

@@ -93,3 +93,11 @@ def write(target: Tensor, values: NDArray) -> None:
     """Writes an array of the target's shape, cast to its type, over a contiguous tensor on a GPU."""
     if values.size:
         Gpu.of(target.device).write(target.address, cast_array(values, target.dtype))
+
+
+def alignment(*addresses: int) -> int:
+    """The largest power of two that divides all addresses (0 does not count), at most 256."""
+    bits = 256
+    for address in addresses:
+        bits |= address
+    return bits & -bits

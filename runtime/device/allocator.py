@@ -1,13 +1,12 @@
 """The caching allocator of a device's memory: the driver gives large segments, and blocks are cut from them.
 
-Each stream has a pool of its own: what is freed there is used again there, in the stream's order, without waiting.
-A block that another stream used too (`record_stream`) goes back only when an event on that stream has passed. Small
-blocks (up to 64 KiB) are cut from pieces of 1 MiB, which are large blocks themselves: so a small one that lives long
-spoils one such piece, and not a segment; a piece of which nothing is in use is joined again when a large block is
-missing.
+Each stream has a pool of its own: what is freed there is used again there, in the stream's order, without waiting. Work
+in another stream may use a block only until its owner releases it. Small blocks (up to 64 KiB) are cut from pieces of
+1 MiB, which are large blocks themselves: so a small one that lives long spoils one such piece, and not a segment; a
+piece of which nothing is in use is joined again when a large block is missing.
 
 Where no block is free the driver is asked; where it has none, segments of which nothing is in use go back to it; then
-Python's collector runs and every event is waited for; then DeviceOutOfMemoryError says where the memory is.
+Python's collector runs; then DeviceOutOfMemoryError says where the memory is.
 
 A block is returned by `DeviceBlock.release`, or by the end of the object, in any thread and at any moment: it only
 lands in a queue, which the next call empties. While a stream is captured into a graph, its blocks come from the graph's
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from runtime.device.arena import Arena, Block, round_to_class
 from runtime.device.context import Context
 from runtime.device.errors import CaptureError, DeviceOutOfMemoryError, LaunchError, PoolTooSmallError
-from runtime.device.stream import Event, Stream
+from runtime.device.stream import Stream
 from runtime.errors import DeviceError, InvalidArgumentError
 
 SMALL_BLOCK_BYTES = 64 << 10
@@ -58,11 +57,6 @@ class DeviceBlock:
         self._block = block
         self.address = block.address
         self.size_bytes = size_bytes
-
-    def record_stream(self, stream: Stream) -> None:
-        """Says that work on `stream` uses the block, which is not the stream it was allocated for."""
-        if (pool := self._pool) is not None and stream is not pool.stream:
-            pool.users.setdefault(self._block, set()).add(stream)
 
     def declare_immutable(self, stream: Stream) -> None:
         """Says that nothing writes the block again, after what `stream` holds now. An emulated device checks it, and
@@ -92,8 +86,6 @@ class Pool:
         self.small = Arena()
         self.large = Arena()
         self.pieces: dict[int, Block] = {}  # of the large arena, lent to the small one, by address
-        self.users: dict[Block, set[Stream]] = {}  # other streams that use a block
-        self.waiting: deque[tuple[Block, list[Event]]] = deque()  # returned, but perhaps still in use
         self.segments: dict[int, int] = {}  # address: size
         self.is_dropped = False  # of a graph that is gone: what comes back goes to the driver
 
@@ -138,11 +130,10 @@ class AllocatorStatistics:
     Attributes:
         allocated_bytes: of blocks in use, as rounded; requested_bytes: as asked for.
         reserved_bytes: taken from the driver, in use or not.
-        peak_allocated_bytes, peak_reserved_bytes: the most of each since the start or `reset_peaks`.
+        peak_allocated_bytes, peak_reserved_bytes: the most of each since the start.
         num_allocations: calls of `allocate`; num_hits: those that asked the driver for nothing.
         num_driver_allocations, num_driver_frees: calls of cuMemAlloc (failed ones too) and cuMemFree.
         num_segments: pieces that `reserved_bytes` consists of.
-        num_waiting: blocks returned that wait for another stream's event.
     """
 
     allocated_bytes: int
@@ -155,7 +146,6 @@ class AllocatorStatistics:
     num_driver_allocations: int
     num_driver_frees: int
     num_segments: int
-    num_waiting: int
 
 
 class Allocator:
@@ -174,7 +164,6 @@ class Allocator:
         self._retained: dict[Block, Pool] = {}  # returned, but a graph that lives may use it
         self._new_retained: list[Block] = []  # of the capture under way
         self._returned: deque[tuple[Pool, Block, int]] = deque()
-        self._events: list[Event] = []
         self._is_marking = context.driver.is_emulated
         self._gap = EMULATED_GAP_BYTES if self._is_marking else 0
         self._allocated = self._requested = self._reserved = 0
@@ -198,8 +187,6 @@ class Allocator:
             if self._returned:
                 self._collect_returned()
             pool = self._redirected.get(stream) or self._pools.get(stream) or self._new_pool(stream)
-            if pool.waiting and self._captured is None:
-                self._collect_waiting(pool)
             self._num_allocations += 1
             block = pool.take(size)
             if block is None:
@@ -235,8 +222,6 @@ class Allocator:
             if self._captured is not None:
                 raise CaptureError(f"{self._name}: memory cannot be freed while a stream is captured")
             self._collect_returned()
-            for pool in self._all_pools():
-                self._collect_waiting(pool)
             return self._free_segments()
 
     @property
@@ -254,14 +239,7 @@ class Allocator:
                 self._num_driver_allocations,
                 self._num_driver_frees,
                 sum(len(pool.segments) for pool in self._all_pools()),
-                sum(len(pool.waiting) for pool in self._all_pools()),
             )
-
-    def reset_peaks(self) -> None:
-        """The peaks begin again at what is held now."""
-        with self._lock:
-            self._collect_returned()
-            self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
 
     def table(self) -> str:
         """Where the memory is, as lines: the device's, and each pool's."""
@@ -275,9 +253,8 @@ class Allocator:
             in_use = 0
             owners: dict[int, int] = {}
             for pool in self._all_pools():
-                waiting = sum(block.size for block, _ in pool.waiting)
                 retained = sum(block.size for block, owner in self._retained.items() if owner is pool)
-                in_use += pool.check_integrity() - waiting - retained
+                in_use += pool.check_integrity() - retained
                 assert owners.keys().isdisjoint(pool.segments), "two pools hold one segment"
                 owners.update(pool.segments)
             reserved = sum(owners.values())
@@ -360,12 +337,9 @@ class Allocator:
             pool, block, size_bytes = returned.popleft()
             self._requested -= size_bytes
             self._allocated -= block.size
-            streams = pool.users.pop(block, None) if pool.users else None
-            if self._captured is not None and (pool is not self._captured or streams):
+            if self._captured is not None and pool is not self._captured:
                 self._retained[block] = pool
                 self._new_retained.append(block)
-            elif streams:
-                pool.waiting.append((block, [self._event().record(stream) for stream in streams]))
             else:
                 self._give(pool, block)
 
@@ -380,22 +354,6 @@ class Allocator:
     def _mark(self, pool: Pool, block: Block, size_bytes: int) -> None:
         """Tells the emulator that a block begins, or, with a size of 0, that it ends."""
         self._context.call("emuMarkAsync", block.address, size_bytes, block.size, pool.stream.handle)
-
-    def _event(self) -> Event:
-        return self._events.pop() if self._events else Event(self._context)
-
-    def _collect_waiting(self, pool: Pool, *, wait: bool = False) -> None:
-        """Takes back, in order, the blocks whose events have passed; with `wait` all of them."""
-        while pool.waiting:
-            block, events = pool.waiting[0]
-            for event in events:
-                if wait:
-                    event.synchronize()
-                elif not event.is_done():
-                    return
-            pool.waiting.popleft()
-            self._events += events
-            self._give(pool, block)
 
     def _grow(self, pool: Pool, size: int, size_bytes: int) -> Block:
         """A block from a new segment."""
@@ -440,8 +398,6 @@ class Allocator:
         gc.collect()
         self._collect_returned()
         if self._captured is None:
-            for each in self._all_pools():
-                self._collect_waiting(each, wait=True)
             self._free_segments()
         self._reserve(pool, size)
 

@@ -26,9 +26,9 @@ from typing import Any
 from runtime.device.collection import NO_COLLECTION
 from runtime.device.errors import CaptureError, PoolTooSmallError
 from runtime.device.gpu import Gpu
-from runtime.device.kernel import Argument, Arguments, Kernel
+from runtime.device.kernel import Kernel
 from runtime.device.stream import Stream
-from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.errors import DeviceError
 
 MOST_ATTEMPTS = 8
 """How often a recording begins again because its pool had to grow."""
@@ -144,25 +144,9 @@ class Graph:
 
     @functools.cached_property
     def kernels(self) -> list[Kernel]:
-        """The kernels launched, in order; `set_arguments` counts in it."""
-        return [self._gpu.kernel_of(parameters.func) for parameters in self._parameters]
-
-    @functools.cached_property
-    def _parameters(self) -> list[Any]:
-        return [self._gpu.context.call("cuGraphKernelNodeGetParams", node) for node in self._kernel_nodes]
-
-    def set_arguments(self, index: int, *arguments: Argument) -> None:
-        """Other arguments for `kernels[index]`, from the next replay on.
-
-        Raises InvalidArgumentError where there is no such kernel, or the arguments are not what it takes.
-        """
-        if not 0 <= index < len(self.kernels):
-            raise InvalidArgumentError(f"the graph has {len(self.kernels)} kernels, not {index}", param="index")
-        packed = Arguments(self.kernels[index])
-        packed.pack(*arguments)
-        parameters = self._parameters[index]
-        parameters.kernelParams = packed.address
-        self._gpu.context.call("cuGraphExecKernelNodeSetParams", self._exec, self._kernel_nodes[index], parameters)
+        """The kernels launched, in order."""
+        asked = (self._gpu.context.call("cuGraphKernelNodeGetParams", node) for node in self._kernel_nodes)
+        return [self._gpu.kernel_of(parameters.func) for parameters in asked]
 
     def release(self) -> None:
         """Frees the graph, after its last replay; its pool goes with the last graph that has it."""

@@ -36,11 +36,6 @@ class DeviceProperties:
     memory_bus_bits: int
 
     @property
-    def memory_bytes_per_second(self) -> float:
-        """The memory's peak rate: two transfers a clock."""
-        return 2.0 * self.memory_clock_khz * 1e3 * self.memory_bus_bits / 8
-
-    @property
     def arch(self) -> str:
         """What kernels are compiled for: "sm_86"; from Hopper on with the architecture's own features, "sm_90a"."""
         major, minor = self.capability

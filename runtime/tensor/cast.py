@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.dtype import DType, bool_, dtype_of_array, float32
+from runtime.dtype import DType, bool_, dtype_of_array
 from runtime.tensor.storage import NDArray
 
 
@@ -32,11 +32,6 @@ def cast_array(array: NDArray, target: DType) -> NDArray:
         if target.is_floating and not source.is_floating:
             array = array.astype(np.float32)
         return array.astype(target.numpy, copy=False)
-
-
-def compute_dtype(dtype: DType) -> DType:
-    """The type that arithmetic is done in: float32 for every floating-point type, else the type itself."""
-    return float32 if dtype.is_floating else dtype
 
 
 def _float_to_integer(array: NDArray, target: DType) -> NDArray:

@@ -15,7 +15,7 @@ import numpy as np
 from numba_kernels.creation_order import next_number
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType
-from runtime.errors import InvalidArgumentError, OutOfMemoryError
+from runtime.errors import OutOfMemoryError
 from runtime.tensor.views import Shape, contiguous_strides, has_overlap
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
@@ -140,11 +140,3 @@ class Storage:
 
 _REFERENCES_AT_REST = 0
 _REFERENCES_AT_REST = Storage.allocate(CPU, 0).reference_count
-
-
-def check_writeable(op: str, storage: Storage) -> None:
-    """Raises InvalidArgumentError where a storage is read-only."""
-    if storage.is_read_only:
-        raise InvalidArgumentError(
-            f"{op}: the tensor's memory is read-only; write to a clone()", param="tensor"
-        )

@@ -172,11 +172,6 @@ class LiveFeed:
         self._num_reported = 0  # of these, in messages
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether the engine is watched at the moment."""
-        return self._task is not None
-
     def join(self) -> Watcher:
         """A new watcher, whose first message comes at once. Raises `ApiError` 429."""
         if len(self._watchers) >= MAX_WATCHERS:

@@ -11,8 +11,6 @@ from runtime.bench.kernels.cases import Array, Case, Inputs, Prepared, numpy_dty
 from runtime.bench.kernels.timing import Stopwatch, Times
 from runtime.device.gpu import Gpu
 
-Competitors = Callable[[Prepared], Mapping[str, Callable[[], Any]]]
-
 
 def read_rows(gpu: Gpu, ready: Prepared) -> Array:
     """The rows of a case's result that `Prepared.expected` has, from the device."""

@@ -72,11 +72,6 @@ class Burst:
         return self.end_s - self.start_s
 
     @property
-    def decode_wall_s(self) -> float:
-        """Seconds between the moment when every request had its first token and the last token."""
-        return self.end_s - max(record.token_times_s[0] for record in self.records)
-
-    @property
     def token_ids(self) -> list[list[int]]:
         """Each request's tokens."""
         return [record.token_ids for record in self.records]

@@ -55,7 +55,6 @@ def test_properties(arch: str, capability: tuple[int, int]) -> None:
     assert properties.num_sms > 10
     assert properties.total_memory_bytes > 1 << 30
     assert 99 * 1024 <= properties.shared_bytes_per_block <= 227 * 1024
-    assert 1e11 < properties.memory_bytes_per_second < 1e13
     assert properties.name
 
 

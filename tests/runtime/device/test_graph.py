@@ -14,7 +14,6 @@ from runtime.device.errors import CaptureError
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.device.kernel import Bound
-from runtime.errors import InvalidArgumentError
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.device.kernels import launch_of, scale, scale_dependent
 
@@ -101,21 +100,6 @@ def test_nothing_is_launched_while_recording(gpu: Gpu, x: DeviceBlock) -> None:
     graph.replay()
     graph.replay()
     np.testing.assert_array_equal(contents(gpu, target), 8 * RAMP)
-
-
-def test_other_arguments(gpu: Gpu, x: DeviceBlock) -> None:
-    graph = Graph.capture(gpu, lambda: six_fold(gpu, x))
-    other = gpu.allocate(SIZE)
-    gpu.write(other.address, RAMP + 5)
-    between = gpu.allocate(SIZE)
-    graph.set_arguments(0, other.address, between.address, N, 10.0)
-    graph.set_arguments(1, between.address, graph.result.address, N, -1.0)
-    graph.replay()
-    np.testing.assert_array_equal(contents(gpu, graph.result), -10 * (RAMP + 5))
-    with pytest.raises(InvalidArgumentError, match="has 2 kernels, not 2"):
-        graph.set_arguments(2, 0, 0, 0, 0.0)
-    with pytest.raises(InvalidArgumentError, match="argument 2 of type uint32"):
-        graph.set_arguments(1, 0, 0, -1, 0.0)
 
 
 # Memory
