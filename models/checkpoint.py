@@ -91,7 +91,7 @@ class Checkpoint:
             raise WeightsError(f"{self.folder}: {count} not fit the config:", problems)
 
     def names(self) -> list[str]:
-        """Of all tensors: as the layout calls them after `fit`, as the files do before."""
+        """The names of all tensors: as the layout calls them after `fit`, as the files do before."""
         return list(self._stored_names)
 
     def dtype(self, name: str) -> DType:

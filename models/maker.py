@@ -68,7 +68,7 @@ class LinearDeclaration:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of this rank's map, (N, K)."""
+        """(N, K) of this rank's map."""
         return sum(self.outputs), self.inputs
 
     @property

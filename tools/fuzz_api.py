@@ -49,11 +49,11 @@ TIMEOUT_S = 60.0
 MAX_FAILURES = 50
 MAX_SLOWEST = 20
 WATCHED_BYTES = 2000
-"""Of a stream that has no end."""
+"""The most that is read of a stream that has no end."""
 
 NUM_SPOILT = 2
 RAW_SHARE = 0.03
-"""Of all cases: request lines and headers that no HTTP client would send."""
+"""The share of cases with request lines and headers that no HTTP client would send."""
 
 BODY_WEIGHT = 12
 """How much oftener an operation with a body is asked than one without."""

@@ -109,7 +109,7 @@ class Pool:
 
     @property
     def unused_bytes(self) -> int:
-        """Of all segments, what is in no block."""
+        """Bytes of all segments that are in no block."""
         return self.small.free_bytes + self.large.free_bytes
 
     def check_integrity(self) -> int:

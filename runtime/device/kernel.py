@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 Argument = int | float | bytes
-"""Of a kernel: a number, an address, or a tensor map."""
+"""A kernel's argument: a number, an address, or a tensor map."""
 
 DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may have without asking for more."""

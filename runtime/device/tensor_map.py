@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SIZE = 128
 _ALIGNMENT = 64
-"""Of the memory that the driver encodes into; the objects of cuda.bindings are aligned to 16 bytes only."""
+"""Alignment of the memory that the driver encodes into; the objects of cuda.bindings are aligned to 16 bytes only."""
 _MOST_BOX = 256
 _ENCODE_TILED = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),

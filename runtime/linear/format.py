@@ -39,7 +39,7 @@ class WeightFormat:
     has_gpu_kernels: bool = True
 
     def size_bytes(self, *shape: int) -> int:
-        """Of the elements and scales of a matrix ``[..., N, K]``, without padding."""
+        """Bytes of the elements and scales of a matrix ``[..., N, K]``, without padding."""
         *stacked, width, depth = shape
         scales = 0
         if self.scale is not None:

@@ -90,7 +90,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str | None:
-    """Of the exception that came with a record; one from the engine's process comes as text."""
+    """The traceback of the exception that came with a record; one from the engine's process comes as text."""
     return formatter.formatException(record.exc_info) if record.exc_info else record.exc_text
 
 

@@ -21,14 +21,14 @@ Prompt = str | list[str | Int | list[Int]]
 """A text, texts, the ids of one prompt, or those of several. A mixture passes here and is refused later."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
-"""Of a function or a format. (Python's `$` would pass a last newline, JSON Schema's does not.)"""
+"""The name of a function or a format. (Python's `$` would pass a last newline, JSON Schema's does not.)"""
 
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)")]
 """What a client calls its request: safe in a header, a path and a log line."""
 
 MAX_BAD_WORDS = 128
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
-"""Of a regular expression or a grammar in a request."""
+"""A regular expression or a grammar in a request."""
 
 
 if TYPE_CHECKING:

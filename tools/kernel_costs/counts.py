@@ -28,7 +28,7 @@ LEAST_SECTOR_EFFICIENCY = 0.95
 MOST_TILED_BYTES = 1.05
 """Times the least of its tiling that a kernel may move."""
 LEAST_TENSOR_SHARE = 0.95
-"""Of the additions and multiplications of a kernel for tensor cores, those that they do."""
+"""The share of the additions and multiplications of a kernel for tensor cores that they do."""
 
 NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 

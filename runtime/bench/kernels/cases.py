@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 EPS = 1e-6
 MOST_DRAWN = 4_194_301  # a prime
 MOST_ROWS = 64
-"""Of a result, so many rows are compared with numpy's, the first and the last among them."""
+"""Rows of a result that are compared with numpy's, the first and the last among them."""
 
 Array = NDArray[Any]
 

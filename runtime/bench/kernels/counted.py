@@ -84,7 +84,7 @@ class Counts:
 
     @property
     def tensor_share(self) -> float:
-        """Of all additions and multiplications, those that tensor cores did."""
+        """The share of all additions and multiplications that tensor cores did."""
         flops = self.tensor_flops + self.scalar_flops
         return self.tensor_flops / flops if flops else 0.0
 
@@ -166,7 +166,7 @@ def _kind(opcode: str) -> str:
 
 
 def loops(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[bool]:
-    """Of each instruction, whether it lies between a branch backwards and its target."""
+    """Whether each instruction lies between a branch backwards and its target."""
     inside = [False] * len(instructions)
     for index, instruction in enumerate(instructions):
         if instruction.parts[0] == "bra":

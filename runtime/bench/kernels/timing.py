@@ -28,7 +28,7 @@ class Times:
 
     @staticmethod
     def of(values_us: list[float]) -> Times:
-        """Of single runs, at least one."""
+        """The times of single runs, at least one, as quartiles."""
         low, middle, high = statistics.quantiles(values_us, n=4) if len(values_us) > 1 else values_us * 3
         return Times(middle, low, high, len(values_us))
 

@@ -46,7 +46,7 @@ class CpuLimits:
     int8_ops_per_s: float | None
 
     def operations_per_s(self, dtype: str) -> float:
-        """Of products with weights of `dtype`: by its own instruction, else widened to float32."""
+        """The rate of products with weights of `dtype`: by its own instruction, else widened to float32."""
         own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s}.get(dtype)
         return own or self.float32_flops_per_s
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.engine.timeline import StepRecord
 
 BUSY_SHARE = 0.7
-"""Of the time in which the engine steps, at the rate that is chosen when none is named."""
+"""Share of the time in which the engine steps, at the rate that is chosen when none is named."""
 
 
 AT_ONCE = 1e6  # a rate

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STACK_BYTES = 512 << 20
-"""Of addresses: memory is taken for what is touched of it."""
+"""Bytes of addresses: memory is taken for what is touched of it."""
 
 _starting = threading.Lock()
 

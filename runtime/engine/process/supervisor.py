@@ -155,7 +155,7 @@ class ProcessEngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the latest process; a new one may have found less memory for its KV cache."""
+        """The latest process's; a new one may have found less memory for its KV cache."""
         assert self._info is not None
         return self._info
 
@@ -166,7 +166,7 @@ class ProcessEngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None while there is none."""
+        """The id of the engine's process; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 

@@ -122,7 +122,7 @@ class PrefixCache:
     def longest_partial(
         self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: str | None, group: int
     ) -> tuple[CachedBlock, int] | None:
-        """Of the blocks on the device that continue ``node`` (None: the salt's root): the one that shares most tokens
+        """The block on the device that continues ``node`` (None: the salt's root) and shares most tokens
         with ``tokens``, which come after it, and how many."""
         node = node or self._roots.get(_root_name(salt, group))
         if node is None or not len(tokens):

@@ -43,7 +43,7 @@ class Assembler:
         self._first_unknown = [0] * max_num_seqs  # by row: position whose prompt log probabilities come next
         self._last_tokens = np.full(max_num_seqs, LAST_TOKEN, np.int32)
         self._ones = np.ones(max_num_seqs, np.int64)
-        # Of the plan before, which mostly has the same sequences in the same order.
+        # The plan before, which mostly has the same sequences in the same order.
         self._planned_rows: list[int] = []
         self._order: NDArray[np.intp] = np.empty(0, np.intp)  # its chunks by row
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)

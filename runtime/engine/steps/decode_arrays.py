@@ -135,7 +135,7 @@ class DecodeArrays:
 
     @property
     def size_bytes(self) -> int:
-        """Of memory on the device."""
+        """Bytes on the device."""
         tensors = (self._inputs, self._tables, self._results, self._zeros, self._numbers)
         return sum(tensor.size_bytes for tensor in tensors)
 

@@ -83,7 +83,7 @@ class DecodeRun:
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Of each row the drawn id, and whether there is one. Raises LaunchError where the device failed,
+        """The drawn id of each row, and whether there is one. Raises LaunchError where the device failed,
         InvalidArgumentError where a token was outside the vocabulary."""
         try:
             self._buffers.wait()
@@ -147,7 +147,7 @@ class DecodeGraphs:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the device's memory, for all that is recorded and its arrays."""
+        """Bytes on the device, for all that is recorded and its arrays."""
         return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
 
     def apply(self, step: StepInput) -> None:

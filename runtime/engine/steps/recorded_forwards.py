@@ -66,7 +66,7 @@ class RecordedForwards:
 
     @property
     def size_bytes(self) -> int:
-        """Of memory for results, and of recordings."""
+        """Bytes of memory for results, and of recordings."""
         return self._arena.size_bytes + sum(kept.recording.size_bytes for kept in list(self._kept.values()))
 
     def run(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None] | None:
