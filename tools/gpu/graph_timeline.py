@@ -22,7 +22,7 @@ LEAST_NODES = 8
 """A launch of fewer kernels than that is no decode step."""
 
 Node = tuple[str, float, float]
-"""Of a kernel or a copy: name, microseconds from the step's first node to its start, its own microseconds."""
+"""A kernel or a copy: name, microseconds from the step's first node to its start, its own microseconds."""
 
 
 def node_timeline(options: Options, name: str, run: Callable[[], Any], graphs: Iterable[Any]) -> Result:
@@ -80,7 +80,7 @@ def steps_of(trace: dict[str, Any]) -> list[list[Node]]:
 
 
 def median_step(steps: list[list[Node]]) -> list[Node]:
-    """Of the steps with as many nodes as most have, the one of median length."""
+    """The step of median length among those with as many nodes as most have."""
     usual = statistics.mode(len(step) for step in steps)
     alike = sorted((step for step in steps if len(step) == usual), key=lambda step: step[-1][1] + step[-1][2])
     return alike[len(alike) // 2]

@@ -114,7 +114,7 @@ def check_product(gpu: Gpu, wanted: Wanted, seed: int = 0) -> Result:
 
 
 def _expected(wanted: Wanted, x: Array, weight: Array, bias: Array | None, residual: Array | None) -> Array:
-    """Of the rows in x, float32."""
+    """The results of the rows in x, float32."""
     found = x.astype(np.float32) @ weight.astype(np.float32).T
     if bias is not None:
         found += bias.astype(np.float32)

@@ -18,7 +18,7 @@ from typing import Any
 from tools.gpu.sections import ROOT, Options, Section
 
 Outcome = dict[str, Any]
-"""Of a section: {"status", "seconds", "cases": {name: {"seconds", "result"} or {"seconds", "error"}}, "log"}.
+"""A section's: {"status", "seconds", "cases": {name: {"seconds", "result"} or {"seconds", "error"}}, "log"}.
 
 Status: "ok", "failed" (a case has an error), "unfinished" (its time was up; a resumed run goes on), "skipped".
 """

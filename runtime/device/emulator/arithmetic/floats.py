@@ -60,7 +60,7 @@ def saturate(b: Builder, x: Value) -> Value:
 
 
 def least_or_most(b: Builder, name: str, x: Value, y: Value, keeps_nan: bool) -> Value:
-    """min or max with −0 < +0. Of a NaN and a number the number, or with `keeps_nan` the NaN."""
+    """min or max with −0 < +0. A NaN and a number give the number, or with `keeps_nan` the NaN."""
     xs, ys = bits_of(b, x), bits_of(b, y)
     wins = b.fcmp_ordered("<" if name == "min" else ">", x, y)
     equal = b.fcmp_ordered("==", x, y)  # as zeros of two signs are

@@ -218,7 +218,7 @@ def tensor_store(
 
 @operation("tensor_map_prefetch", "ql")
 def tensor_map_prefetch(warp, mask, site, maps, map_offset):
-    """Of a map, into the descriptor cache."""
+    """Checks a map; there is no descriptor cache."""
     for lane in range(32):
         if (mask >> lane) & 1:
             address = types.int64(maps[lane]) + map_offset

@@ -36,9 +36,6 @@ DEFAULT_SHARED_BYTES_PER_BLOCK = 48 * KIB
 RESERVED_SHARED_BYTES_PER_BLOCK = 1 * KIB
 """What the system takes of a multiprocessor's shared memory for each resident block, from sm_80 on."""
 MAX_PORTABLE_CLUSTER = 8
-MAX_PARAMETER_BYTES = 4096
-MAX_PARAMETER_BYTES_SM70 = 32764
-"""From CUDA 12.1 on, for sm_70 and newer."""
 
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 

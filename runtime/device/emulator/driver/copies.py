@@ -233,8 +233,8 @@ class CopyFunctions(DriverState):
         numAttrs: int,
         hStream: Any,
     ) -> None:
-        """Of device and pinned memory. Copies of which one touches what another writes are refused: CUDA leaves open
-        what comes of them."""
+        """Copies device and pinned memory. Refused is a batch in which one copy touches what another writes: CUDA leaves
+        its result open."""
         stream = self.stream(hStream)
         if handle_of(hStream) in _LEGACY_STREAMS:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, "cuMemcpyBatchAsync on the legacy stream")

@@ -18,7 +18,7 @@ from runtime.device.emulator.driver.state import OK
 from runtime.device.emulator.execution.launch import Checks
 
 MEMORY_BYTES = 1 << 38
-"""Of the device: more than any model needs. Nothing is touched, so it costs nothing."""
+"""The device's memory: more than any model needs. Nothing is touched, so it costs nothing."""
 
 
 class DryDriver(EmulatedDriver):
@@ -39,7 +39,7 @@ class DryDriver(EmulatedDriver):
         return cu.CUresult.CUDA_SUCCESS, cu.CUdeviceptr(next(self._next_handle) << 44)
 
     def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> tuple[Any, int]:
-        """Of a kernel that has a multiprocessor's shared memory to itself, whichever it is."""
+        """The answer for a kernel that has a multiprocessor's shared memory to itself, whichever it is."""
         size = read_attributes(config).cluster[0]
         return cu.CUresult.CUDA_SUCCESS, self.devices[0].model.clusters_at_once(size, 1)
 

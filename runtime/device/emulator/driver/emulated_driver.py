@@ -37,8 +37,8 @@ class EmulatedDriver(
 ):
     """One driver with its devices, as a process would find it.
 
-    Beside the driver's functions it has what no real one has: `last_fault`, `last_reason`, `forget_fault`, `counters`,
-    `leaks`, `close`, and checks that may be changed at any time.
+    Beside the driver's functions it has what no real one has: `last_fault`, `last_reason`, `counters`, `leaks`,
+    `close`, and checks that may be changed at any time.
 
     Attributes: those of `DriverState` and `LaunchFunctions`.
     """

@@ -31,7 +31,6 @@ class Node:
         operation: what it does.
         dependencies: the nodes that it comes after.
         programmatic: those of them that it may overlap with (programmatic dependent launch).
-        keep: host memory that a caller was given pointers to.
     """
 
     handle: int
@@ -39,7 +38,6 @@ class Node:
     operation: NodeOperation
     dependencies: list[Node]
     programmatic: set[Node] = field(default_factory=set)
-    keep: Any = None
 
     @property
     def type(self) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import replace
 from typing import Any
 
 from cuda.bindings import driver as cu
 
 from runtime.device.emulator.driver.capture import CaptureFunctions, edge_data
 from runtime.device.emulator.driver.graph_nodes import Graph, GraphExec, Node, Step, plan_replay
-from runtime.device.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of, pack_parameters
+from runtime.device.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of
 from runtime.device.emulator.driver.state import R, Refused, Stream, entry, handle_of
 from runtime.device.emulator.driver.work_queues import Queue, Work
 from runtime.device.emulator.races.stream_order import Overlap
@@ -78,43 +76,18 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return self._node(hNode).type
 
-    def _kernel_node(self, handle: Any) -> tuple[Node, KernelLaunch]:
-        node = self._node(handle)
-        if not isinstance(node.operation, KernelLaunch):
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {node.handle:#x} is no kernel node")
-        return node, node.operation
-
     @entry(1)
     def cuGraphKernelNodeGetParams(self, hNode: Any) -> Any:
-        node, launch = self._kernel_node(hNode)
+        """All but the arguments."""
+        launch = self._node(hNode).operation
+        if not isinstance(launch, KernelLaunch):
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {handle_of(hNode):#x} is no kernel node")
         params = cu.CUDA_KERNEL_NODE_PARAMS()
         params.func = cu.CUfunction(launch.function.handle)
         params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
         params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
         params.sharedMemBytes = launch.shared_bytes
-        values = ctypes.create_string_buffer(launch.parameters, max(len(launch.parameters), 1))
-        base = ctypes.addressof(values)
-        offsets = launch.function.offsets
-        pointers = (ctypes.c_uint64 * max(len(offsets), 1))(*(base + offset for offset in offsets))
-        node.keep = (values, pointers)
-        params.kernelParams = ctypes.addressof(pointers)
         return params
-
-    def _with_params(self, launch: KernelLaunch, params: Any) -> KernelLaunch:
-        """A kernel node's launch with new parameters, which keep its attributes."""
-        function = self.function(params.func)
-        if function.context is not launch.function.context:
-            raise Refused(R.CUDA_ERROR_INVALID_VALUE, "a kernel node cannot change its context")
-        changed = replace(
-            launch,
-            function=function,
-            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
-            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
-            shared_bytes=params.sharedMemBytes,
-            parameters=pack_parameters(function, params.kernelParams, params.extra),
-        )
-        self.check_launch(changed)
-        return changed
 
     # -- executable graphs ----------------------------------------------------------------------------------------
 
@@ -147,17 +120,6 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
         self._exec(hGraphExec)
         if self.stream(hStream).capture is not None:
             raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "cuGraphUpload in a stream that is captured")
-
-    @entry()
-    def cuGraphExecKernelNodeSetParams(self, hGraphExec: Any, hNode: Any, nodeParams: Any) -> None:
-        found = self._exec(hGraphExec)
-        node, _ = self._kernel_node(hNode)
-        for step in found.steps:
-            if step.node is node:
-                assert isinstance(step.operation, KernelLaunch)
-                step.operation = self._with_params(step.operation, nodeParams)
-                return
-        raise Refused(R.CUDA_ERROR_INVALID_VALUE, "the node is of another graph")
 
     @entry()
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:

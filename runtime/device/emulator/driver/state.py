@@ -220,13 +220,6 @@ class DriverState:
         context.error = status_of(failure)
         self.scheduler.drop(context)
 
-    def forget_fault(self) -> None:
-        """For tests: makes contexts usable after a fault, which no real driver does. Queued work is lost."""
-        with self.lock:
-            self.last_fault = None
-            for context in self.contexts.values():
-                context.error = None
-
     def destroy_context(self, context: Context) -> None:
         """Finishes what is queued, then frees all that the context owns; what was still allocated joins `leaks`."""
         self.scheduler.finish_all(context)

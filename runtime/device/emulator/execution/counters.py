@@ -34,11 +34,6 @@ class Counters:
     lanes_by_opcode: dict[str, int] = field(default_factory=dict)
     traffic: dict[int, Traffic] = field(default_factory=dict)
 
-    @property
-    def total_traffic(self) -> Traffic:
-        """The traffic of all instructions."""
-        return sum(self.traffic.values(), Traffic())
-
     def __add__(self, other: Counters) -> Counters:
         return Counters(
             self.warp_instructions + other.warp_instructions,

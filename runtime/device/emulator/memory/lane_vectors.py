@@ -278,5 +278,5 @@ def load_lanes(size: int, count: int, slot_bits: int) -> Any:
 
 
 def store_lanes(size: int, count: int, slot_bits: int) -> Any:
-    """As `load_lanes`, from the slots to memory. Of lanes with the same address the highest wins."""
+    """As `load_lanes`, from the slots to memory. The highest of several lanes with the same address wins."""
     return _make(size, count, slot_bits, is_store=True)

@@ -14,7 +14,7 @@ from runtime.device.emulator.translation.ptx import TYPE_BYTES, Instruction
 IN_SHARED, IN_GLOBAL = 0, 1
 LOAD, STORE, ATOMIC = range(3)
 ACCESS_STRONG, ACCESS_NC, ACCESS_SAME = 1, 2, 4
-"""Of one lane's access: it is strong; it is a .nc load; it writes what is there already."""
+"""Flags of one lane's access: it is strong; it is a .nc load; it writes what is there already."""
 
 
 @njit

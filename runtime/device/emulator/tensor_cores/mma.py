@@ -89,12 +89,6 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     return code_a, code_b, ACC_S32_SATURATED if is_saturated else accumulator, k
 
 
-def flops_of(parts: tuple[str, ...]) -> int:
-    """Multiplications and additions of one mma.sync by a warp."""
-    found = describe(parts)
-    return 0 if found is None else 2 * 16 * 8 * found[3]
-
-
 def slots_of(parts: tuple[str, ...]) -> tuple[int, int, int]:
     """Registers of D (and C), of A and of B in a described instruction."""
     found = describe(parts)

@@ -387,12 +387,6 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     return code_a, code_b, accumulator, columns
 
 
-def flops_of(parts: tuple[str, ...]) -> int:
-    """Multiplications and additions of one wgmma.mma_async by one warp: a quarter of the instruction's."""
-    found = describe(parts)
-    return 0 if found is None else 2 * 16 * found[3] * 8 * PER_WORD[found[0]]
-
-
 @lowers("wgmma.mma_async")
 def lower_mma_async(low: Lowering, ins: Instruction) -> None:
     """wgmma.mma_async… d, a-desc | a-regs, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}"""

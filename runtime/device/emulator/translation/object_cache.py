@@ -36,7 +36,7 @@ def default_folder() -> Path:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of everything that decides what a kernel is translated to: the emulator's sources."""
+    """A digest of what decides how a kernel is translated: the emulator's sources."""
     digest = hashlib.sha256()
     emulator = Path(__file__).resolve().parents[1]
     for path in sorted(emulator.rglob("*.py")):

@@ -52,7 +52,7 @@ def traffic(body: str, expect: int, *, cluster: int = 1, shape: tuple[int, int] 
             program.kernel("k"), machine, (cluster, 1, 1), (32, 1, 1), 0, parameters, (cluster, 1, 1),
             checks=Checks.ALL | Checks.TRAFFIC, variables=program.place(machine),
         )  # fmt: skip
-        return counters.total_traffic
+        return sum(counters.traffic.values(), Traffic())
     finally:
         machine.close()
 
