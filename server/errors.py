@@ -96,26 +96,20 @@ def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
     )
 
 
+def _turned_away(message: str, code: str) -> ApiError:
+    """503 on a connection that ends; another server may take the request."""
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return ApiError(503, message, type="server_error", code=code, headers=headers)
+
+
 def draining() -> ApiError:
-    """503: the server is about to end; another one may take the request."""
-    return ApiError(
-        503,
-        "The server is shutting down and takes no new requests.",
-        type="server_error",
-        code="draining",
-        headers={"Retry-After": "1", "Connection": "close"},
-    )
+    """503: the server is about to end."""
+    return _turned_away("The server is shutting down and takes no new requests.", "draining")
 
 
 def overloaded() -> ApiError:
     """503: more connections than the server holds."""
-    return ApiError(
-        503,
-        "The server has too many open connections.",
-        type="server_error",
-        code="overloaded",
-        headers={"Retry-After": "1", "Connection": "close"},
-    )
+    return _turned_away("The server has too many open connections.", "overloaded")
 
 
 def cancelled() -> ApiError:

@@ -233,7 +233,7 @@ class CopyFunctions(DriverState):
         numAttrs: int,
         hStream: Any,
     ) -> None:
-        """Copies device and pinned memory. Refused is a batch in which one copy touches what another writes: CUDA leaves
+        """Copies device and pinned memory. A batch in which a copy touches what another writes is refused: CUDA leaves
         its result open."""
         stream = self.stream(hStream)
         if handle_of(hStream) in _LEGACY_STREAMS:
