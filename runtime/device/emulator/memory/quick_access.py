@@ -127,87 +127,41 @@ def _of_any_size(make, count):
     return access
 
 
-_load_32x1 = _of_any_size(load_lanes, 1)
-_load_32x2 = _of_any_size(load_lanes, 2)
-_load_32x4 = _of_any_size(load_lanes, 4)
-_load_32x8 = _of_size(load_lanes(4, 8, 32), 8, 0)
-_load_64x1 = _of_size(load_lanes(8, 1, 64), 1, 1)
-_load_64x2 = _of_size(load_lanes(8, 2, 64), 2, 1)
-_load_64x4 = _of_size(load_lanes(8, 4, 64), 4, 1)
-_store_32x1 = _of_any_size(store_lanes, 1)
-_store_32x2 = _of_any_size(store_lanes, 2)
-_store_32x4 = _of_any_size(store_lanes, 4)
-_store_32x8 = _of_size(store_lanes(4, 8, 32), 8, 0)
-_store_64x1 = _of_size(store_lanes(8, 1, 64), 1, 1)
-_store_64x2 = _of_size(store_lanes(8, 2, 64), 2, 1)
-_store_64x4 = _of_size(store_lanes(8, 4, 64), 4, 1)
+# Operations take slots one by one.
 
 
-@operation("load_32x1", "qliiip")
-def load_32x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    return _load_32x1(warp, mask, site, addresses, offset, space, size, flags, (d0,))
+def _with_1_slot(access):
+    def run(warp, mask, site, addresses, offset, space, size, flags, a):
+        return access(warp, mask, site, addresses, offset, space, size, flags, (a,))
+
+    return run
 
 
-@operation("load_32x2", "qliiipp")
-def load_32x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    return _load_32x2(warp, mask, site, addresses, offset, space, size, flags, (d0, d1))
+def _with_2_slots(access):
+    def run(warp, mask, site, addresses, offset, space, size, flags, a, b):
+        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b))
+
+    return run
 
 
-@operation("load_32x4", "qliiipppp")
-def load_32x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    return _load_32x4(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3))
+def _with_4_slots(access):
+    def run(warp, mask, site, addresses, offset, space, size, flags, a, b, c, d):
+        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b, c, d))
+
+    return run
 
 
-@operation("load_32x8", "qliiipppppppp")
-def load_32x8(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3, d4, d5, d6, d7):
-    return _load_32x8(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3, d4, d5, d6, d7))
+def _with_8_slots(access):
+    def run(warp, mask, site, addresses, offset, space, size, flags, a, b, c, d, e, f, g, h):
+        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b, c, d, e, f, g, h))
+
+    return run
 
 
-@operation("load_64x1", "qliiiq")
-def load_64x1(warp, mask, site, addresses, offset, space, size, flags, d0):
-    return _load_64x1(warp, mask, site, addresses, offset, space, size, flags, (d0,))
-
-
-@operation("load_64x2", "qliiiqq")
-def load_64x2(warp, mask, site, addresses, offset, space, size, flags, d0, d1):
-    return _load_64x2(warp, mask, site, addresses, offset, space, size, flags, (d0, d1))
-
-
-@operation("load_64x4", "qliiiqqqq")
-def load_64x4(warp, mask, site, addresses, offset, space, size, flags, d0, d1, d2, d3):
-    return _load_64x4(warp, mask, site, addresses, offset, space, size, flags, (d0, d1, d2, d3))
-
-
-@operation("store_32x1", "qliiip")
-def store_32x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    return _store_32x1(warp, mask, site, addresses, offset, space, size, flags, (s0,))
-
-
-@operation("store_32x2", "qliiipp")
-def store_32x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    return _store_32x2(warp, mask, site, addresses, offset, space, size, flags, (s0, s1))
-
-
-@operation("store_32x4", "qliiipppp")
-def store_32x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    return _store_32x4(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3))
-
-
-@operation("store_32x8", "qliiipppppppp")
-def store_32x8(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3, s4, s5, s6, s7):
-    return _store_32x8(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3, s4, s5, s6, s7))
-
-
-@operation("store_64x1", "qliiiq")
-def store_64x1(warp, mask, site, addresses, offset, space, size, flags, s0):
-    return _store_64x1(warp, mask, site, addresses, offset, space, size, flags, (s0,))
-
-
-@operation("store_64x2", "qliiiqq")
-def store_64x2(warp, mask, site, addresses, offset, space, size, flags, s0, s1):
-    return _store_64x2(warp, mask, site, addresses, offset, space, size, flags, (s0, s1))
-
-
-@operation("store_64x4", "qliiiqqqq")
-def store_64x4(warp, mask, site, addresses, offset, space, size, flags, s0, s1, s2, s3):
-    return _store_64x4(warp, mask, site, addresses, offset, space, size, flags, (s0, s1, s2, s3))
+for _name, _make in (("load", load_lanes), ("store", store_lanes)):
+    for _count, _with_slots in ((1, _with_1_slot), (2, _with_2_slots), (4, _with_4_slots)):
+        operation(f"{_name}_32x{_count}", "qliii" + "p" * _count)(_with_slots(_of_any_size(_make, _count)))
+        operation(f"{_name}_64x{_count}", "qliii" + "q" * _count)(
+            _with_slots(_of_size(_make(8, _count, 64), _count, 1))
+        )
+    operation(f"{_name}_32x8", "qliii" + "p" * 8)(_with_8_slots(_of_size(_make(4, 8, 32), 8, 0)))
