@@ -91,7 +91,7 @@ def linear(
 def linear_partial(x: Tensor, weight: PanelWeight | JoinedWeight) -> Tensor:
     """See `ops.linear_partial`."""
     rows, (width, depth) = x.shape[0], weight.shape
-    result = Tensor.over(new_array((rows, width), np.float32), float32)
+    result = _new((rows, width))
     if rows and width:
         first = 0  # of the part's outputs
         for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
@@ -111,7 +111,7 @@ def add_partials(
 ) -> Tensor:
     """See `ops.add_partials`."""
     count, rows, width = partials.shape
-    result = Tensor.over(new_array((rows, width), np.float32), float32) if out is None else out
+    result = _new((rows, width)) if out is None else out
     if rows and width:
         first = 0  # of the part's outputs, in bytes
         for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
