@@ -313,7 +313,8 @@ class Scheduler:
         """Free what was held for the time of the step."""
         if step in self.open_steps:
             self.open_steps.remove(step)
-        self.pool.release([source for source, _ in step.held_blocks])
+        if step.held_blocks:
+            self.pool.release([source for source, _ in step.held_blocks])
         host_pool = self.pool.host_pool
         if host_pool is not None:
             for slots in step.held_slots:

@@ -286,6 +286,8 @@ class DecodeArrays:
     def _write_changes(self, tail: NDArray[np.int32]) -> int:
         """Write the changes of block tables as pairs; how many. They go up by themselves where there is no room."""
         count = len(self._changes)
+        if not count:
+            return 0
         entries, block_ids = list(self._changes), list(self._changes.values())
         self._changes.clear()
         if 2 * count <= len(tail):
