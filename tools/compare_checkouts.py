@@ -6,7 +6,8 @@
 Both engines load the same folders of random weights (GPT-2's shape, small) on the cpu and run the workloads of
 `bench peers`; of a tiny model, whose kernels take no time, decode steps show what the host does. Each round is a turn
 of either side; who begins alternates. Then `bench overhead` of both is run in turns. What others do on the machine only
-makes a turn slower, so the best of the rounds stand beside the medians.
+makes a turn slower, so the best of the rounds stand beside the medians. On a busy machine `--num-cores 1` is steadier,
+since no thread waits for another, and then the processor's time counts more than the wall's.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ CASES = (
 )
 
 
-def compare(pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, seed: int = 0) -> list[dict[str, Any]]:
-    """A row for each workload of the cases, measured in turns by the sides' Pythons. Raises `BenchmarkError`."""
+def compare(
+    pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Two rows for each workload of the cases, its rate and the processor's time of a run, measured in turns by the
+    sides' Pythons. Raises `BenchmarkError`."""
     rows = []
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with contextlib.ExitStack() as stack:
@@ -86,16 +90,17 @@ def compare(pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, 
                     side.ask("load", folder=folder, settings=case.settings)
             for workload in case.workloads:
                 print(f"{case.model}, {case.dtype}: {workload.name}", file=sys.stderr, flush=True)
-                rows.append(_row(sides, case, workload, num_rounds, seed))
+                rows += _rows(sides, case, workload, num_rounds, seed)
     return rows
 
 
-def _row(
+def _rows(
     sides: dict[str, ChildProcess], case: Case, workload: Workload, num_rounds: int, seed: int
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     prompts = random_prompts(workload.num_prompts, workload.prompt_len, case.shape.vocab_size, seed + 1)
     token_ids: dict[str, list[list[int]]] = {}
     rates: dict[str, list[float]] = {side: [] for side in SIDES}
+    used_ms: dict[str, list[float]] = {side: [] for side in SIDES}
     for number, side in _turns(num_rounds + 2):
         reply = sides[side].ask("run", prompts=prompts, new_tokens=workload.new_tokens, salt=str(number))
         check_outputs(reply["token_ids"], workload.new_tokens, case.shape.vocab_size, f"{workload.name}, {side}")
@@ -103,15 +108,13 @@ def _row(
             raise BenchmarkError(f"{workload.name}: {side} gave other tokens than before")
         if number >= 2:  # the first rounds record what the others replay
             rates[side].append(_rate(workload, reply))
-    return {
-        "model": case.model,
-        "dtype": case.dtype,
-        "workload": workload.key,
-        "name": workload.name,
-        "unit": "tokens/s",
-        "has_same_tokens": token_ids["before"] == token_ids["after"],
-        **_compared(rates, best=max),
-    }
+            used_ms[side].append(1e3 * reply["processor_s"])
+    row = {"model": case.model, "dtype": case.dtype, "workload": workload.key, "name": workload.name}
+    row["has_same_tokens"] = token_ids["before"] == token_ids["after"]
+    return [
+        {**row, "unit": "tokens/s", **_compared(rates, best=max)},
+        {**row, "unit": "processor ms", **_compared(used_ms, best=min)},
+    ]
 
 
 def _rate(workload: Workload, reply: dict[str, Any]) -> float:
@@ -185,13 +188,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The engine of another checkout beside this one's, in turns.")
     parser.add_argument("before", type=Path, help="the other checkout, with a .venv")
     parser.add_argument("--num-rounds", type=int, default=9)
+    parser.add_argument("--num-cores", type=int, help="use so many (Linux); default: all")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()
+    if arguments.num_cores is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.num_cores])  # the sides inherit it
     before, after = arguments.before.resolve(), Path(__file__).resolve().parents[1]
     pythons = {side: root / ".venv" / "bin" / "python" for side, root in (("before", before), ("after", after))}
     commits = {
         side: subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True
         ).stdout.strip()
         for side, root in (("before", before), ("after", after))
     }

@@ -4,12 +4,14 @@ It uses nothing but what all versions have: `LLM`, `SamplingParams` and the time
 in on stdin, one goes out on stdout. Requests (`op`):
 
 - `load` {folder, settings} → {}: of `LLM`
-- `run` {prompts: [[int]], new_tokens, salt} → {token_ids, arrival_s, first_token_s, last_token_s}, a number a prompt
+- `run` {prompts: [[int]], new_tokens, salt} → {token_ids, arrival_s, first_token_s, last_token_s}, a number a prompt;
+  and processor_s, what the process used meanwhile
 """
 
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -33,9 +35,11 @@ class Side:
 
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+        begun = time.process_time()
         choices = [output.outputs[0] for output in self.llm.generate(given, params, use_tqdm=False)]
-        times = [choice.times for choice in choices]
+        used, times = time.process_time() - begun, [choice.times for choice in choices]
         return {
+            "processor_s": used,
             "token_ids": [choice.token_ids for choice in choices],
             **{
                 name: [getattr(each, name) for each in times]
