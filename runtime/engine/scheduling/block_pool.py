@@ -33,8 +33,8 @@ T = TypeVar("T")
 class TokenSource(Protocol):
     """A sequence, as far as the pool reads it."""
 
-    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
-        """Write the tokens ``start : start + len(out)`` into ``out``."""
+    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+        """The tokens ``start:end``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +269,9 @@ class BlockPool:
             return
         first = chain.num_blocks
         assert self._has_windows or not chain.nodes or self._is_held(chain.nodes[0]), "a chain was not forgotten"
-        buffer = np.empty((last - first) * self.block_size + rest, np.int32)
-        tokens.copy_tokens(first * self.block_size, buffer)
-        data, width = buffer.tobytes(), self.block_size * buffer.itemsize
+        size = self.block_size
+        new_tokens = tokens.token_ids(first * size, last * size + rest)
+        data, width = new_tokens.tobytes(), size * new_tokens.itemsize
         nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.windows))]
         useless: list[CachedBlock] = []
         for place in range(first, last):

@@ -232,12 +232,12 @@ class Scheduler:
             for sequence in wanting
         }
         needed = sum(map(len, lacking.values()))
-        while needed > self.pool.num_free and len(self.running) > 1:
+        while needed > self.pool.num_free:
+            if len(self.running) == 1:
+                return False
             victim = self._victim_of(self.running)
             needed -= len(lacking.pop(victim, ()))
             self._preempt(victim, step)
-        if needed > self.pool.num_free:
-            return False
         fresh = iter(self.pool.allocate(needed))
         for tables in lacking.values():
             for ids in tables:

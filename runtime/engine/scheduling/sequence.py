@@ -221,15 +221,14 @@ class Sequence:
         self.num_tokens += 1
         self.num_pending -= 1
 
-    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
-        """Write the tokens ``start : start + len(out)`` of prompt and output into ``out``."""
-        num_prompt, end = self.num_prompt_tokens, start + len(out)
-        if start < num_prompt:
-            from_prompt = self.request.prompt_ids[start:end]
-            out[: len(from_prompt)] = from_prompt
-        if end > num_prompt:
-            first = max(start, num_prompt)
-            out[first - start :] = self._output_buffer[first - num_prompt : end - num_prompt]
+    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+        """The known tokens ``start:end`` of prompt and output: perhaps a view, that the next ``append`` may outdate."""
+        prompt_ids, num_prompt = self.request.prompt_ids, self.num_prompt_tokens
+        if end <= num_prompt:
+            return prompt_ids[start:end]
+        if start >= num_prompt:
+            return self._output_buffer[start - num_prompt : end - num_prompt]
+        return np.concatenate((prompt_ids[start:], self._output_buffer[: end - num_prompt]))
 
     def times(self) -> RequestTimes:
         return RequestTimes(

@@ -91,7 +91,7 @@ class Assembler:
         for addition in step.additions:
             row = addition.row
             self._num_blocks[addition.group][row] = addition.first + len(addition.block_ids)
-            self._num_covered[row] = min(num_blocks[row] for num_blocks in self._num_blocks) * self._block_size
+            self._num_covered[row] = min([num_blocks[row] for num_blocks in self._num_blocks]) * self._block_size
 
     def load_of(self, sequence: Sequence) -> RowLoad:
         """What a row needs of a sequence that starts to run, whose tokens are all known."""
@@ -169,6 +169,6 @@ def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:
         if chunk.draft_ids:
             token_ids[first + 1 : end] = chunk.draft_ids
         elif chunk.num_tokens > 1 or not chunk.is_last:
-            chunk.sequence.copy_tokens(chunk.start, token_ids[first:end])
+            token_ids[first:end] = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.num_tokens)
         first = end
     return token_ids

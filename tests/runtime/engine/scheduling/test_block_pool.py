@@ -21,8 +21,8 @@ class Tokens:
     def __init__(self, *ids: int) -> None:
         self.ids: NDArray[np.int32] = np.array(ids, np.int32)
 
-    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
-        out[:] = self.ids[start : start + len(out)]
+    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+        return self.ids[start:end]
 
 
 def run(pool: BlockPool, *ids: int, salt: str | None = None) -> list[int]:

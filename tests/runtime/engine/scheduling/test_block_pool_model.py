@@ -34,8 +34,8 @@ class Running:
         self.first_pages = first_pages
         self.chain = Chain(salt)
 
-    def copy_tokens(self, start: int, out: NDArray[np.int32]) -> None:
-        out[:] = self.tokens[start : start + len(out)]
+    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+        return np.array(self.tokens[start:end], np.int32)
 
 
 class PoolMachine(RuleBasedStateMachine):
