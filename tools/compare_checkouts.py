@@ -109,7 +109,7 @@ def _rows(
         if number >= 2:  # the first rounds record what the others replay
             rates[side].append(_rate(workload, reply))
             used_ms[side].append(1e3 * reply["processor_s"])
-    row = {"model": case.model, "dtype": case.dtype, "workload": workload.key, "name": workload.name}
+    row: dict[str, Any] = {"model": case.model, "dtype": case.dtype, "workload": workload.key, "name": workload.name}
     row["has_same_tokens"] = token_ids["before"] == token_ids["after"]
     return [
         {**row, "unit": "tokens/s", **_compared(rates, best=max)},
@@ -117,7 +117,7 @@ def _rows(
     ]
 
 
-def _rate(workload: Workload, reply: dict[str, Any]) -> float:
+def _rate(workload: Workload, reply: dict[str, list[float]]) -> float:
     """Tokens per second of what the workload measures."""
     arrival, first, last = min(reply["arrival_s"]), max(reply["first_token_s"]), max(reply["last_token_s"])
     if workload.measure == "decode":
