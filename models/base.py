@@ -29,6 +29,8 @@ class Model(ABC):
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
         logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
+        rotary_switch: sequences of more tokens than this have all of them rotated otherwise: as if at positions that
+            are greater by this number. None: positions are places in the sequence.
     """
 
     prefix: ClassVar[str]
@@ -37,6 +39,7 @@ class Model(ABC):
     weight_bytes: int
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    rotary_switch: int | None = None
 
     def __init__(self, config: ModelConfig, maker: Maker) -> None:
         self.config = config

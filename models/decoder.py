@@ -72,6 +72,9 @@ class Decoder(Model):
             is_tied=config.tie_word_embeddings,
         )
         self._ropes = {rope: maker.rope(rope) for rope in set(config.layer_ropes) if rope is not None}
+        switches = {rope.switch(self.max_positions) for rope in self._ropes}
+        assert len(switches) < 2, "layers that are rotated by tables of different rows"
+        self.rotary_switch = next(iter(switches), None)
         self.layers = [
             self.make_layer(index, maker.under(f"model.layers.{index}")) for index in range(config.num_layers)
         ]

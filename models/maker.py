@@ -17,7 +17,7 @@ import numpy as np
 
 from models.checkpoint import TensorLayout
 from models.errors import ModelLoadError, WeightsError
-from models.rope import make_rope_table
+from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.dtype import DType, float16, float32
@@ -235,7 +235,7 @@ class DeclaringMaker(Maker):
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""
-        table = _nothing((self.max_positions, rope.rotary_dim // 2), float32)
+        table = _nothing((num_table_rows(rope, self.max_positions), rope.rotary_dim // 2), float32)
         return RopeTable(cos=table, sin=table, interleaved=rope.interleaved)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> DType:

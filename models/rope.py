@@ -25,18 +25,27 @@ _MOST_TABLE_BYTES = 4 << 30
 
 
 def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) -> RopeTable:
-    """cos and sin `[num_positions, rotary_dim / 2]` on a device.
+    """cos and sin `[num_rows, rotary_dim / 2]` on a device: a row for each position. Where there is a `rope.switch`,
+    longer sequences have rows of their own from `switch` on: position p of theirs is row `switch + p`.
 
     Raises `ModelLoadError` for a table of more than 4 GiB.
     """
-    size_bytes = 2 * num_positions * (rope.rotary_dim // 2) * 4
+    num_rows = num_table_rows(rope, num_positions)
+    size_bytes = 2 * num_rows * (rope.rotary_dim // 2) * 4
     if size_bytes > _MOST_TABLE_BYTES:
         raise ModelLoadError(
             f"the rotary table of {num_positions:,} positions takes {size_bytes:,} bytes, more than the limit of"
             f" {_MOST_TABLE_BYTES:,}: serve fewer tokens a sequence with max_model_len"
         )
-    frequencies = inverse_frequencies(rope, num_positions)  # [rotary_dim / 2]
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
+    positions = np.arange(num_rows, dtype=np.float32)
+    if num_rows == num_positions:
+        angles = positions[:, None] * inverse_frequencies(rope)  # [num_rows, rotary_dim / 2]
+    else:
+        num_short = num_rows - num_positions
+        positions[num_short:] -= np.float32(num_short)
+        angles = np.empty((num_rows, rope.rotary_dim // 2), np.float32)
+        np.multiply(positions[:num_short, None], inverse_frequencies(rope), out=angles[:num_short])
+        np.multiply(positions[num_short:, None], inverse_frequencies(rope, is_long=True), out=angles[num_short:])
     # Computed in float64 piece by piece, and rounded into place; the sine takes the place of the angles.
     cos = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
     sin = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
@@ -45,7 +54,7 @@ def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) 
         sin *= np.float32(rope.attention_factor)
     q_scales = None
     if rope.q_scaling_beta:
-        contexts = np.arange(num_positions, dtype=np.float32) // np.float32(rope.original_max_position_embeddings)
+        contexts = positions // np.float32(rope.original_max_position_embeddings)
         scales = np.float32(1.0) + np.float32(rope.q_scaling_beta) * np.log1p(contexts)
         q_scales = Tensor.from_numpy(scales).to(device)
     return RopeTable(
@@ -56,16 +65,16 @@ def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) 
     )
 
 
-def inverse_frequencies(rope: RopeConfig, num_positions: int) -> Float32Array:
-    """Radians per token of each pair `[rotary_dim / 2]`, float32.
+def num_table_rows(rope: RopeConfig, num_positions: int) -> int:
+    """Rows of the table of a model whose sequences may have so many tokens."""
+    return num_positions + (rope.switch(num_positions) or 0)
 
-    `num_positions` tells a longrope whether sequences may be longer than the original context: if so, its long factors
-    are used for all of them, since keys that lie in the cache are not rotated again.
-    """
+
+def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Float32Array:
+    """Radians per token of each pair `[rotary_dim / 2]`, float32; of a longrope by its long factors, if `is_long`."""
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)  # rounded once
     if rope.kind == "longrope":
-        is_long = num_positions > rope.original_max_position_embeddings
         factors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
         powers = factors * powers
     frequencies: Float32Array = np.float32(1.0) / powers

@@ -32,8 +32,9 @@ class RopeConfig:
     - "llama3": low frequencies divided by `factor`, high ones kept, those between interpolated (Llama 3.1).
     - "yarn": pairs that turn more than `beta_fast` times over the original context stay, those that turn less than
       `beta_slow` times are stretched; cosine and sine are multiplied by `attention_factor` (Peng et al. 2023).
-    - "longrope": each pair's frequency divided by its own factor, of `short_factors` within the original context, of
-      `long_factors` beyond; cosine and sine are multiplied by `attention_factor` (Ding et al. 2024).
+    - "longrope": each pair's frequency divided by its own factor, of `short_factors` in sequences within the original
+      context, of `long_factors` in longer ones; cosine and sine are multiplied by `attention_factor` (Ding et al.
+      2024).
 
     Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 for default and linear.
     The first `rotary_dim` elements of each head are rotated, as pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if
@@ -56,6 +57,12 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
     q_scaling_beta: float = 0.0
+
+    def switch(self, num_positions: int) -> int | None:
+        """The length beyond which a sequence's tokens are all rotated otherwise, if sequences may have `num_positions`
+        tokens; None if there is none."""
+        original = self.original_max_position_embeddings
+        return original if self.kind == "longrope" and num_positions > original else None
 
 
 def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:

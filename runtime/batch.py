@@ -22,7 +22,7 @@ class Batch:
     """
 
     token_ids: Tensor  # [num_tokens] int32
-    positions: Tensor  # [num_tokens] int32
+    positions: Tensor  # [num_tokens] int32: rows of position tables, mostly places in the sequence
     query_start: Tensor  # [num_seqs + 1] int32: offsets into the token row
     seq_lens: Tensor  # [num_seqs] int32: tokens in the KV cache after this step (context + this chunk)
     slot_mappings: tuple[Tensor, ...]  # each [num_tokens] int64: block * block_size + offset; -1 = not stored

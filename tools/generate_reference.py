@@ -286,6 +286,10 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         ),
         "glm_odd": (small("Glm", 46, 35, **heads(6, 2), **two, eos_token_id=[2]), 19),
         "glm4_odd": (small("Glm4", 46, 35, **heads(6, 3), **two, eos_token_id=[2], attention_bias=False), 19),
+        # The prompt within the original context, most of the continuation beyond.
+        "phi3_longrope_crossing": (
+            small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16), 9
+        ),
     }
 
 

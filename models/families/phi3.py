@@ -1,9 +1,13 @@
 """Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with one matrix for query, key and value, and one for gate and
 up; part of each head rotated (Phi-4 mini), by longrope where the context is long.
 
-transformers rotates a sequence by the short factors until it outgrows the original context, and then computes all its
-keys again by the long ones. Here one table serves all sequences, since they share cached keys: the long factors if
-sequences may outgrow the original context (`max_model_len`), else the short ones.
+Longrope has short factors for sequences within the original context, and long ones for longer sequences. As in
+transformers' `generate`, a sequence begins with those that its prompt asks for. If its answer outgrows the original
+context, all of its keys are computed again by the long factors, once. So its tokens depend on its own length alone, and
+equal transformers' for that sequence. Prefixes are shared by sequences that have the same factors.
+
+vLLM uses the long factors for all sequences if `max_model_len` exceeds the original context. That computes nothing
+twice, but changes short sequences, which are most.
 """
 
 from __future__ import annotations

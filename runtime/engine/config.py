@@ -218,7 +218,8 @@ class EngineConfig:
 class EngineLimits:
     """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
     every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
-    ``num_host_blocks`` is the swap space in blocks, ``group_windows`` the window of each cache group."""
+    ``num_host_blocks`` is the swap space in blocks, ``group_windows`` the window of each cache group;
+    ``rotary_switch`` as the model has it, None where no sequence can be longer."""
 
     max_model_len: int
     max_num_seqs: int
@@ -231,6 +232,7 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     group_windows: tuple[int | None, ...] = (None,)
+    rotary_switch: int | None = None
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
@@ -244,9 +246,10 @@ def resolve(
     available_bytes: int,
     has_own_memory: bool = False,
     group_windows: tuple[int | None, ...] = (None,),
+    rotary_switch: int | None = None,
 ) -> EngineLimits:
     """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
-    and these windows of its cache groups.
+    these windows of its cache groups, and this ``rotary_switch``.
 
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's, of which the KV cache may
     take nine tenths unless the user names a size.
@@ -309,6 +312,7 @@ def resolve(
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.swap_space_bytes // bytes_per_block,
         group_windows=group_windows,
+        rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,

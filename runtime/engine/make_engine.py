@@ -139,6 +139,7 @@ def limits_of(model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0)
         max_position_embeddings=model.max_positions,
         bytes_per_block=spec.bytes_per_block,
         group_windows=spec.group_windows,
+        rotary_switch=model.rotary_switch,
         available_bytes=max(0, free_memory_bytes(model.device) - num_bytes_to_load),
         has_own_memory=model.device.kind == "cuda",
     )

@@ -24,7 +24,8 @@ class ModelDriver:
     pool.
 
     `in_groups` puts layers with windows into groups of their own, whose pages behind a window are given up; the block
-    that their entries name then holds NaN. `exact` is the batches'.
+    that their entries name then holds NaN. `exact` is the batches', `rotary_offset`
+    that of all sequences.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class ModelDriver:
         kv_dtype: DType | None = None,
         in_groups: bool = False,
         exact: bool = False,
+        rotary_offset: int = 0,
     ) -> None:
         self.model = model
+        self.rotary_offset = rotary_offset
         self.exact = exact
         self.block_size = block_size
         blocks_each = -(-max_tokens // block_size)
@@ -82,7 +85,7 @@ class ModelDriver:
 
         batch = Batch(
             token_ids=tensor(np.concatenate([np.array(ids) for ids in chunks.values()]), np.int32),
-            positions=tensor(np.concatenate(list(positions.values())), np.int32),
+            positions=tensor(np.concatenate(list(positions.values())) + self.rotary_offset, np.int32),
             query_start=tensor(np.cumsum([0, *lengths]), np.int32),
             seq_lens=tensor(np.array(seq_lens), np.int32),
             slot_mappings=tuple(tensor(each, np.int64) for each in slots),
@@ -105,7 +108,7 @@ def logits_of(
     model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any
 ) -> Array:
     """Logits `[len(ids), vocab_size]` of one sequence, fed at once or in chunks of the given sizes."""
-    driver = ModelDriver(model, **options)
+    driver = ModelDriver(model, rotary_offset=rotary_offset_of(model, len(ids)), **options)
     rows, start = [], 0
     for size in chunk_sizes or [len(ids)]:
         rows.append(driver.step({0: ids[start : start + size]})[0])
@@ -119,15 +122,25 @@ def greedy(
 ) -> tuple[list[int], Array]:
     """The greedy continuation, and the logits `[num_new_tokens, vocab_size]` that each token was chosen
     from."""
-    driver = ModelDriver(model, **options)
+    driver = ModelDriver(model, rotary_offset=rotary_offset_of(model, len(prompt)), **options)
     ids: Sequence[int] = prompt
-    chosen, rows = [], []
+    chosen: list[int] = []
+    rows = []
     for _ in range(num_new_tokens):
+        rotary_offset = rotary_offset_of(model, len(prompt) + len(chosen))
+        if rotary_offset != driver.rotary_offset:  # all of it is computed again
+            driver = ModelDriver(model, rotary_offset=rotary_offset, **options)
+            ids = [*prompt, *chosen]
         row = driver.step({0: ids})[0][-1]
         chosen.append(int(row.argmax()))
         rows.append(row)
         ids = chosen[-1:]
     return chosen, np.stack(rows)
+
+
+def rotary_offset_of(model: Model, num_tokens: int) -> int:
+    """Rotary positions less places of a sequence of so many tokens."""
+    return model.rotary_switch if model.rotary_switch is not None and num_tokens > model.rotary_switch else 0
 
 
 def relative_error(ours: Array, theirs: Array) -> float:

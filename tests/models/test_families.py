@@ -11,6 +11,7 @@ from models.base import Model
 from models.decoder import Decoder
 from models.errors import ConfigError
 from models.families.gemma import GemmaModel
+from models.families.phi3 import Phi3Model
 from models.json_fields import read_json_object
 from models.maker import DeclaringMaker
 from models.registry import parse_config
@@ -33,12 +34,16 @@ def test_gemmas_embeddings_are_multiplied_by_a_number_of_the_weights_type(dtype:
     assert model.embedding_scale == scale
 
 
-def test_longrope_takes_its_long_factors_if_sequences_may_outgrow_the_original_context() -> None:
+@pytest.mark.parametrize(("max_positions", "switch"), [(8, None), (16, None), (17, 16), (128, 16)])
+def test_phi_has_both_tables_if_sequences_may_outgrow_the_original_context(
+    max_positions: int, switch: int | None
+) -> None:
     config = parse_config(fields_of("phi3_longrope"))
-    (rope,) = set(config.layer_ropes)  # type: ignore[attr-defined]
-    short, long = (make_rope_table(rope, positions) for positions in (16, 17))
-    assert short.cos.shape == (16, 6)
-    assert not np.array_equal(short.cos.array, long.cos.array[:16])
+    model = Phi3Model(config, DeclaringMaker(LoadOptions(), max_positions))  # type: ignore[arg-type]
+    assert model.rotary_switch == switch
+    table = model.rope_of(0)
+    assert table is not None
+    assert table.cos.shape == (max_positions + (switch or 0), 6)
 
 
 def test_queries_of_ministral_grow_with_each_original_context() -> None:

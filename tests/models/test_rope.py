@@ -18,7 +18,7 @@ REFERENCES = json.loads((GOLDENS / "rope.json").read_text())
 
 
 def test_default_frequencies_are_powers_of_theta() -> None:
-    frequencies = inverse_frequencies(RopeConfig(10000.0, 8), 1)
+    frequencies = inverse_frequencies(RopeConfig(10000.0, 8))
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, [1.0, 0.1, 0.01, 0.001], rtol=2e-7)
 
@@ -31,8 +31,8 @@ def test_linear_divides_positions() -> None:
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
     rope = RopeConfig(5e5, 128, "llama3", 8.0, 1.0, 4.0, 8192)
-    plain = inverse_frequencies(RopeConfig(5e5, 128), 1).astype(np.float64)
-    scaled = inverse_frequencies(rope, 1).astype(np.float64)
+    plain = inverse_frequencies(RopeConfig(5e5, 128)).astype(np.float64)
+    scaled = inverse_frequencies(rope).astype(np.float64)
     wavelengths = 2 * math.pi / plain
     is_short, is_long = wavelengths < 8192 / 4, wavelengths > 8192
     is_between = ~is_short & ~is_long
@@ -63,13 +63,22 @@ def longrope(kind: str, share: float) -> RopeConfig:
     )
 
 
-def test_longrope_takes_its_long_factors_where_sequences_may_pass_the_original_context() -> None:
+def test_longrope_has_rows_of_their_own_for_sequences_beyond_the_original_context() -> None:
     rope = longrope("longrope", 0.75)
-    plain = inverse_frequencies(RopeConfig(1e4, 6), 1)
-    np.testing.assert_allclose(inverse_frequencies(rope, 64), plain / [1, 1, 2], rtol=1e-6)
-    np.testing.assert_allclose(inverse_frequencies(rope, 65), plain / [1, 4, 8], rtol=1e-6)
+    plain = inverse_frequencies(RopeConfig(1e4, 6))
+    short, long = inverse_frequencies(rope), inverse_frequencies(rope, is_long=True)
+    np.testing.assert_allclose(short, plain / [1, 1, 2], rtol=1e-6)
+    np.testing.assert_allclose(long, plain / [1, 4, 8], rtol=1e-6)
     assert rope.attention_factor == math.sqrt(1 + math.log(4) / math.log(64))
-    assert make_rope_table(rope, 10).cos.numpy()[0].tolist() == [np.float32(rope.attention_factor)] * 3
+    assert [rope.switch(positions) for positions in (10, 64, 65, 256)] == [None, None, 64, 64]
+    assert RopeConfig(1e4, 6, original_max_position_embeddings=64).switch(65) is None
+    within, beyond = make_rope_table(rope, 64), make_rope_table(rope, 100)
+    assert within.cos.numpy()[0].tolist() == [np.float32(rope.attention_factor)] * 3
+    for ours, alone in ((beyond.cos, within.cos), (beyond.sin, within.sin)):
+        assert ours.shape == (164, 3)
+        np.testing.assert_array_equal(ours.numpy()[:64], alone.numpy())
+    angles = np.arange(100, dtype=np.float32)[:, None] * long
+    np.testing.assert_allclose(beyond.sin.numpy()[64:], np.sin(angles) * rope.attention_factor, rtol=0, atol=1e-5)
     assert longrope("su", 0.75) == rope
     with pytest.raises(ConfigError, match="short_factor must be 4 numbers, one for each pair, not 3"):
         longrope("su", 1.0)
@@ -133,7 +142,7 @@ def test_transformers_agrees_far_into_the_context(name: str) -> None:
     fields = Fields({"rope_parameters": reference["rope_parameters"]}, name)
     rope, positions = parse_rope(fields, reference["head_dim"], 1 << 17), reference["positions"]
     frequencies = np.array(reference["frequencies"], np.float32)
-    ours = inverse_frequencies(rope, 1 << 17)
+    ours = inverse_frequencies(rope)
     np.testing.assert_array_max_ulp(ours, frequencies, 1)  # its power function is not always rounded right
     assert (ours != frequencies).sum() <= 1
     table = make_rope_table(rope, positions[-1] + 1)

@@ -27,9 +27,6 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         fields["vocab_size"] = rng.randint(23, 71)
     if rng.random() < 0.2:  # the class's own, which may lie outside of the vocabulary
         fields = {name: value for name, value in fields.items() if name not in ("bos_token_id", "eos_token_id")}
-    original = fields.get("original_max_position_embeddings")
-    if original is not None and original < 32:  # longrope: the whole of each prompt in the long range
-        lengths = [max(length, original + 1) for length in lengths]
     vocab = fields["vocab_size"]
     shared = [rng.randrange(vocab) for _ in range(max(lengths) - 1)]
     prompts = []
@@ -201,7 +198,7 @@ def _phi3(draw: Draw) -> Fields:
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
     partial = draw.choice((1.0, 0.75, 0.5)) if head_dim % 8 == 0 else 1.0
     rope = {**draw.rope(has_scaling=False), "partial_rotary_factor": partial}
-    fields["original_max_position_embeddings"] = draw.choice((12, fields["max_position_embeddings"]))
+    fields["original_max_position_embeddings"] = draw.choice((12, 30, fields["max_position_embeddings"]))
     if draw.flip():
         pairs = int(head_dim * partial) // 2
         rope["rope_type"] = "longrope"

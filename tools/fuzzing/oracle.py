@@ -3,8 +3,8 @@
 A script for a Python with torch and transformers (the extra `reference`); of this project it reads the golden weights
 alone. A request names a configuration class, its fields, the weights' seed and type, prompts, and a folder. The folder
 then holds the model as `save_pretrained` writes it, and `oracle.npz`: for each prompt its greedy continuation
-(`greedy_0` …) and the logits of both together (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the
-rounded weights). The answer tells how far the model in its own type is from that (`noise`, relative to the largest
+(`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded
+weights). The answer tells how far the model in its own type is from that (`noise`, relative to the largest
 logit), and names and shapes of the weights; or why transformers refuses the configuration.
 """
 
@@ -48,22 +48,26 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     own = loaded(dtype) if dtype is not torch.float32 else None
     arrays, noise = {}, 0.0
     for index, prompt in enumerate(request["prompts"]):
-        greedy = _greedy(reference, prompt, request["num_new"])
-        logits = _logits(reference, prompt + greedy[:-1])
+        greedy, logits = _continued(reference, prompt, request["num_new"])
         arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
         if own is not None:
-            difference = np.abs(_logits(own, prompt + greedy[:-1]) - logits).max()
+            difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
             noise = max(noise, float(difference / np.abs(logits).max()))
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
     return {"noise": noise, "shapes": shapes}
 
 
-def _greedy(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Each token from the whole of what stands before it: no cache."""
-    ids = list(prompt)
-    for _ in range(num_new):
-        ids.append(int(_logits(model, ids)[-1].argmax()))
-    return ids[len(prompt) :]
+def _continued(
+    model: Any, prompt: list[int], num_new: int, forced: list[int] | None = None
+) -> tuple[list[int], np.ndarray]:
+    """The greedy continuation (or the `forced` one), and the logits of the prompt and of each token but the last: each
+    from the whole of what stands before it, without a cache, since a longrope's factors depend on the length."""
+    ids, rows = list(prompt), _logits(model, prompt)
+    for at in range(num_new):
+        if at:
+            rows = np.concatenate((rows, _logits(model, ids)[-1:]))
+        ids.append(int(rows[-1].argmax()) if forced is None else forced[at])
+    return ids[len(prompt) :], rows
 
 
 def _logits(model: Any, ids: list[int]) -> np.ndarray:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
-from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, block_digest
+from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, Salt, block_digest
 from runtime.kv.groups import NO_BLOCK, first_page
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Chain:
 
     __slots__ = ("is_broken", "nodes", "num_blocks", "salt")
 
-    def __init__(self, salt: str | None = None) -> None:
+    def __init__(self, salt: Salt = None) -> None:
         self.salt = salt
         self.reset()
 
@@ -207,7 +207,7 @@ class BlockPool:
                 else:
                     self._clear(block_id)
 
-    def find(self, tokens: NDArray[np.int32], salt: str | None = None) -> Hit:
+    def find(self, tokens: NDArray[np.int32], salt: Salt = None) -> Hit:
         """The longest prefix of ``tokens [num_tokens]`` int32 that all groups can give; holders do not change.
 
         To use it: ``share`` the blocks at once; ``hold`` the host slots until the step that reads them was run, and
@@ -236,7 +236,7 @@ class BlockPool:
         return Hit(blocks, first_pages, host_slots, partial, num_partial, num_tokens + num_partial)
 
     def on_device(
-        self, tokens: NDArray[np.int32], salt: str | None, first_pages: list[int], num_pages: int
+        self, tokens: NDArray[np.int32], salt: Salt, first_pages: list[int], num_pages: int
     ) -> list[list[int | None]]:
         """By group: the blocks that have the first ``num_pages`` full pages of ``tokens``, None where none has;
         ``NO_BLOCK`` before ``first_pages``."""
@@ -368,7 +368,7 @@ class BlockPool:
         return most
 
     def _find_partial(
-        self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: str | None
+        self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: Salt
     ) -> tuple[list[int], int]:
         """By group: the block that shares most of ``tokens`` after ``nodes``, and how many all of them share."""
         partial: list[int] = []

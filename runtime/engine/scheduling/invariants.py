@@ -24,7 +24,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     """
     block_size, ref_counts = scheduler.limits.block_size, scheduler.pool.ref_counts
     windows = scheduler.pool.windows
-    has_windows = any(windows)
+    has_windows, switch = any(windows), scheduler.limits.rotary_switch
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
     for chunk in step.chunks:
@@ -32,6 +32,8 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
         end = chunk.start + chunk.num_tokens
         if sequence.row is None or end - len(chunk.draft_ids) != sequence.num_computed:
             problem = f"a chunk that ends at {end}, but {sequence.num_computed} computed tokens and row {sequence.row}"
+        elif switch is not None and end > switch and not sequence.rotary_offset:
+            problem = f"a chunk that ends at {end}, but is rotated as if it ended at {switch}"
         else:
             last_page = (end - 1) // block_size
             for ids in sequence.blocks:

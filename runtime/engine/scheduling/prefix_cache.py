@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,16 @@ _MOST_BRANCHES = 8
 """Branches with the same first token that are compared for a partial match, the latest ones: it bounds the time."""
 
 _TOKEN_BYTES = 4
+
+class RotatedPrefixes(NamedTuple):
+    """The prefixes of a salt whose tokens are rotated as if they were ``rotary_offset`` positions further on."""
+
+    salt: str | None
+    rotary_offset: int
+
+
+Salt = str | RotatedPrefixes | None
+"""Who shares prefixes: those with the same. None: without a salt, and rotated by their positions."""
 
 Digest = Callable[[int, bytes], int]
 
@@ -95,7 +106,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._index)
 
-    def root(self, salt: str | None, group: int) -> CachedBlock:
+    def root(self, salt: Salt, group: int) -> CachedBlock:
         """The node before all prompts of this salt in a cache group."""
         name = _root_name(salt, group)
         root = self._roots.get(name)
@@ -103,7 +114,7 @@ class PrefixCache:
             root = self._roots[name] = CachedBlock(None, name, self._digest(0, name))
         return root
 
-    def walk(self, tokens: NDArray[np.int32], salt: str | None, group: int) -> list[CachedBlock]:
+    def walk(self, tokens: NDArray[np.int32], salt: Salt, group: int) -> list[CachedBlock]:
         """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, wherever they
         lie."""
         nodes: list[CachedBlock] = []
@@ -120,7 +131,7 @@ class PrefixCache:
         return nodes
 
     def longest_partial(
-        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: str | None, group: int
+        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: Salt, group: int
     ) -> tuple[CachedBlock, int] | None:
         """The block on the device that continues ``node`` (None: the salt's root) and shares most tokens
         with ``tokens``, which come after it, and how many."""
@@ -210,8 +221,12 @@ class PrefixCache:
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
 
-def _root_name(salt: str | None, group: int) -> bytes:
-    return b"%d" % group if salt is None else b"%d salt %s" % (group, salt.encode())
+def _root_name(salt: Salt, group: int) -> bytes:
+    name = b"%d" % group
+    if isinstance(salt, RotatedPrefixes):
+        name += b" rotated %d" % salt.rotary_offset
+        salt = salt.salt
+    return name if salt is None else b"%s salt %s" % (name, salt.encode())
 
 
 def _latest(node: CachedBlock, tokens: bytes) -> list[CachedBlock]:

@@ -22,10 +22,11 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     tokens = sequence.token_ids(0, sequence.num_tokens - 1)
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
-    hit = pool.find(tokens, sequence.request.cache_salt)
+    hit = pool.find(tokens, sequence.chain.salt)
     most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
     for sibling in sequence.request.sequences:
-        if sibling.state is State.RUNNING and sibling is not sequence:
+        is_alike = sibling.rotary_offset == sequence.rotary_offset
+        if sibling.state is State.RUNNING and sibling is not sequence and is_alike:
             count = min(most, sibling.num_committed)
             if count > hit.num_tokens:
                 hit = _prefix_of(sibling, count, pool) or hit
@@ -35,7 +36,7 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
 def _own(sequence: Sequence, tokens: NDArray[np.int32], pool: BlockPool) -> Hit:
     """A swapped sequence's own pages, from the device where it has them."""
     num_full, rest = divmod(sequence.num_computed, pool.block_size)
-    blocks = pool.on_device(tokens, sequence.request.cache_salt, sequence.first_pages, num_full)
+    blocks = pool.on_device(tokens, sequence.chain.salt, sequence.first_pages, num_full)
     slots = []
     for ids, own, first in zip(blocks, sequence.host_slots, sequence.first_pages):
         ids += [None] if rest else []

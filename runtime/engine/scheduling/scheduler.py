@@ -12,7 +12,7 @@ all of its own and waits again: the first in order is never the victim, and one 
 is always progress. Its parts live in modules of their own: ``policy`` (the order), ``batching`` (how decodes and
 prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (who starts, with which blocks), ``reuse`` (what
 need not be computed at all), ``drafts`` (proposed tokens), ``windowed_pages``, ``preemption`` (the victim, and how its
-content comes back).
+content comes back), ``rotation`` (what is computed again since it became too long).
 
 It knows no tensors, no model and no clock.
 """
@@ -32,6 +32,7 @@ from runtime.engine.scheduling.invariants import check_scheduler, check_step
 from runtime.engine.scheduling.placement import Placement
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
+from runtime.engine.scheduling.rotation import choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import PreemptionWay, Step
 from runtime.engine.scheduling.windowed_pages import WindowedPages
@@ -107,6 +108,8 @@ class Scheduler:
         assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
         self.num_steps += 1
+        if self.limits.rotary_switch is not None:
+            self._stop_outgrown(self.limits.rotary_switch)
         self._batching.fill(self, step)
         self._close(step)
         return step
@@ -184,6 +187,8 @@ class Scheduler:
         if self.drafts:
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, [])
+                if self.limits.rotary_switch is not None:
+                    drafts = within_switch(drafts, chunk.sequence, chunk.start, self.limits.rotary_switch)
                 reserve_drafts(chunk, drafts, step, self.pool, len(self.running))
 
     def prefill(self, step: Step) -> None:
@@ -201,8 +206,10 @@ class Scheduler:
         """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
         while self.waiting and self.free_rows and most != 0 and not step.preempted and step.budget > 0:
             sequence = self.waiting[0]
-            if self.depth > 1 and self._is_open(sequence):
-                return  # preempted: its tokens are known when that step is over
+            if sequence.num_pending or (self.depth > 1 and self._is_open(sequence)):
+                return  # it ran: its tokens are known when that step is over
+            if self.limits.rotary_switch is not None:
+                choose_rotation(sequence, self.limits.rotary_switch, self.pool.host_pool)
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return
@@ -265,6 +272,13 @@ class Scheduler:
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
+
+    def _stop_outgrown(self, switch: int) -> None:
+        """Let the running sequences wait that are to be computed again."""
+        for sequence in [sequence for sequence in self._idle() if is_at_switch(sequence, switch)]:
+            _remove(self.running, sequence)
+            self._release(sequence)
+            self.add(sequence)
 
     def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
         """Host slots for a victim's blocks; None: it shall be computed again."""

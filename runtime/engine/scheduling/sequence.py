@@ -123,6 +123,7 @@ class Sequence:
     gives_up_at    ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: where its pages from ``first_pages`` on lie while it is swapped out; else empty
     chain          how far its blocks are recorded in the prefix cache
+    rotary_offset  rotary position less position of its tokens: 0, or the model's ``rotary_switch`` if it is longer
     row            its row in the runner's arrays while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it; -1: none
     num_cached_tokens  tokens that were found when it first started; None before that
@@ -153,6 +154,7 @@ class Sequence:
         "num_tokens",
         "order",
         "request",
+        "rotary_offset",
         "row",
         "state",
     )
@@ -176,6 +178,7 @@ class Sequence:
         self.gives_up_at = 0
         self.host_slots: list[list[int]] = []
         self.chain = Chain(request.cache_salt)
+        self.rotary_offset = 0
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
         self.state = State.HELD

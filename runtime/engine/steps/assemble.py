@@ -110,6 +110,7 @@ class Assembler:
             choice_index=sequence.index,
             num_prompt_tokens=sequence.num_prompt_tokens,
             last_token_id=sequence.last_token_id,
+            rotary_offset=sequence.rotary_offset,
             numbers={name: getattr(params, name) for name in COLUMNS},
             logprobs=params.logprobs,
             # A repetition penalty counts an id once, however often the prompt has it.

@@ -278,7 +278,7 @@ class DecodeArrays:
         columns = np.arange(0, len(self._progress), self._num_places)
         self._progress_at = (columns[:, None] + places).reshape(-1)
         sampling = self._row_data.sampling
-        ahead = np.zeros_like(rows), np.ones_like(rows), 1 - sampling.num_prompt_tokens[rows]
+        ahead = self._row_data.rotary_offsets[rows], np.ones_like(rows), 1 - sampling.num_prompt_tokens[rows]
         self._ahead = np.stack(ahead).astype(np.int32)
         self._empty_places()
         sampling.write_columns(self._columns, places, rows)

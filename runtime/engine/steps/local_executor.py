@@ -153,8 +153,9 @@ class LocalExecutor:
             value = getattr(step, name)
             if value is not None and len(value):
                 raise UnsupportedStepError(f"{name}: {type(self.model).__name__} takes none, got {len(value)}")
-        if any(load.rotary_offset for load in step.loads):
-            raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has none")
+        for load in step.loads:
+            if load.rotary_offset not in (0, self.limits.rotary_switch):
+                raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has no {load.rotary_offset}")
         if step.uncut_spans:
             ends = np.cumsum(step.counts)
             for span in step.uncut_spans:
@@ -227,7 +228,8 @@ class LocalExecutor:
         else:
             indices = self._drawing_tokens(step).astype(np.int32)
             token_ids = self.rows.tokens_of(step.token_ids, np.repeat(rows, step.counts))
-        return lay_out(token_ids, rows, step.starts, step.counts, self.rows.tables, indices)
+        offsets = None if self.limits.rotary_switch is None else self.rows.rotary_offsets[rows]
+        return lay_out(token_ids, rows, step.starts, step.counts, self.rows.tables, indices, offsets)
 
     def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""

@@ -63,9 +63,11 @@ def lay_out(
     counts: NDArray[np.int64],
     tables: BlockTables,
     logits_indices: NDArray[np.int32],
+    rotary_offsets: NDArray[np.int64] | None = None,
 ) -> Layout:
     """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, one a row, in the order of
-    ``rows``, which ascend."""
+    ``rows``, which ascend. ``rotary_offsets [n]``: rotary positions less places in the sequence; None: they are the
+    same."""
     num_seqs, num_tokens = len(counts), len(token_ids)
     if num_tokens == num_seqs:
         query_start = np.arange(num_seqs + 1, dtype=np.int32)
@@ -77,9 +79,10 @@ def lay_out(
         positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
         max_query_len = int(counts.max())
     seq_lens = (starts + counts).astype(np.int32)
+    rotary = positions if rotary_offsets is None else positions + np.repeat(rotary_offsets, counts)
     return Layout(
         token_ids,
-        positions.astype(np.int32),
+        rotary.astype(np.int32),
         query_start,
         seq_lens,
         tables.slots(tables.first_entries(row_of_token), positions),

@@ -21,6 +21,7 @@ class Rows:
 
     tables       block tables
     last_tokens  the last token of each row, as far as the steps that drew one are over
+    rotary_offsets  of each row: rotary position less KV position
     version      rises with each load: what is known of rows is then out of date
     versions     of each row: the version when it was loaded last
     """
@@ -30,6 +31,7 @@ class Rows:
     ) -> None:
         self.tables = BlockTables(num_groups, max_num_seqs, max_blocks, block_size)
         self.last_tokens = np.zeros(max_num_seqs, np.int32)
+        self.rotary_offsets = np.zeros(max_num_seqs, np.int64)
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         self.version = 0
         self.versions = np.zeros(max_num_seqs, np.int64)
@@ -66,6 +68,7 @@ class Rows:
         self.versions[row] = self.version
         self.tables.clear(row)
         self.last_tokens[row] = load.last_token_id
+        self.rotary_offsets[row] = load.rotary_offset
         try:
             self.sampling.load(load)
         except Exception:

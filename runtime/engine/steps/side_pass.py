@@ -35,6 +35,8 @@ class PagedSidePass:
         num_groups = len(spec.group_windows)
         self._tables = BlockTables(num_groups, len(lengths), max(num_blocks), size)
         self._rows = np.arange(len(lengths))
+        switch = limits.rotary_switch
+        self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
         num_used = 0
         for group in range(num_groups):
             for row, count in enumerate(num_blocks):
@@ -47,8 +49,9 @@ class PagedSidePass:
         counts = np.array([len(ids) for ids in token_ids])
         no_logits = np.empty(0, np.int32)
         layout = lay_out(
-            np.concatenate(token_ids), self._rows, np.array(starts), counts, self._tables, no_logits
-        )
+            np.concatenate(token_ids), self._rows, np.array(starts), counts, self._tables, no_logits,
+            self._rotary_offsets,
+        )  # fmt: skip
         return self._model.forward(layout.batch(self._model.device, exact=self._limits.exact), self._pages)
 
 

@@ -27,7 +27,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     numbers         the parameters of ``runtime.sampling_table``, by name
     last_token_id   the last of its known tokens
     num_prompt_tokens  its output begins behind them
-    rotary_offset   rotary position less KV position of what comes behind the known tokens
+    rotary_offset   rotary position less KV position, where the step has no ``rotary_positions``
     logprobs        alternatives wanted beside each drawn token; None: no log probabilities
     prompt_ids      each id of the prompt once, where penalties count them
     output_ids      what was drawn so far, where penalties or bad words look at it

@@ -26,17 +26,20 @@ from runtime.tensor.tensor import Tensor
 
 VOCAB_SIZE = 97
 EOS = 96
+ROTATED = 1000
+"""Added to a token for each position by which it is rotated further."""
 
 
 class FakeModel:
     """`hidden[t]` is a hash of the tokens up to and including `t`; logits are waves in hash and token id.
 
     `before_forward` sees every batch and may raise; `nan_after` makes the logits NaN wherever that token was
-    last.
+    last. Tokens that are rotated by a `rotary_switch` count as others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rotary_switch: int | None = None) -> None:
         self.device = Device.parse("cpu")
+        self.rotary_switch = rotary_switch
         self.before_forward: Callable[[Batch], None] = lambda batch: None
         self.nan_after: int | None = None
         self.num_computed_tokens = 0
@@ -45,12 +48,13 @@ class FakeModel:
         return KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        check_batch(batch, kv_cache)
+        offsets = check_batch(batch, kv_cache)
+        assert set(offsets.tolist()) <= {0, self.rotary_switch}
         self.before_forward(batch)
         keys = kv_cache.layer(0)[0].array  # [num_blocks, 1, 1, block_size]
         block_size = kv_cache.spec.block_size
         block, offset = np.divmod(batch.slot_mappings[0].array, block_size)
-        keys[block, 0, 0, offset] = batch.token_ids.array
+        keys[block, 0, 0, offset] = batch.token_ids.array + ROTATED * offsets
         self.num_computed_tokens += batch.num_tokens
         hidden = np.empty((batch.num_tokens, 1), np.float32)
         starts, lens = batch.query_start.array, batch.seq_lens.array
@@ -83,16 +87,19 @@ def fake_logits(hashes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(logits)
 
 
-def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(prompt: list[int], num_tokens: int, rotary_switch: int | None = None) -> list[int]:
     """What the fake model continues with, computed without an engine."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(int(np.argmax(fake_logits(np.array(prefix_hashes(np.array(tokens))[-1:])))))
+        known = np.array(tokens)
+        if rotary_switch is not None and len(known) > rotary_switch:
+            known += ROTATED * rotary_switch
+        tokens.append(int(np.argmax(fake_logits(np.array(prefix_hashes(known)[-1:])))))
     return tokens[len(prompt) :]
 
 
-def check_batch(batch: Batch, kv_cache: KVCache) -> None:
-    """What every model may rely on."""
+def check_batch(batch: Batch, kv_cache: KVCache) -> np.ndarray:
+    """What every model may rely on. Returns how much further each token is rotated than its place says."""
     starts, lens = batch.query_start.array, batch.seq_lens.array
     assert starts[0] == 0
     assert starts[-1] == batch.num_tokens
@@ -103,8 +110,7 @@ def check_batch(batch: Batch, kv_cache: KVCache) -> None:
     assert len(np.unique(slots)) == len(slots), "two tokens share a slot"
     assert slots.min() >= 0
     assert slots.max() < kv_cache.num_blocks * kv_cache.spec.block_size
-    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts)])
-    assert np.array_equal(positions, batch.positions.array)
+    offsets: np.ndarray = batch.positions.array - np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts)])
     expected = {
         "token_ids": np.int32,
         "positions": np.int32,
@@ -119,6 +125,7 @@ def check_batch(batch: Batch, kv_cache: KVCache) -> None:
     assert slots.dtype == np.int64
     assert batch.block_tables[0].array.dtype == np.int32
     assert batch.block_tables[0].array.flags.c_contiguous
+    return offsets
 
 
 @pytest.fixture(params=["plain loop", "overlapped loop"])
@@ -147,7 +154,11 @@ def make_engine(
     block_size = config.block_size
     spec = model.kv_cache_spec(block_size)
     limits = resolve(
-        config, max_position_embeddings=4096, bytes_per_block=spec.bytes_per_block, available_bytes=1 << 30
+        config,
+        max_position_embeddings=4096,
+        bytes_per_block=spec.bytes_per_block,
+        available_bytes=1 << 30,
+        rotary_switch=model.rotary_switch,
     )
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(

@@ -1,9 +1,9 @@
 """The pure scheduler under load, without a model: a driver that plays the engine, and pages that remember who wrote
 them.
 
-A slot of a page holds the group and a digest of the token written there and of all before it, the salt first. So a
-chunk that reads a stranger's page, a page with another history, or one that was never written is found before the chunk
-is "computed".
+A slot of a page holds the group, a digest of the token written there and of all before it, the salt first, and how the
+token was rotated. So a chunk that reads a stranger's page, a page with another history or another rotation, or one that
+was never written is found before the chunk is "computed".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime.engine.scheduling.step import Chunk, Step
 from runtime.kv.groups import blocks_of_sequence
 
 VOCAB_SIZE = 4
-GARBAGE = (-1, 0)
+GARBAGE = (-1, 0, 0)
 LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
 
 
@@ -55,7 +55,8 @@ class Pages:
             seen = 0 if window is None else max(0, chunk.start - window + 1)
             for place in range(seen // size, -(-chunk.start // size)):
                 first = max(seen, place * size)
-                expected = [(group, digest) for digest in history[first : min((place + 1) * size, chunk.start)]]
+                digests = history[first : min((place + 1) * size, chunk.start)]
+                expected = [(group, digest, chunk.sequence.rotary_offset) for digest in digests]
                 found = self.blocks[ids[place]][first - place * size :][: len(expected)]
                 assert found == expected, f"tokens {first} … of {chunk} are not in block {ids[place]}"
 
@@ -63,7 +64,7 @@ class Pages:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             place, offset = divmod(position, self.block_size)
             for group, ids in enumerate(chunk.sequence.blocks):
-                self.blocks[ids[place]][offset] = (group, history[position])
+                self.blocks[ids[place]][offset] = (group, history[position], chunk.sequence.rotary_offset)
 
 
 @dataclass
@@ -233,14 +234,17 @@ class Driver:
         for chunk in step.chunks:
             sequence = chunk.sequence
             assert chunk.start + chunk.num_tokens <= sequence.num_tokens, "a token is computed that is not known"
+            switch = self.limits.rotary_switch
+            is_longer = switch is not None and sequence.num_tokens > switch
+            assert sequence.rotary_offset == (switch if is_longer else 0), "a token is rotated for another length"
             self.pages.check(chunk, self.histories[sequence])
         for chunk in step.chunks:
             self.pages.write(chunk, self.histories[chunk.sequence])
         return step
 
     def _end_step(self, step: Step) -> None:
-        if not step.has_work:
-            return
+        if not any(each is step for each in self.scheduler.open_steps):
+            return  # without work when it was planned
         self.num_steps += 1
         if step.chunks and self.rng.random() < self.failure:
             self.scheduler.abandon(step)
@@ -339,8 +343,9 @@ def random_limits(
         for length in range(num_blocks * block_size, 0, -1)
         if blocks_of_sequence(length, group_windows, block_size, chunk=chunk) <= num_blocks
     )
+    max_model_len = max(2, longest - rng.randrange(0, 3))
     return EngineLimits(
-        max_model_len=max(2, longest - rng.randrange(0, 3)),
+        max_model_len=max_model_len,
         max_num_seqs=min(rng.randrange(1, 6), max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
@@ -350,6 +355,7 @@ def random_limits(
         enable_prefix_caching=rng.random() < 0.8,
         num_host_blocks=rng.choice((0, 1, 4, 12)) * len(group_windows),
         group_windows=group_windows,
+        rotary_switch=rng.randrange(1, max_model_len) if rng.random() < 0.3 else None,
     )
 
 
