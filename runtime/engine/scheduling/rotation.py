@@ -1,5 +1,5 @@
-"""Sequences that outgrow a model's ``rotary_switch`` (longrope): all of their tokens are rotated otherwise then, and have
-to be computed again."""
+"""Sequences that outgrow a model's ``rotary_switch`` (longrope): all of their tokens are then rotated otherwise, and
+have to be computed again."""
 
 from __future__ import annotations
 
