@@ -29,6 +29,7 @@ from numba_kernels.cuda import (
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
+from numba_kernels.segments import SEGMENTS
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
 from tools.kernel_costs.counts import Bench, Work
@@ -86,6 +87,8 @@ def _gemms() -> Iterator[Case]:
     yield _gemm("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
     yield _gemm("hopper", (256, 256, 256), "bf16", (128, 128))
     yield _gemm("hopper", (128, 256, 1024), "bf16", (64, 128))
+    for rows in (1, 128):
+        yield _exact_gemm(rows, 1024, 1024)
 
 
 def _gemm(
@@ -109,6 +112,26 @@ def _gemm(
     has_tensor_cores = tier in ("tensor_core", "few_rows", "hopper")
     name, shape = f"gemm {tier} {dtype} m={m}", f"{m} x {n} x {k}"
     return Case(name, "gemm", shape, work, run, reason, tiled_bytes, has_tensor_cores)
+
+
+def _exact_gemm(m: int, n: int, k: int) -> Case:
+    """A product whose K is cut into segments: their sums are written, and read again."""
+
+    def run(bench: Bench) -> None:
+        product = gemm.Product(
+            m, n, k, "bf16", out="f32", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True), exact=True,
+            num_segments=SEGMENTS,
+        )  # fmt: skip
+        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch), "auto")
+        x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
+        sums, out = bench.empty(SEGMENTS * m * n * 4), bench.empty(m * n * 2)
+        bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0)
+        bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n)
+
+    work = Work((m + n) * k * 2, m * n * 2, 2 * m * n * k, True)
+    rows = 16 if m <= 16 else 64
+    tiled_bytes = (-(-n // 64) * m + -(-m // rows) * n) * k * 2 + m * n * (2 + 2 * SEGMENTS * 4)
+    return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 # Attention
