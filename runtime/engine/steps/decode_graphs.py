@@ -27,7 +27,7 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.decode_device import DecodeDevice, Forward, StepBuffers, StepGraph
 from runtime.engine.steps.executor import Model
-from runtime.engine.steps.ragged import Layout
+from runtime.engine.steps.ragged import Layout, largest
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import DeviceError, OutOfMemoryError
@@ -173,10 +173,9 @@ class DecodeGraphs:
             num_listed = sampling.num_penalty_ids(rows, positions)
             if num_listed is not None and num_listed > MOST_LISTED:
                 return None
-        longest = int(step.starts[step.starts.argmax()]) + 1  # `max` would go through functions in Python
         return GraphKey(
             num_places=members.num_places,
-            max_seq_len=self._lengths[bisect_left(self._lengths, longest)],
+            max_seq_len=self._lengths[bisect_left(self._lengths, largest(step.starts) + 1)],
             has_penalties=num_listed is not None,
             keeps_logits=members.keeps_logits,
         )

@@ -24,7 +24,7 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
-from runtime.engine.steps.ragged import Layout, lay_out
+from runtime.engine.steps.ragged import Layout, largest, lay_out
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
 from runtime.engine.steps.side_pass import PagedSidePass, logits_in_slices
@@ -50,13 +50,15 @@ class _Run:
 class _Draws:
     """Which draws a step makes.
 
-    rows, positions  of each draw: its row, and its place in the row's output
+    rows, tokens, positions  of each draw: its row, the token of the step behind which it comes, and its place in the
+                     row's output
     counts           of each chunk that draws; None: one each
     proposals        tokens that the draws are held against, by draw; None: there are none
     version          the rows', when the step began
     """
 
     rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     counts: list[int] | None
     proposals: NDArray[np.int32] | None
@@ -171,15 +173,17 @@ class LocalExecutor:
         if graphs is not None:
             graphs.apply(step)
         rows.apply(step)
-        are_decodes = step.are_decodes
-        if are_decodes and graphs is not None and step.mode != "eager":
+        if graphs is not None and step.mode != "eager" and step.are_decodes:
             key = graphs.key_of(step)
             if key is not None and graphs.has(key):
                 return self._start_graph(graphs, step, key)
             if key is not None and step.mode == "record":
                 graphs.want(key)
-        draws = self._draws_of(step, are_decodes)
-        layout = self._lay_out(step, draws, are_decodes)
+        draws = self._draws_of(step)
+        token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
+        indices = draws.tokens.astype(np.int32)
+        offsets = None if self.limits.rotary_switch is None else rows.rotary_offsets[step.rows]
+        layout = lay_out(token_ids, step.rows, step.starts, step.counts, rows.tables, indices, offsets)
         if draws.proposals is not None:
             rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
         arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
@@ -196,40 +200,19 @@ class LocalExecutor:
         draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
-    def _draws_of(self, step: StepInput, are_decodes: bool) -> _Draws:
-        num_prompt, version = self.rows.sampling.num_prompt_tokens, self.rows.version
-        if are_decodes:
-            return _Draws(step.rows, step.starts + 1 - num_prompt[step.rows], None, None, version)
-        draws_each = step.num_draws
-        ends, is_drawing = step.starts + step.counts, draws_each > 0
-        rows = np.repeat(step.rows, draws_each)
-        first = np.repeat(ends - draws_each + 1 - num_prompt[step.rows], draws_each)
-        if len(rows) == np.count_nonzero(is_drawing):
-            return _Draws(rows, first, None, None, version)
-        counts: list[int] = draws_each[is_drawing].tolist()
-        within = np.concatenate([np.arange(count) for count in counts])
-        # A draw that is not its chunk's last is held against the token behind its own.
-        proposals = np.append(step.token_ids, np.int32(0))[self._drawing_tokens(step) + 1]
-        return _Draws(rows, first + within, counts, proposals, version)
-
-    @staticmethod
-    def _drawing_tokens(step: StepInput) -> NDArray[np.int64]:
-        """The tokens of the step behind which one is drawn."""
-        ends, draws_each = np.cumsum(step.counts), step.num_draws
-        if draws_each.max() <= 1:
-            return ends[draws_each > 0] - 1
-        return np.concatenate([np.arange(end - count, end) for end, count in zip(ends, draws_each)])
-
-    def _lay_out(self, step: StepInput, draws: _Draws, are_decodes: bool) -> Layout:
-        rows = step.rows
-        if are_decodes:
-            indices = np.arange(len(rows), dtype=np.int32)
-            token_ids = self.rows.tokens_of(step.token_ids, rows)
-        else:
-            indices = self._drawing_tokens(step).astype(np.int32)
-            token_ids = self.rows.tokens_of(step.token_ids, np.repeat(rows, step.counts))
-        offsets = None if self.limits.rotary_switch is None else self.rows.rotary_offsets[rows]
-        return lay_out(token_ids, rows, step.starts, step.counts, self.rows.tables, indices, offsets)
+    def _draws_of(self, step: StepInput) -> _Draws:
+        chunks = step.num_draws.nonzero()[0]
+        counts, ahead, proposals = None, 0, None
+        if largest(step.num_draws) > 1:
+            counts = step.num_draws[chunks].tolist()
+            ahead = np.concatenate([np.arange(count)[::-1] for count in counts])  # draws behind it in its chunk
+            chunks = np.repeat(chunks, counts)
+        rows = step.rows[chunks]
+        tokens = np.cumsum(step.counts)[chunks] - 1 - ahead
+        positions = (step.starts + step.counts)[chunks] - ahead - self.rows.sampling.num_prompt_tokens[rows]
+        if counts is not None:  # a draw that is not its chunk's last is held against the token behind its own
+            proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
+        return _Draws(rows, tokens, positions, counts, proposals, self.rows.version)
 
     def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""
@@ -264,7 +247,8 @@ class LocalExecutor:
             assert arrays.allowed_mask is not None, "rows with masks were loaded so"
             arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
         token_ids, is_valid = ops.sample(logits, arrays)
-        is_valid[[*failed, *broken]] = False
+        if failed or broken:
+            is_valid[[*failed, *broken]] = False
         logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)
         drawn = Drawn(
             token_ids=token_ids.tolist(),
@@ -279,7 +263,7 @@ class LocalExecutor:
             drawn, kept = _accepted(drawn, draws.proposals.tolist())
             rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
         self.rows.note(rows, token_ids)
-        if self.rows.sampling.keeps_outputs[rows].any():
+        if np.count_nonzero(self.rows.sampling.keeps_outputs[rows]):
             self.rows.note_outputs(rows, positions, token_ids, draws.version)
         return drawn
 
@@ -305,6 +289,8 @@ class LocalExecutor:
     ) -> list[TokenLogprobs | None] | None:
         """``rows``: of each draw; ``places``: the rows of the logits that are the draws', unless all are, in order."""
         counts = self.rows.sampling.num_alternatives[rows]
+        if largest(counts) < 0:
+            return None
         wanted = np.flatnonzero((counts >= 0) & is_valid)
         if not wanted.size:
             return None

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.steps.block_tables import BlockTables
+from runtime.engine.steps.ragged import largest
 from runtime.engine.steps.sampler import SamplingRows
 from runtime.engine.steps.step_input import LAST_TOKEN, RowLoad, StepInput
 
@@ -46,10 +47,9 @@ class Rows:
     def tokens_of(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
         filled = self.last_tokens[rows]
-        if token_ids[token_ids.argmax()] != LAST_TOKEN:  # which is the least: some are known
-            is_known = token_ids != LAST_TOKEN
-            filled[is_known] = token_ids[is_known]
-        return filled
+        if largest(token_ids) == LAST_TOKEN:  # the least that there is
+            return filled
+        return np.where(token_ids == LAST_TOKEN, filled, token_ids)
 
     def note(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """A step has drawn these tokens, each the last of its row so far."""
