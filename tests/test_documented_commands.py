@@ -81,6 +81,8 @@ ELSEWHERE = {
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
+        "python -m tools.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
+        "docs/measurements/DATE-before-after-seams.json",
     ),
     "a hub, or a file that the reader has": (
         "make chat MODEL=Qwen/Qwen3-0.6B",

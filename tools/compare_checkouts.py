@@ -1,7 +1,7 @@
 """The engine of another checkout beside this one's, in turns: what a change has done to speed.
 
     git worktree add ../before COMMIT    # and a .venv there
-    python -m tools.compare_checkouts ../before --output-json docs/measurements/DATE-before-after.json
+    python -m tools.compare_checkouts ../before --output-json before-after.json
 
 Both engines load the same folders of random weights (GPT-2's shape, small) on the cpu and run the workloads of
 `bench peers`; of a tiny model, whose kernels take no time, decode steps show what the host does. Each round is a turn
