@@ -202,7 +202,8 @@ class LocalExecutor:
 
     def _draws_of(self, step: StepInput) -> _Draws:
         chunks = step.num_draws.nonzero()[0]
-        counts, ahead, proposals = None, 0, None
+        counts, proposals = None, None
+        ahead: NDArray[np.int64] | int = 0
         if largest(step.num_draws) > 1:
             counts = step.num_draws[chunks].tolist()
             ahead = np.concatenate([np.arange(count)[::-1] for count in counts])  # draws behind it in its chunk
