@@ -44,7 +44,6 @@ test_timed_events = on_hardware(device.test_timed_events)
 test_replay_equals_eager = on_hardware(graph.test_replay_equals_eager)
 test_a_replay_is_one_call = on_hardware(graph.test_a_replay_is_one_call_and_allocates_nothing)
 test_nothing_is_launched_while_recording = on_hardware(graph.test_nothing_is_launched_while_recording)
-test_other_arguments = on_hardware(graph.test_other_arguments)
 test_its_memory_stays_reserved = on_hardware(graph.test_its_memory_stays_reserved)
 test_bound_launches_are_recorded_too = on_hardware(graph.test_bound_launches_are_recorded_too)
 
