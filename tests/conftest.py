@@ -36,12 +36,15 @@ Gpu.kernel = _record  # type: ignore[method-assign]
 @pytest.fixture(autouse=True)
 def kernels_are_fit_for_hardware() -> Iterator[None]:
     """Fails a test that is the first to load a kernel which spills, uses local memory or float64, or about which ptxas
-    complains: the emulator would not mind. `tests/tools/test_kernel_report.py` examines those that no test loads."""
+    complains, or whose machine code is not as meant (it is read where nvdisasm is installed): the emulator would not
+    mind. `tests/tools/test_kernel_report.py` examines those that no test loads."""
     yield
     if _loaded:
+        from tools.kernel_costs.machine_code import nvdisasm_if_any
         from tools.kernel_costs.static import examine
         from tools.kernel_report import offenders
 
-        facts = [found for each, arch in _loaded for found in examine(each, (arch,), KernelCache())]
+        cache, nvdisasm = KernelCache(), nvdisasm_if_any()
+        facts = [found for each, arch in _loaded for found in examine(each, (arch,), cache, nvdisasm)]
         _loaded.clear()
         assert offenders(facts, []) == []

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
 from tools.kernel_costs.page import table  # noqa: E402
 from tools.triton_comparison.comparer import ARCHS, METRICS, Row, compare  # noqa: E402
-from tools.triton_comparison.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
 from tools.triton_comparison.theirs import peers  # noqa: E402
 
 NOTES = """
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--only", default="", help='only rows that contain this: "matmul sm_80 256 x 256 x 512"')
-    parser.add_argument("--nvdisasm", help="the disassembler; else from PATH or from an installed triton")
+    parser.add_argument("--nvdisasm", help="the disassembler; else from PATH or from an installed package")
     parser.add_argument("--check", action="store_true", help="exit with 1 where ours is worse in any count")
     for name in ("json", "markdown"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")

@@ -1,13 +1,14 @@
 """What every GPU kernel costs, without a GPU: from the compilers on each architecture, and counted by the emulator.
 
     python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
-                                  [--json FILE] [--markdown FILE] [--plots FILE] [--ladders FILE]
+                                  [--nvdisasm PROGRAM] [--json FILE] [--markdown FILE] [--plots FILE] [--ladders FILE]
 
 Prints tables; `--ladders` renews those within a page. With `--check` it names whatever no kernel may have, and exits
-with 1 if there is anything: spills, local memory, ptxas's remarks C75xx, float64, device memory read or written with
-less than 95 % of each sector used where neighbouring lanes should take neighbouring bytes, more than 1.05 times the
-bytes that a product's or attention's tiling has to move, less than 95 % of their arithmetic on tensor cores where those
-are meant to do it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
+with 1 if there is anything: spills, local memory, ptxas's remarks C75xx, float64, early loads that ptxas has moved
+behind the wait for the grid in front, fences of the whole device in a product of clusters, device memory read or
+written with less than 95 % of each sector used where neighbouring lanes should take neighbouring bytes, more than 1.05
+times the bytes that a product's or attention's tiling has to move, less than 95 % of their arithmetic on tensor cores
+where those are meant to do it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tools.kernel_costs.counts import (  # noqa: E402
     Bench,
 )
 from tools.kernel_costs.goals import carried  # noqa: E402
+from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
 from tools.kernel_costs.static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5
@@ -139,18 +141,24 @@ def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Cou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 where `--check` finds an offender."""
+    """0; 1 where `--check` finds an offender; 2 where the machine code cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--only", choices=("static", "counted"), help="one half of the report")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a kernel has what it may not have")
+    parser.add_argument("--nvdisasm", help="the disassembler; else from PATH or from an installed package")
     for name in ("json", "markdown", "plots", "ladders"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     names = [each.name for each in specialisations() if asked.kernels in each.name]
-    facts = examine_all(asked.arch, names) if asked.only != "counted" and names else []
+    facts = []
+    if asked.only != "counted" and names:
+        try:
+            facts = examine_all(find_nvdisasm(asked.nvdisasm), asked.arch, names)
+        except NoDisassemblerError as error:
+            parser.error(str(error))
     measured = count_all(asked.cases) if asked.only != "static" else []
     if not facts and not measured:
         parser.error("no kernel and no case has such a name")

@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from tools import compare_triton
+from tools.kernel_costs import machine_code
+from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm, parse
 from tools.triton_comparison import comparer as counting
-from tools.triton_comparison import machine_code
 from tools.triton_comparison.comparer import ARCHS, ATTENTIONS, MATMULS, METRICS, Comparer, Measured, Row
-from tools.triton_comparison.machine_code import (
-    MainLoop,
-    NoDisassemblerError,
-    find_nvdisasm,
-    main_loop,
-    main_loops,
-    operations_of,
-    parse,
-)
+from tools.triton_comparison.main_loop import MainLoop, main_loop, main_loops, operations_of
 from tools.triton_comparison.theirs import PTX, nearest, peers, text_of, tile_of
 
 LISTING = """
@@ -132,7 +125,7 @@ def test_an_unknown_shape_is_an_error(opcode: str) -> None:
 def test_a_missing_disassembler_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(machine_code.shutil, "which", lambda name: None)
     monkeypatch.setattr(machine_code, "find_spec", lambda name: None)
-    with pytest.raises(NoDisassemblerError, match="neither on PATH nor in an installed triton"):
+    with pytest.raises(NoDisassemblerError, match="neither on PATH nor in an installed nvidia-cuda-nvdisasm or triton"):
         find_nvdisasm()
     with pytest.raises(NoDisassemblerError, match="--nvdisasm none: no such program"):
         find_nvdisasm("none")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from numba_kernels.cuda.gemm import gemv
 from numba_kernels.cuda.registry import specialisations
 from runtime.bench.kernels.counted import Counts, loops
 from runtime.device.emulator.driver.architectures import A100, H200
@@ -19,7 +20,9 @@ from tools import kernel_report
 from tools.kernel_costs import page
 from tools.kernel_costs.cases import cases
 from tools.kernel_costs.counts import Bench, Work
-from tools.kernel_costs.static import ARCHS, StaticFacts, examine
+from tools.kernel_costs.machine_code import nvdisasm_if_any
+from tools.kernel_costs.machine_code import parse as parse_machine_code
+from tools.kernel_costs.static import ARCHS, MachineFacts, StaticFacts, examine, machine_facts
 from tools.kernel_report import Allowed, main, offences_of, offenders
 
 SHARES = 16  # of the kernels, so that no worker is left with much more than the others
@@ -30,7 +33,7 @@ SHARES = 16  # of the kernels, so that no worker is left with much more than the
 def test_no_kernel_spills_on_any_architecture(share: int) -> None:
     """Every registered kernel, on each architecture that it is meant for."""
     cache, kernels = KernelCache(), list(specialisations())[share::SHARES]
-    facts = [found for each in kernels for found in examine(each, ARCHS, cache)]
+    facts = [found for each in kernels for found in examine(each, ARCHS, cache, nvdisasm_if_any())]
     meant = [(each.name, arch) for each in kernels for arch in ARCHS if is_meant_for(each, arch)]
     assert [(found.kernel, found.arch) for found in facts] == meant
     assert offenders(facts, []) == []
@@ -90,6 +93,66 @@ def test_static_offences_are_named(changes: dict[str, object], words: str) -> No
     assert found.startswith(f"kernel on sm_80: {words}")
     assert offenders([dataclasses.replace(FACTS, **changes)], []) == [found]
     assert FACTS.offences() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "machine", "words"),
+    [
+        ("gemv_bf16", "sm_90a", MachineFacts(8, 8), "late: 8 of 8 early loads come after the wait"),
+        ("rms_norm", "sm_90a", MachineFacts(2, 1), "late: 1 of 2"),
+        ("gemv_bf16", "sm_90a", MachineFacts(), "late: no weight is loaded before the wait"),
+        ("gemm_few_rows_bf16", "sm_120a", MachineFacts(), "late: no weight"), ("gemv_f32", "sm_80", MachineFacts(), ""),
+        ("gemm_hopper_bf16", "sm_90a", MachineFacts(num_device_fences=1), "fences: 1 of the whole device"),
+        ("sample_bf16", "sm_90a", MachineFacts(num_device_fences=1), ""), ("gemv_bf16", "sm_90a", MachineFacts(8), ""),
+    ],
+)  # fmt: skip
+def test_offences_of_machine_code_are_named(name: str, arch: str, machine: MachineFacts, words: str) -> None:
+    found = dataclasses.replace(FACTS, kernel=name, arch=arch, machine=machine).offences()
+    assert [offence.startswith(f"{name} on {arch}: {words}") for offence in found] == [True] * bool(words)
+
+
+def test_machine_code_is_read_in_its_order() -> None:
+    ptx = "ld.global.L1::no_allocate.v4.b32 {}\nld.param.u32 {}\nld.global.b32 {}\n"
+    ptx += "griddepcontrol.wait;\nld.global.b32 {}"
+    load, wait = "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;\n", "/*0010*/ ACQBULK ;\n"
+    meet = "/*0020*/ MEMBAR.ALL.CTA ;\n/*0030*/ MEMBAR.ALL.GPU ;\n/*0040*/ UCGABAR_ARV ;\n"
+    for code, facts in (
+        (load + load + wait + load, MachineFacts(2, 0)), (load + wait + load + load, MachineFacts(2, 1)),
+        (load + load + wait + meet, MachineFacts(2, 0, 1)),
+    ):  # fmt: skip
+        assert machine_facts(ptx, parse_machine_code(code)) == facts
+    assert machine_facts("ld.global.b32 {}", parse_machine_code(load + meet.split("/*0040*/")[0])) == MachineFacts()
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(
+    ("name", "num_early_loads"),
+    [
+        ("gemv_bf16_bf16_1_aligned", 8), ("gemv_f32_f32_8_aligned", 4), ("gemv_bf16_bf16_2_any", 8),
+        ("gemm_few_rows_bf16_bf16_16", 16), ("gemm_few_rows_f16_f32_64", 16),
+    ],
+)  # fmt: skip
+def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: int) -> None:
+    """By the machine code: ptxas moves .nc loads behind griddepcontrol.wait."""
+    (kernel,) = (each for each in specialisations() if each.name == name)
+    (facts,) = examine(kernel, ("sm_90a",), KernelCache(), nvdisasm_if_any())
+    assert facts.machine == MachineFacts(num_early_loads)
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+def test_loads_that_ptxas_moves_are_found() -> None:
+    (facts,) = examine(gemv._kernel("bf16", "bf16", 1, True, "nc"), ("sm_90a",), KernelCache(), nvdisasm_if_any())
+    assert facts.machine == MachineFacts(8, 8)
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("name", ["hopper_bf16_bf16_128x256x64_s4_c2_tiles", "hopper_split_bf16_bf16_128x128x64_s5"])
+def test_blocks_of_a_cluster_meet_without_a_fence_of_the_device(name: str) -> None:
+    """By the machine code: a release at cluster scope would be MEMBAR.ALL.GPU."""
+    (kernel,) = (each for each in specialisations() if each.name == f"gemm_{name}")
+    (facts,) = examine(kernel, ("sm_90a",), KernelCache(), nvdisasm_if_any())
+    assert facts.machine is not None
+    assert facts.machine.num_device_fences == 0
 
 
 def test_counted_offences_are_named() -> None:

@@ -1,7 +1,8 @@
 """What the compilers say of every kernel on every architecture: registers, spills, shared memory, occupancy.
 
 Needs no GPU: NVVM makes the PTX, which the cache of kernels keeps, and nvJitLink, which is ptxas, the machine code.
-Work is spread over processes by specialisation.
+nvdisasm shows what ptxas has moved: loads that shall run before the kernel in front has ended, and how blocks of a
+cluster meet. Work is spread over processes by specialisation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from runtime.device.assemble import assemble
 from runtime.device.emulator.driver.architectures import model_of
 from runtime.device.emulator.driver.occupancy import blocks_per_sm
 from runtime.device.kernel_cache import KernelCache, is_meant_for
+from tools.kernel_costs.machine_code import MachineInstruction, disassemble
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
@@ -28,6 +30,40 @@ _PTXAS = re.compile(r"C75\d\d[^\n]*")  # remarks that it does worse than was ask
 _DOUBLE = re.compile(r"\.f64\b")
 _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
+_LOAD = re.compile(r"\bld\.global\b")
+_WAIT = "griddepcontrol.wait"
+_READS_WEIGHTS_EARLY = ("gemv_", "gemm_few_rows_")
+"""Kernels of these names have their first loads of the weight on their way before the kernel in front has ended. (Those
+that the TMA feeds have its copies for that.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What only the machine code tells.
+
+    Attributes:
+        num_early_loads: loads from device memory in front of griddepcontrol.wait, in the PTX.
+        num_late_loads: how many of them ptxas has moved behind it.
+        num_device_fences: fences of the whole device, in a kernel whose blocks meet in clusters.
+    """
+
+    num_early_loads: int = 0
+    num_late_loads: int = 0
+    num_device_fences: int = 0
+
+
+def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts:
+    """Of a kernel's PTX and machine code."""
+    opcodes = [each.opcode for each in code]
+    early, is_dependent, _ = text.partition(_WAIT)
+    num_early = num_there = 0
+    if is_dependent:
+        waits = [index for index, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
+        num_early = len(_LOAD.findall(early))
+        num_there = sum(opcode.startswith("LDG") for opcode in opcodes[: waits[0]])
+    meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
+    fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
+    return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +80,7 @@ class StaticFacts:
         occupancy: threads resident at once over those that could be.
         messages: ptxas's remarks C75xx.
         has_double, has_local: whether the PTX computes in float64, or keeps anything in local memory.
+        machine: what the machine code tells; None where it was not read.
     """
 
     kernel: str
@@ -58,6 +95,7 @@ class StaticFacts:
     messages: tuple[str, ...]
     has_double: bool
     has_local: bool
+    machine: MachineFacts | None = None
 
     def offences(self) -> list[str]:
         """What no kernel may have, in words."""
@@ -72,7 +110,25 @@ class StaticFacts:
             found.append("f64: its PTX computes in float64")
         if self.blocks_per_sm < 1:
             found.append("occupancy: not one block fits a multiprocessor")
+        if self.machine is not None:
+            found += self._offences_of(self.machine)
         return [f"{self.kernel} on {self.arch}: {offence}" for offence in found]
+
+
+    def _offences_of(self, machine: MachineFacts) -> list[str]:
+        found = []
+        if machine.num_late_loads:
+            found.append(f"late: {machine.num_late_loads} of {machine.num_early_loads} early loads come after the wait")
+        elif not machine.num_early_loads and self.kernel.startswith(_READS_WEIGHTS_EARLY) and can_depend(self.arch):
+            found.append("late: no weight is loaded before the wait")
+        if machine.num_device_fences and self.kernel.startswith("gemm"):
+            found.append(f"fences: {machine.num_device_fences} of the whole device, in a product of clusters")
+        return found
+
+
+def can_depend(arch: str) -> bool:
+    """Whether an architecture has dependent launches."""
+    return model_of(arch).capability >= (9, 0)
 
 
 def dynamic_shared_bytes(specialisation: Specialisation) -> int:
@@ -96,8 +152,10 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
     return 0
 
 
-def examine(specialisation: Specialisation, archs: Iterable[str], cache: KernelCache) -> list[StaticFacts]:
-    """A kernel on those architectures that have its instructions.
+def examine(
+    specialisation: Specialisation, archs: Iterable[str], cache: KernelCache, nvdisasm: str | None
+) -> list[StaticFacts]:
+    """A kernel on those architectures that have its instructions; without `nvdisasm`, less what the machine code tells.
 
     Raises RuntimeError where its PTX has dynamic shared memory that `dynamic_shared_bytes` does not know of.
     """
@@ -119,26 +177,29 @@ def examine(specialisation: Specialisation, archs: Iterable[str], cache: KernelC
                 code.spill_store_bytes + code.spill_load_bytes, shared, blocks,
                 blocks * threads / model.threads_per_sm, tuple(_PTXAS.findall(code.log)),
                 _DOUBLE.search(text) is not None, _LOCAL.search(text) is not None,
+                machine_facts(text, disassemble(code.cubin, nvdisasm)) if nvdisasm else None,
             )
         )  # fmt: skip
     return found
 
 
-def _examine_named(names: Sequence[str], archs: Sequence[str]) -> list[StaticFacts]:
+def _examine_named(names: Sequence[str], archs: Sequence[str], nvdisasm: str) -> list[StaticFacts]:
     warnings.simplefilter("ignore")
     wanted, cache = set(names), KernelCache()
-    return [facts for each in specialisations() if each.name in wanted for facts in examine(each, archs, cache)]
+    return [
+        facts for each in specialisations() if each.name in wanted for facts in examine(each, archs, cache, nvdisasm)
+    ]
 
 
 def examine_all(
-    archs: Sequence[str] = ARCHS, names: Sequence[str] | None = None, *, num_processes: int = 2
+    nvdisasm: str, archs: Sequence[str] = ARCHS, names: Sequence[str] | None = None, *, num_processes: int = 2
 ) -> list[StaticFacts]:
     """Registered kernels, all or those of `names`, on each architecture, in the registry's order."""
     if names is None:
         names = [each.name for each in specialisations()]
     bundles = [names[start::8] for start in range(8) if names[start::8]]
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        parts = list(pool.map(_examine_named, bundles, [tuple(archs)] * len(bundles)))
+        parts = list(pool.map(_examine_named, bundles, [tuple(archs)] * len(bundles), [nvdisasm] * len(bundles)))
     order = {name: place for place, name in enumerate(names)}
     facts = [each for part in parts for each in part]
     return sorted(facts, key=lambda each: (order[each.kernel], archs.index(each.arch)))

@@ -13,7 +13,8 @@ import numpy as np
 from runtime.bench.kernels.counted import Counts
 from runtime.device.assemble import assemble
 from tools.kernel_costs.counts import Bench
-from tools.triton_comparison.machine_code import disassemble, main_loop
+from tools.kernel_costs.machine_code import disassemble
+from tools.triton_comparison.main_loop import main_loop
 from tools.triton_comparison.ours import GEMMS, PAGE, PREFILLS, Prefill, Product, Tier
 from tools.triton_comparison.theirs import launch_attention, launch_matmul, nearest, peers, text_of, tile_of
 

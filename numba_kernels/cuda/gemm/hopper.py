@@ -43,7 +43,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
 from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -74,7 +74,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
     num_sums, num_pieces = block_n // 2, 8 * tile.num_consumers
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
-    ask_ahead, load_tile = tile_loader(tile)
+    ask_ahead, load_tile, wait_until_read_by_all = tile_loader(tile)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
     moves_registers = num_sums > 64  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
@@ -102,7 +102,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                     mbarrier.init(uint32(arrived + uint32(8 * number)), uint32(1))
             start_ring(full, empty)
         if blocks > 1:
-            cluster.arrive()
+            cluster.arrive_relaxed()
             cluster.wait()
             rank = cluster.rank()
         else:
@@ -136,6 +136,8 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                     num_asked = uint32(0)
                     index = uint32(index + step)
                 launch_dependents()
+                if blocks > 1:
+                    wait_until_read_by_all(empty, stage, phase)  # others arrive at this block's barriers until then
         else:
             if moves_registers:
                 more_registers()
@@ -169,10 +171,6 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 index = uint32(index + step)
             if stores_tiles and lane == uint32(0):
                 wait_until_read()
-        if blocks > 1:  # nobody leaves while others may still write to its shared memory
-            sync_warp()
-            cluster.arrive()
-            cluster.wait()
 
     return Specialisation(
         name=f"gemm_hopper_{dtype}_{out_dtype}_{tile}_{way_out}",

@@ -115,13 +115,16 @@ def ring_starter(tile: Tile) -> Any:
 
 @functools.cache
 def tile_loader(tile: Tile) -> Any:
-    """Two device functions for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
+    """Three device functions for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
 
     `load_tile` waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The
     weight's tile is loaded by all blocks of the cluster, a part each, from row `part_row` on, for all of them.
 
     `ask_ahead` comes before a block's first tile: it asks for the weight's part of as many stages as there are, and
     returns how many. Nobody writes to weights, so that this need not wait for the grid in front.
+
+    `wait_until_read_by_all` comes after the last one: once every consumer of the cluster has arrived at every stage,
+    nobody reaches for this block's shared memory any more.
     """
     num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
     part_rows = tile.block_n // blocks
@@ -164,7 +167,18 @@ def tile_loader(tile: Tile) -> Any:
             start = uint32(start + uint32(BLOCK_K))
         return stage, phase
 
-    return ask_ahead, load_tile
+    @device_function
+    def wait_until_read_by_all(empty, stage, phase):
+        count = uint32(0)
+        while count < uint32(num_stages):
+            mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(num_stages):
+                stage = uint32(0)
+                phase ^= uint32(1)
+            count = uint32(count + uint32(1))
+
+    return ask_ahead, load_tile, wait_until_read_by_all
 
 
 @functools.cache

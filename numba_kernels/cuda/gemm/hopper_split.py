@@ -17,7 +17,7 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, can_finish_quads, finisher, quad_finisher
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
 from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
-from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
     sync_block,
@@ -40,7 +40,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
     num_warps, quads = 4 * num_consumers, block_n // 4
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
-    ask_ahead, load_tile = tile_loader(tile)
+    ask_ahead, load_tile, _ = tile_loader(tile)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
 
@@ -75,7 +75,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
                 )  # fmt: skip
                 launch_dependents()
             sync_warp()
-            cluster.arrive()
+            cluster.arrive_relaxed()
             cluster.wait()
         else:
             wait_for_previous_grid()
@@ -94,14 +94,15 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
                 at = uint32(pair + (uint32(i * 32) ^ flip))
                 store_pair(at, (sums[4 * i], sums[4 * i + 1]))
                 store_pair(uint32(at + uint32(8 * block_n * 4)), (sums[4 * i + 2], sums[4 * i + 3]))
-            cluster.arrive()
+            cluster.release_shared()
+            cluster.arrive_relaxed()
             cluster.wait()
             is_by_quads = can_finish_quads(bias, residual, out, n)
             row, last = divide_u32(uint32(block_m) * rank, parts), divide_u32(uint32(block_m) * (rank + 1), parts)
-            row = uint32(row + warp)
+            row, last = uint32(row + warp), minimum_u32(last, uint32(m - first_row))
             while row < last:
                 quad = lane
-                while quad < uint32(quads):
+                while quad < uint32(quads) and first_column + quad * uint32(4) < n:
                     column = uint32(quad * uint32(4))
                     at = uint32(shared + (row * uint32(block_n) + (column ^ flip_of(row))) * uint32(4))
                     a, b, c, d = cluster.load_4xf32(cluster.address_in(at, uint32(0)))
@@ -113,22 +114,21 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
                         c += more[2]
                         d += more[3]
                         part = uint32(part + uint32(1))
-                    if first_row + row < m and first_column + column < n:
-                        at_row, at_column = first_row + row, first_column + column
-                        if is_by_quads:
-                            finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, (a, b, c, d))
-                        else:
-                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
-                            if at_column + uint32(1) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
-                            if at_column + uint32(2) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
-                            if at_column + uint32(3) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
+                    at_row, at_column = first_row + row, first_column + column
+                    if is_by_quads:
+                        finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, (a, b, c, d))
+                    else:
+                        finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
+                        if at_column + uint32(1) < n:
+                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
+                        if at_column + uint32(2) < n:
+                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
+                        if at_column + uint32(3) < n:
+                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
                     quad = uint32(quad + uint32(32))
                 row = uint32(row + uint32(num_warps))
         sync_warp()
-        cluster.arrive()  # nobody leaves while others read its sums
+        cluster.arrive_relaxed()  # nobody leaves while others read its sums: what was read has been stored by now
         cluster.wait()
 
     return Specialisation(

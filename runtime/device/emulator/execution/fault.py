@@ -73,6 +73,7 @@ class FaultKind(IntEnum):
     BLOCK_EXITED = 318
     WARPGROUP = 319
     NOT_SHARED = 320
+    MISSING_INIT_FENCE = 321
     # streams and what outlives them [DRIVER]: 400 …
     MISSING_EVENT = 400
     USE_AFTER_FREE = 401
@@ -112,6 +113,8 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.BLOCK_EXITED: "{address:#x} lies in the shared memory of block {a} of the cluster, which has exited",
     FaultKind.WARPGROUP: "wgmma by warp {a} of a block of {b} warps: four consecutive warps make a warpgroup",
     FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
+    FaultKind.MISSING_INIT_FENCE: "barrier.cluster.arrive.relaxed after an mbarrier.init, without fence.mbarrier_init: "
+    "the cluster need not see it",
     # Heads of memory faults; memory/fault_description.py, which knows the allocations, makes the full sentences.
     FaultKind.OUT_OF_BOUNDS: "{b} bytes at {address:#x} are not inside an allocation",
     FaultKind.ACCESS_AFTER_FREE: "{b} bytes at {address:#x} have been freed",

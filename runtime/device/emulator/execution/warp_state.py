@@ -113,7 +113,8 @@ WARP_MAX_REGISTERS = 21  # [ASYNC] what setmaxnreg set, or 0
 WARP_CLUSTER_PHASE = 22  # [ASYNC] barrier.cluster: generation << 32 | lanes that arrived and have not waited
 WARP_POLLS = 24  # [ASYNC] mbarrier.test_wait in vain since BLOCK_PROGRESS was WARP_POLLS_PROGRESS
 WARP_POLLS_PROGRESS = 25
-WARP_FREE = 26
+WARP_HIDES_BARRIER = 26  # [ASYNC] 1 while the cluster need not see an mbarrier.init of the warp
+WARP_FREE = 27
 WARP_FIELDS = 64
 
 # --- what `run` returns ---

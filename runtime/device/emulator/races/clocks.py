@@ -107,6 +107,12 @@ def _order(what, warp, key, scope, is_release):
 @njit
 def release(warp, key):
     """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`."""
+    _order(RELEASE, warp, key, 0, 1)
+
+
+@njit
+def arrive_relaxed(warp, key):
+    """The same without a release: only what the warp's fences have covered is seen by those who wait."""
     _order(RELEASE, warp, key, 0, 0)
 
 

@@ -231,14 +231,20 @@ def _rows(record, has_fence):
 
 
 @njit
-def _release(warp, key):
-    """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`."""
+def _release(warp, key, is_release):
+    """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`. One that is no
+    release brings what fences have covered."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     entry = i64_at(entry_of(races, key, MUST_CREATE))
-    pending = _vector(races, entry, ENTRY_PENDING, 3 * record[CLOCK_STRIDE])
-    _join(pending, record[CLOCK_VECTOR], _rows(record, record[CLOCK_HAS_FENCE]))
-    entry[ENTRY_HAS_FENCE] |= record[CLOCK_HAS_FENCE]
+    vector, stride, has_fence = record[CLOCK_VECTOR], record[CLOCK_STRIDE], record[CLOCK_HAS_FENCE]
+    pending = _vector(races, entry, ENTRY_PENDING, 3 * stride)
+    if is_release:
+        _join(pending, vector, _rows(record, has_fence))
+    elif has_fence:
+        _join(pending, vector + stride * 4, stride)
+        _join(pending + stride * 4, vector + stride * 4, 2 * stride)
+    entry[ENTRY_HAS_FENCE] |= has_fence
     tick(record, races)
 
 
@@ -449,7 +455,7 @@ def order_entry(what, warp_address, key, scope, is_release):
     """Everything that one warp does, by the number of the door in `clocks.py`."""
     warp = i64_at(warp_address)
     if what == RELEASE:
-        _release(warp, key)
+        _release(warp, key, is_release)
     elif what == COMPLETE:
         _complete(warp, key)
     elif what == ACQUIRE:

@@ -29,6 +29,7 @@ from runtime.device.emulator.execution.warp_state import (
     WARP_BLOCK,
     WARP_CLUSTER_PHASE,
     WARP_FIELDS,
+    WARP_HIDES_BARRIER,
     WARP_LANES,
     WARP_LAUNCH,
     WARP_LIVE,
@@ -36,7 +37,7 @@ from runtime.device.emulator.execution.warp_state import (
 )
 from runtime.device.emulator.memory.cluster_window import is_shared
 from runtime.device.emulator.memory.pointers import trailing_zeros
-from runtime.device.emulator.races.clocks import acquire, complete, release
+from runtime.device.emulator.races.clocks import acquire, arrive_relaxed, complete, release
 from runtime.device.emulator.synchronisation.mbarrier_state import progress
 from runtime.device.emulator.translation.lowering import Lowering, lowers
 from runtime.device.emulator.translation.operations import operation
@@ -48,8 +49,9 @@ _BARRIER = int(FaultKind.CLUSTER_BARRIER)
 _DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
 _MEMBER = int(FaultKind.LANE_NOT_IN_MASK)
 _BUDGET = int(FaultKind.REGISTER_BUDGET)
+_MISSING_FENCE = int(FaultKind.MISSING_INIT_FENCE)
 
-_ALIGNED = 1
+_ALIGNED, _RELAXED = 1, 2
 
 
 @njit
@@ -91,7 +93,13 @@ def cluster_arrive(warp, mask, site, flags):
     arrived = phase & FULL_MASK
     if arrived & lanes or (arrived and phase >> 32 != generation):
         return report(warp, _BARRIER, site, 0, 0, arrived, 0, 0, 0)
-    release(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    if flags & _RELAXED:
+        if warp[WARP_HIDES_BARRIER]:
+            return report(warp, _MISSING_FENCE, site, 0, 0, 0, 0, 0, 0)
+        arrive_relaxed(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    else:
+        warp[WARP_HIDES_BARRIER] = 0
+        release(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
     warp[WARP_CLUSTER_PHASE] = generation << 32 | arrived | lanes
     _settle(warp)
     return DONE
@@ -144,6 +152,13 @@ def elect(warp, mask, site, leader, elected, members):
     return DONE
 
 
+@operation("init_fence", "")
+def init_fence(warp, mask, site):
+    if mask:
+        warp[WARP_HIDES_BARRIER] = 0
+    return DONE
+
+
 @operation("proxy_fence", "")
 def proxy_fence(warp, mask, site):
     if mask:
@@ -180,15 +195,15 @@ def dependency_wait(warp, mask, site):
     return DONE
 
 
-_ORDERS = {"release", "acquire", "relaxed"}
+_ORDERS = {"arrive": {"release", "relaxed"}, "wait": {"acquire"}}
 
 
 @lowers("barrier.cluster")
 def lower_cluster_barrier(low: Lowering, ins: Instruction) -> None:
-    rest = set(ins.parts[3:])
-    if rest - _ORDERS - {"aligned"} or ins.operands:
+    orders = set(ins.parts[3:]) - {"aligned"}
+    if len(orders) > 1 or orders - _ORDERS.get(ins.parts[2], orders) or ins.operands:
         raise low.refuse("modifiers")
-    flags = _ALIGNED if "aligned" in rest else 0
+    flags = (_ALIGNED if "aligned" in ins.parts else 0) | (_RELAXED if "relaxed" in orders else 0)
     if ins.parts[2] == "arrive":
         low.call("cluster_arrive", flags)
     elif ins.parts[2] == "wait":
@@ -224,9 +239,10 @@ def lower_proxy_fence(low: Lowering, ins: Instruction) -> None:
 
 @lowers("fence.mbarrier_init")
 def lower_init_fence(low: Lowering, ins: Instruction) -> None:
-    """Makes mbarrier.init visible to the cluster. Values are visible at once here, so nothing remains to be done."""
+    """Makes mbarrier.init visible to the cluster: a relaxed arrival asks for it. (Values are visible at once here.)"""
     if ins.parts[2:] != ("release", "cluster"):
         raise low.refuse("modifiers")
+    low.call("init_fence")
 
 
 @lowers("setmaxnreg")

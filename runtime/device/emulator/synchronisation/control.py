@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from numba_kernels.pointers import i32_at
 from runtime.device.emulator.execution.fault import FaultKind, report
-from runtime.device.emulator.execution.warp_state import DONE, DONE_BUT_YIELD, WARP_PCS
+from runtime.device.emulator.execution.warp_state import DONE, DONE_BUT_YIELD, WARP_HIDES_BARRIER, WARP_PCS
 from runtime.device.emulator.memory.pointers import trailing_zeros
 from runtime.device.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
 from runtime.device.emulator.synchronisation import barriers, gathering  # noqa: F401 (registers their operations)
@@ -152,20 +152,27 @@ def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
 
 @lowers("membar", "fence")
 def lower_fence(low: Lowering, ins: Instruction) -> None:
-    """Every access here is complete in the program's order: a fence matters to the race checker alone."""
-    _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
+    """Every access here is complete in the program's order: a fence matters to the race checker alone. It does not
+    know that one restricted to shared memory leaves device memory out: a race there may be missed, none is invented."""
+    if ins.parts[1:] not in _RESTRICTED:
+        _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
     scopes = [_SCOPES[part] for part in ins.parts[1:] if part in _SCOPES]
     if len(scopes) != 1:
         raise low.refuse("needs one scope")
     low.call("fence", scopes[0])
 
 
+_RESTRICTED = (
+    ("release", "sync_restrict::shared::cta", "cluster"), ("acquire", "sync_restrict::shared::cluster", "cluster"),
+)  # fmt: skip
 _SCOPES = {"cta": SCOPE_CTA, "cluster": SCOPE_CLUSTER, "gl": SCOPE_GPU, "gpu": SCOPE_GPU, "sys": SCOPE_GPU}
 
 
 @operation("fence", "i")
 def fence(warp: Warp, mask: int, site: int, scope: int) -> int:
     on_fence(warp, scope)
+    if scope >= SCOPE_CLUSTER:
+        warp[WARP_HIDES_BARRIER] = 0
     return DONE
 
 

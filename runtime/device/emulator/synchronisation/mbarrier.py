@@ -25,6 +25,7 @@ from runtime.device.emulator.execution.warp_state import (
     FAILED,
     RETRY,
     WARP_BLOCK,
+    WARP_HIDES_BARRIER,
     WARP_POLLS,
     WARP_POLLS_PROGRESS,
 )
@@ -61,6 +62,7 @@ def mbarrier_init(warp, mask, site, addresses, offset, counts):
                 return report(warp, _ARRIVALS, site, lane, address, count, 0, 0, 0)
             i64_at(host)[0] = fresh(count)
             landed(warp, warp[WARP_BLOCK], host, 8)
+            warp[WARP_HIDES_BARRIER] = 1
     return DONE
 
 

@@ -514,6 +514,34 @@ def test_blocks_of_a_cluster_meet(seed: int) -> None:
         )  # fmt: skip
 
 
+MEET_RELAXED = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
+
+
+@pytest.mark.parametrize(
+    ("fence", "is_enough"),
+    [
+        ("", False), ("fence.acq_rel.cluster;", True), ("fence.release.sync_restrict::shared::cta.cluster;", True),
+        ("fence.mbarrier_init.release.cluster;", False),
+    ],
+)  # fmt: skip
+def test_a_relaxed_arrival_shows_what_a_fence_has_covered(fence: str, is_enough: bool) -> None:
+    options = {"grid": (8, 1, 1), "block": (64, 1, 1), "cluster": (2, 1, 1)}
+    with Device() as device:
+        target = device.put(np.zeros(512, np.uint32))
+        text = kernel_text(1, CLUSTER.format(first=fence + MEET_RELAXED, second=MEET), inside=BOX)
+        if not is_enough:
+            with pytest.raises(EmulatorFault) as caught:
+                device.run(text, target, **options)  # type: ignore[arg-type]
+            assert caught.value.kind == FaultKind.RACE_READ_AFTER_WRITE
+            return
+        device.run(text, target, **options)  # type: ignore[arg-type]
+        expected = [((block & 1) ^ 1) * 256 + thread for block in range(8) for thread in range(64)]
+        assert device.get(target, 512, np.uint32).tolist() == expected
+        text = kernel_text(1, CLUSTER.format(first=MEET_RELAXED + fence, second=MEET), inside=BOX)  # too late
+        with pytest.raises(EmulatorFault, match="a race: this reads"):
+            device.run(text, target, **options)  # type: ignore[arg-type]
+
+
 MBARRIER = """
 setp.ne.u32 %p0, %thread, 0; mov.u32 %r59, barrier;
 @%p0 bra ready;

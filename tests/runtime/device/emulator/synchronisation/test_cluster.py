@@ -116,6 +116,26 @@ def test_a_remote_arrival() -> None:
     assert np.array_equal(run(body), (np.arange(64).reshape(2, 32) + 100)[::-1])
 
 
+RELAXED = "barrier.cluster.arrive.relaxed.aligned;\n" + WAIT
+REMOTE_ARRIVAL = REMOTE_BAR + "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r11];\n" + TRY + SYNC
+
+
+@pytest.mark.parametrize("fence", ["fence.mbarrier_init.release.cluster;\n", "fence.acq_rel.cluster;\n"])
+def test_a_fence_and_a_relaxed_arrival_show_a_barrier(fence: str) -> None:
+    init = "@%p1 mbarrier.init.shared.b64 [bar], 1;\n"
+    assert not run(init + fence + RELAXED + REMOTE_ARRIVAL).any()
+    assert fault(init + RELAXED + REMOTE_ARRIVAL).kind == FaultKind.MISSING_INIT_FENCE
+    assert fault(init + "fence.acq_rel.cta;\n" + RELAXED + REMOTE_ARRIVAL).kind == FaultKind.MISSING_INIT_FENCE
+    assert fault(fence + init + RELAXED + REMOTE_ARRIVAL).kind == FaultKind.MISSING_INIT_FENCE
+    assert not run(init + SYNC + RELAXED + REMOTE_ARRIVAL).any()
+
+
+@pytest.mark.parametrize("words", ["arrive.acquire", "wait.relaxed", "wait.release", "arrive.release.relaxed", "sync"])
+def test_forms_that_there_are_not(words: str) -> None:
+    with pytest.raises(UnsupportedInstruction):
+        run(f"barrier.cluster.{words}.aligned;\n")
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_multicast_of_bytes(seed: int) -> None:
     """Block 0 loads for all four."""

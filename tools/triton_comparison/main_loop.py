@@ -1,41 +1,18 @@
-"""A kernel's machine code as nvdisasm shows it, and what its main loop executes for each tensor-core operation.
-
-nvdisasm is not part of the compilers that the engine needs: it comes with the CUDA toolkit, and with Triton.
-"""
+"""What a kernel's main loop executes for each tensor-core operation."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
-_LABEL = re.compile(r"^\s*(\.L_x_\d+|\.L_\d+):")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Za-z0-9_.]*)([^;]*);")
-_TARGET = re.compile(r"`\((\.L_[\w]+)\)")
+from tools.kernel_costs.machine_code import MachineInstruction
+
 _HMMA = re.compile(r"HMMA\.(\d+)")
 _HGMMA = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
 _EQUIVALENT = 16 * 8 * 16
 _HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
-
-
-class NoDisassemblerError(RuntimeError):
-    """nvdisasm is not on this machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class MachineInstruction:
-    """One instruction: its opcode with modifiers, the index of what it may branch to (None for none), and whether it
-    always does what it says: it has no predicate, and is no branch of diverged lanes alone (BRA.DIV)."""
-
-    opcode: str
-    target: int | None
-    is_certain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,57 +34,6 @@ class MainLoop:
     @property
     def instructions_per_operation(self) -> float:
         return self.num_instructions / self.num_operations
-
-
-def find_nvdisasm(asked: str | None = None) -> str:
-    """The program: `asked`, or on PATH, or in an installed Triton. Raises NoDisassemblerError with where it looked."""
-    if asked is not None:
-        found = shutil.which(asked)
-        if found is None:
-            raise NoDisassemblerError(f"--nvdisasm {asked}: no such program")
-        return found
-    found = shutil.which("nvdisasm")
-    triton = find_spec("triton")
-    if found is None and triton is not None and triton.submodule_search_locations:
-        found = shutil.which(Path(triton.submodule_search_locations[0], "backends", "nvidia", "bin", "nvdisasm"))
-    if found is None:
-        raise NoDisassemblerError(
-            "nvdisasm is neither on PATH nor in an installed triton; it comes with the CUDA toolkit and with triton "
-            "(pip install triton). Name it by --nvdisasm."
-        )
-    return found
-
-
-def disassemble(cubin: bytes, nvdisasm: str) -> list[MachineInstruction]:
-    """The code of a cubin that holds one kernel. Raises RuntimeError with nvdisasm's words where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        done = subprocess.run([nvdisasm, "-c", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"nvdisasm: {done.stderr.strip()}")
-    return parse(done.stdout)
-
-
-def parse(listing: str) -> list[MachineInstruction]:
-    """nvdisasm's text as instructions. Raises ValueError for one that branches to a label that there is not."""
-    labels: dict[str, int] = {}
-    found: list[tuple[str, str | None, bool]] = []
-    for line in listing.split("\n"):
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(found)
-        elif instruction := _INSTRUCTION.match(line):
-            opcode = instruction[2]
-            target = _TARGET.search(instruction[3]) if opcode.split(".")[0] in ("BRA", "BRX", "JMP") else None
-            is_certain = instruction[1] is None and not opcode.startswith("BRA.")
-            found.append((opcode, target[1] if target else None, is_certain))
-    missing = {target for _, target, _ in found if target is not None and target not in labels}
-    if missing:
-        raise ValueError(f"branches to {sorted(missing)}, which the listing does not have")
-    return [
-        MachineInstruction(opcode, None if target is None else labels[target], is_certain)
-        for opcode, target, is_certain in found
-    ]
 
 
 def operations_of(opcode: str) -> float:
