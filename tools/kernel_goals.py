@@ -1,9 +1,10 @@
-"""The goals beside what the kernels' counts allow: which share of the roofline a model of an H200 gives each.
+"""The goals beside what a model of an H200 makes of them, with latencies: bands, and every number that they assume.
 
     python -m tools.kernel_goals [--product H200] [--into docs/kernels_report.md] [--measured FILE]
 
-`kernel_costs/roofline.py` describes the model. `--measured` takes a report of `xserv bench kernels --output-json`, or
-gpu_check's, from a GPU; only the latter knows torch, and the prefill's share.
+`kernel_costs/roofline.py` and `latencies.py` describe the model, `published.py` what it is held against. `--measured`
+takes a report of `xserv bench kernels --output-json`, or gpu_check's, from a GPU; only the latter knows torch, and the
+prefill's share.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from runtime.device.emulator.driver.architectures import model_of  # noqa: E402
+from tools.kernel_costs.forecast import forecasts, modelled  # noqa: E402
 from tools.kernel_costs.goals import as_markdown, filled, rows_of  # noqa: E402
-from tools.kernel_costs.roofline import modelled  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = rows_of(json.loads(asked.measured.read_text())) if asked.measured is not None else []
     except ValueError as error:
         parser.error(f"{asked.measured}: {error}")
-    section = as_markdown(model, modelled(model), measured)
+    section = as_markdown(model, modelled(model), forecasts(), measured)
     print(section)
     if asked.into is not None:
         asked.into.write_text(filled(asked.into.read_text(), section))

@@ -1,0 +1,209 @@
+"""What a decode step launches, noted while its graph is recorded: an engine on a device that does nothing.
+
+So a model of a step's time follows the kernels that are planned today, not a list that somebody kept. Three layers
+stand for all: what repeats in their launches is a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+
+import models.registry
+from models.dummy import DummyCheckpoint
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from runtime.device.compiled_kernel import CompiledKernel
+from runtime.device.device import Device
+from runtime.device.driver import Driver, cuda_bindings
+from runtime.device.emulator.driver.dry_driver import DryDriver
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_cache import KernelCache
+from runtime.device.kernel_list import KernelList
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+NUM_LAYERS = 3
+FactsOf = Callable[["Specialisation"], CompiledKernel]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One launch, or a copy within the device.
+
+    Attributes:
+        name: the kernel's, or "copy".
+        blocks, threads, shared_bytes: of the grid, of a block, of its dynamic shared memory.
+        is_dependent: whether it may begin before the kernel in front of it has ended.
+        num_registers, static_shared_bytes: ptxas's, of a thread and of a block; 0 where the kernel was not compiled.
+        product: m, n, k of a matrix product, n being the weight's rows; None of other kernels.
+        weight_bytes: of its weight.
+    """
+
+    name: str
+    blocks: int = 1
+    threads: int = 32
+    shared_bytes: int = 0
+    is_dependent: bool = False
+    num_registers: int = 0
+    static_shared_bytes: int = 0
+    product: tuple[int, int, int] | None = None
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decode step's launches.
+
+    Attributes:
+        once: in front of the layers and behind them; of layers that differ from the others, too.
+        layer: of one layer.
+        num_layers: that launch these.
+    """
+
+    once: tuple[Launched, ...]
+    layer: tuple[Launched, ...]
+    num_layers: int
+
+    @property
+    def num_launches(self) -> int:
+        return len(self.once) + self.num_layers * len(self.layer)
+
+    @property
+    def weight_bytes(self) -> int:
+        once, layer = (sum(each.weight_bytes for each in part) for part in (self.once, self.layer))
+        return once + self.num_layers * layer
+
+
+@dataclass(slots=True)
+class _Note:
+    launch: Launch | None  # None: a copy
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_dependent: bool = False
+
+
+class _NotingGpu(Gpu):
+    """A device that does nothing, and notes what is recorded on it."""
+
+    def __init__(self, arch: str) -> None:
+        driver = Driver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=arch)
+        driver.call("cuInit", 0)
+        super().__init__(Device(f"emulated:{arch}"), driver, kernel_cache=KernelList())
+        self.noted: list[_Note] = []
+        self._is_dependent = False
+
+    @contextmanager
+    def captured(self, stream: Any) -> Any:
+        self.noted.clear()  # a recording may begin again
+        with super().captured(stream):
+            yield
+
+    def launch(self, launch: Launch, *arguments: Any, stream: Any = None) -> None:
+        self._is_dependent = False
+        super().launch(launch, *arguments, stream=stream)
+        if self.stream_is_captured and 0 not in launch.grid:
+            code = launch.specialisation.kernel.py_func.__code__
+            self.noted.append(_Note(launch, dict(zip(code.co_varnames, arguments)), self._is_dependent))
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: Any = None) -> None:
+        super().copy(target, source, size_bytes, stream)
+        if self.stream_is_captured:
+            self.noted.append(_Note(None))
+
+    def _in_chain(self, launch: Launch) -> Launch:
+        chained = super()._in_chain(launch)
+        self._is_dependent = chained.is_dependent
+        return chained
+
+
+class _Zeros(DummyCheckpoint):
+    """Weights that cost nothing to make."""
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        return np.zeros(self._shapes[name], self._dtype.numpy)
+
+
+def compiled(arch: str) -> FactsOf:
+    """What ptxas says of a kernel; the cache of kernels keeps it."""
+    cache = KernelCache()
+    return lambda specialisation: cache.get(specialisation, arch, is_ptx=False)
+
+
+def decode_step(
+    config: Mapping[str, Any], *, num_seqs: int = 1, max_model_len: int = 8192, arch: str = "sm_90a",
+    facts_of: FactsOf | None = None,
+) -> Step:  # fmt: skip
+    """The launches of a step that decodes so many sequences of a model, by its config.json, in bf16.
+
+    The process's device of that architecture does nothing from then on. `facts_of` gives registers and whether a kernel
+    can be launched dependently; without it all can, and registers are unknown.
+    """
+    from runtime.bench.scheduling.engines import local
+    from runtime.engine.make_engine import build_engine
+    from runtime.engine.steps.decode_graphs import GraphKey
+
+    gpu = _NotingGpu(arch)
+    gpu.install()
+    num_layers = int(config["num_hidden_layers"])
+    with tempfile.TemporaryDirectory() as folder, patch.object(models.registry, "DummyCheckpoint", _Zeros):
+        shallow = {**config, "num_hidden_layers": min(NUM_LAYERS, num_layers)}
+        (Path(folder) / "config.json").write_text(json.dumps(shallow))
+        engine = build_engine(
+            folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=max_model_len,
+            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30,
+        )  # fmt: skip
+        graphs = local(engine).graphs
+        assert graphs is not None, "decode graphs are on by default"
+        graphs.want(GraphKey(num_seqs, max_model_len, has_penalties=False, keeps_logits=False))
+        graphs.record()
+        noted = [
+            Launched("copy") if note.launch is None
+            else launched_of(note.launch, note.arguments, is_dependent=note.is_dependent, facts_of=facts_of)
+            for note in gpu.noted
+        ]  # fmt: skip
+        engine.close()
+    first, length, times = repeated(noted)
+    end = first + times * length
+    left_out = num_layers - min(NUM_LAYERS, num_layers)
+    return Step((*noted[:first], *noted[end:]), tuple(noted[first : first + length]), times + left_out)
+
+
+def launched_of(
+    launch: Launch, arguments: Mapping[str, Any], *, is_dependent: bool = False, facts_of: FactsOf | None = None
+) -> Launched:
+    """A launch with its arguments by name, of which a matrix product's sizes are read."""
+    specialisation = launch.specialisation
+    facts = None if facts_of is None else facts_of(specialisation)
+    product, weight_bytes = None, 0
+    if {"weight", "m", "n", "k"} <= arguments.keys():
+        is_gated = any(f"_{gate}" in specialisation.name for gate in ("silu", "gelu_tanh"))
+        product = arguments["m"], (2 if is_gated else 1) * arguments["n"], arguments["k"]
+        weight_bytes = ITEM_BYTES[specialisation.constants["dtype"]] * product[1] * product[2]
+    return Launched(
+        specialisation.name, math.prod(launch.grid), math.prod(launch.block), launch.shared_bytes,
+        is_dependent and (facts is None or facts.waits_for_dependency),
+        0 if facts is None else facts.num_registers, 0 if facts is None else facts.static_shared_bytes,
+        product, weight_bytes,
+    )  # fmt: skip
+
+
+def repeated(items: Sequence[Launched]) -> tuple[int, int, int]:
+    """(first, length, times) of the longest run that stands twice or more, one behind another. Raises ValueError where
+    there is none."""
+    for length in range(len(items) // 2, 0, -1):
+        for first in range(len(items) - 2 * length + 1):
+            run, times = items[first : first + length], 1
+            while items[first + times * length : first + (times + 1) * length] == run:
+                times += 1
+            if times > 1:
+                return first, length, times
+    raise ValueError("no launches repeat: the model has a single layer, or layers of several kinds")
