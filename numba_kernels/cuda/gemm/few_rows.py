@@ -35,6 +35,7 @@ from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_fi
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
@@ -283,13 +284,21 @@ def why_not(product: Product, machine: Machine) -> str:
     return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
 
 
+def cache_reads(product: Product) -> int:
+    """Bytes asked of the second-level cache, as the emulator counts them: the weight once, x by each block."""
+    return product.weight_bytes + _num_blocks(product) * product.m * product.k * ITEM_BYTES[product.x]
+
+
+def _num_blocks(product: Product) -> int:
+    return -(-product.n // (COLUMNS * BLOCK_WARPS // split(product.n, product.k)))
+
+
 def seconds(product: Product, machine: Machine) -> float:
-    """By work, what its blocks read anew from the second-level cache, and latency."""
-    block_columns = COLUMNS * BLOCK_WARPS // split(product.n, product.k)
+    """By work, what its blocks read from the second-level cache, and latency."""
     return max(
         2 * product.n * product.k * -(-product.m // 16) * 16 / machine.tensor_flops,
-        product.weight_bytes * (1 + product.m / block_columns) / machine.cache_bytes,
-        LATENCY_S * product.weight_bytes / (-(-product.n // block_columns) * _BYTES_UNDER_WAY),
+        cache_reads(product) / machine.cache_bytes,
+        LATENCY_S * product.weight_bytes / (_num_blocks(product) * _BYTES_UNDER_WAY),
     )
 
 

@@ -42,6 +42,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
 )
 from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
@@ -223,14 +224,25 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the model above; beyond few_rows' rows it is always the fastest. Its
-    bits are its own, so that what is exact does not choose it."""
+    """By the model above, and by what few rows read from the second-level cache; with more rows it is always the
+    fastest. Its bits are its own, so that what is exact does not choose it."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
     if product.m > few_rows.MAX_ROWS:
         return 0.0
     m, n, k = product.m, product.n, product.k
-    return cycles(*choose(m, n, k, machine, exact=False), m, n, k, machine) / CLOCK_HZ
+    tile, parts = choose(m, n, k, machine, exact=False)
+    ends = (ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES) / CLOCK_HZ
+    read = cache_reads(product, tile) / machine.cache_bytes + ends
+    return max(cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
+
+
+def cache_reads(product: Product, tile: Tile) -> int:
+    """Bytes asked of the second-level cache, as the emulator counts them: the weight for each cluster's rows of x, x
+    for each tile's columns. In how many parts K is split is no matter."""
+    x_bytes = ITEM_BYTES[product.x] * product.m * product.k
+    clusters_m, tiles_n = -(-product.m // (tile.block_m * tile.cluster)), -(-product.n // tile.block_n)
+    return clusters_m * product.weight_bytes + tiles_n * x_bytes
 
 
 def tiles(product: Product, machine: Machine) -> tuple[str, ...]:

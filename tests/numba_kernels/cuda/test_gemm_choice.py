@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import product
-from tests.numba_kernels.cuda.gemm_cases import plan
+from numba_kernels.cuda.gemm import few_rows, hopper, product
+from runtime.bench.kernels.counted import SECTOR_BYTES, counting
+from runtime.device.emulator.driver.architectures import H200
+from tests.numba_kernels.cuda.gemm_cases import case, plan
 
 SIZES = ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 
@@ -42,3 +44,30 @@ def test_auto_asks_it_where_it_may():
     assert name(1, is_aligned=False).startswith("gemv_bf16_bf16_2_any")
     assert name(3, is_aligned=False).startswith("gemm_tensor_core")
     assert name(3, is_weight_layout=False).startswith("gemm_tensor_core")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+def test_what_tiers_read_of_the_cache_is_what_the_emulator_counts(gpu):
+    """All sectors but those of the result, to the byte: by these numbers one of the two is chosen."""
+    m, n, _ = sizes = 48, 512, 1024
+    arrays, work = case(sizes, "bf16", bias=None, residual=False), gemm.Product(*sizes, "bf16")
+    machine = gemm.machine_of("sm_90a", H200.num_sms, H200.max_clusters)
+    launches = {
+        few_rows.cache_reads(work): few_rows.plan(work, machine),
+        hopper.cache_reads(work, hopper.NARROW): hopper.plan_tile(work, machine, hopper.NARROW, 4),
+    }
+    for expected, launch in launches.items():
+        with counting(gpu) as counted:
+            arrays.check(arrays.run_launch(gpu, launch))
+        assert counted.sectors * SECTOR_BYTES == expected + 2 * m * n, launch.specialisation.name
+
+
+def test_from_33_rows_on_a_weight_is_split_where_the_bytes_saved_outlast_the_splits_ends():
+    machine = gemm.machine_of("sm_90a", H200.num_sms, H200.max_clusters)
+    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (2048, 2048), (6144, 1024), (1024, 3072)):
+        for m in (33, 48, 64):
+            work = gemm.Product(m, n, k, "bf16")
+            saved = few_rows.cache_reads(work) - hopper.cache_reads(work, hopper.NARROW)
+            ends = hopper.SPLIT_ENDS_CYCLES / hopper.CLOCK_HZ * machine.cache_bytes
+            assert (gemm.choose(work, machine) == "hopper") == (saved > ends), (m, n, k)
