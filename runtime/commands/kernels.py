@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,32 +40,30 @@ def build(
     from runtime.device.driver import cuda_bindings
 
     cuda_bindings("the kernels' compiler")  # before anything is imported that needs it
-    from numba_kernels.cuda.registry import specialisations
-    from runtime.commands.model_kernels import kernels_of_model
+    from models.hub import resolve_model
     from runtime.device.kernel_bundle import write_bundle
-    from runtime.device.kernel_cache import KernelCache, is_meant_for
+    from runtime.device.kernel_cache import KernelCache
+    from runtime.engine.config import EngineConfig
+    from runtime.engine.process.compile_kernels import Wanted, compile_kernels, shown
     from runtime.errors import InvalidArgumentError
 
-    cache = KernelCache()
-    known = specialisations() if model is None else kernels_of_model(model, arch, dtype)
-    wanted = [each for each in known if match in each.name and is_meant_for(each, arch)]
-    if not wanted:
-        raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
+    folder = None if model is None else str(resolve_model(model))
+    wanted = Wanted(arch=arch, is_ptx=image == "ptx", model=folder, config=EngineConfig(dtype=dtype), match=match)
     start = time.perf_counter()
-    num_spilling, compiled = 0, []
-    for number, specialisation in enumerate(wanted, 1):
-        print(f"\r{number}/{len(wanted)} {specialisation.name[:60]:<60}", end="", file=sys.stderr)
-        compiled.append(cache.get(specialisation, arch, is_ptx=image == "ptx"))
-        num_spilling += compiled[-1].spill_bytes > 0
-    print(file=sys.stderr)
-    spilling = f"; {num_spilling} spill registers" if num_spilling else ""
+    with shown(f"compiling kernels for {arch}", partial(print, file=sys.stderr)) as show:
+        done = compile_kernels(wanted, show)
+    if not done.num_done:
+        raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
+    cache = KernelCache()
+    spilling = f"; {done.num_spilling} spill registers" if done.num_spilling else ""
     print(
-        f"{len(wanted)} kernels for {arch}: {cache.num_compiled} compiled in {time.perf_counter() - start:.1f} s, "
-        f"{cache.num_read} were there{spilling}: {cache.folder}"
+        f"{done.num_done} kernels for {arch}: {done.num_new} compiled in {time.perf_counter() - start:.1f} s, "
+        f"{done.num_there} were there{spilling}: {cache.folder}"
     )
     if bundle is not None:
-        write_bundle(bundle, list(zip(wanted, compiled)))
-        print(f"{len(compiled)} kernels and their manifest: {bundle}")
+        found = [(each, cache.get(each, arch, is_ptx=wanted.is_ptx)) for each in wanted.find()]
+        write_bundle(bundle, found)
+        print(f"{len(found)} kernels and their manifest: {bundle}")
 
 
 @kernels.command("list")

@@ -2,13 +2,15 @@
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/kernels/<digest of the sources>/<kernel>-<arch>-<key>.kernel
                                                                        <kernel>-<key>.ir
+                                                               <key>.ahead
                                                <any name>.bundle
 
 The sources are the kernel's own file and what that imports of this project. The key is a digest of the kernel's index
 (`kernel_key`: sources, specialisation, architecture) and of the versions of what compiles it. A `.kernel` holds an
 image: cubin for a real device, PTX for an emulated one. An `.ir` holds the kernel as LLVM IR, compressed, which takes
 Numba most of the time and serves every architecture. A `.bundle` (`kernel_bundle`) holds many images by their index
-alone, which another machine compiled with its own tools. `cache_files` says how files are written. Of the processes
+alone, which another machine compiled with its own tools. An `.ahead`, empty, says that all kernels of a model and a
+config have been compiled. `cache_files` says how files are written. Of the processes
 that want the same kernel at once, one compiles it.
 """
 
@@ -44,7 +46,7 @@ from runtime.device.compiled_kernel import (
 )
 from runtime.device.errors import CompileError
 from runtime.device.kernel_bundle import BUNDLE_SUFFIX, Bundle
-from runtime.device.kernel_key import SOURCES, digest_of, kernel_index, sources_of, tool_versions
+from runtime.device.kernel_key import SOURCES, all_sources, digest_of, kernel_index, sources_of, tool_versions
 from runtime.device.toolkit import require_compiler
 from runtime.errors import DeviceError, InvalidArgumentError
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".kernel"
 IR_SUFFIX = ".ir"
+MARKER_SUFFIX = ".ahead"
 _FORMAT = 4
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
 
@@ -119,6 +122,12 @@ class KernelCache:
         image = image_kind(is_ptx)
         return self._path(specialisation, f"{arch}-{image}-", SUFFIX, arch, image)
 
+    def marker(self, key: str) -> Path:
+        """A file that says, once somebody has made it, that what `key` stands for lies in the cache."""
+        folder = self.folder / all_sources()[:16]
+        self._check(folder)
+        return folder / f"{key}{MARKER_SUFFIX}"
+
     @functools.cached_property
     def bundles(self) -> list[Bundle]:
         """The bundles that lie in the folder. Raises DeviceError for one that is damaged."""
@@ -143,7 +152,7 @@ class KernelCache:
             with contextlib.suppress(DeviceError):
                 removed += len(Bundle(path))
             path.unlink(missing_ok=True)
-        for suffix in (SUFFIX, IR_SUFFIX, PARTIAL, LOCK):
+        for suffix in (SUFFIX, IR_SUFFIX, MARKER_SUFFIX, PARTIAL, LOCK):
             for path in self.folder.glob(f"*/*{suffix}"):
                 path.unlink(missing_ok=True)
                 removed += suffix == SUFFIX

@@ -99,14 +99,15 @@ def run_dry(section: Section, options: Options) -> dict[str, str]:
 
 def served(section: Section, options: Options, arch: str) -> list[Specialisation]:
     """The kernels with which the section's models are served, in batches and prompts of all kinds."""
-    from runtime.commands.model_kernels import kernels_of_model
+    from runtime.engine.config import EngineConfig
+    from runtime.engine.model_kernels import kernels_of_model
     from tools.gpu.models import config_of
 
     found = []
     for name in section.models:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config_of(options, name)))
-            found += kernels_of_model(folder, arch, "bfloat16")
+            found += kernels_of_model(Path(folder), arch, EngineConfig(dtype="bfloat16"))
     return found
 
 

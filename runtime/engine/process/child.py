@@ -110,13 +110,13 @@ def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what is printed there by mistake is no answer of the server's
             pass_fds=(descriptor,),
-            env=_environment(),
+            env=environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's, in which Python finds the package where this process has found it."""
     package_root = str(Path(errors.__file__).parents[1])
     if package_root in (*site.getsitepackages(), site.getusersitepackages()):

@@ -1,18 +1,18 @@
-"""Compiling before anything is loaded, in a process that takes the compiler's memory with it.
+"""Compiling before anything is loaded, in processes that take the compiler's memory with them.
 
 LLVM and numba keep 100 MB and more of what they have compiled from, as long as the process lives: neither a server nor
-its engine is to hold them. So the engine's process has its kernels and the tokenizer's loops compiled first:
-`python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE` is the process that does it, and ends.
+its engine is to hold them. So the engine's process has its kernels compiled first. For the cpu, and with them the
+tokenizer's loops, `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE` is the process that does
+it, and ends; for a GPU, real or emulated, there are several (`compile_kernels`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import subprocess
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
 
 import tokenizer
@@ -20,19 +20,25 @@ from models.config import load_dtype
 from models.hub import resolve_model
 from numba_kernels.cache_files import locked
 from runtime.device.device import Device
+from runtime.device.errors import CompileError
 from runtime.dtype import STORED, DType, float32
 from runtime.engine.config import EngineConfig
+from runtime.engine.process.parent import end_with_parent
+from runtime.errors import XservError
 
 logger = logging.getLogger("xserv.engine")
 
 
 def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
-    """Sees to it that what an engine on the cpu needs lies compiled on the disk. To be called before anything wakes the
-    kernels. Where it fails, code is compiled when it is used first, and a warning says so.
+    """Sees to it that what an engine needs lies compiled on the disk. To be called before anything wakes the kernels.
 
-    Arguments are ``engine_of``'s, which is left to refuse them. Raises ``ModelLoadError``, ``DeviceError``.
+    Where nothing can be compiled for the cpu, or nobody can tell what a GPU needs, code is compiled when it is used
+    first, and a warning says so. Arguments are ``engine_of``'s, which is left to refuse them. Raises
+    ``ModelLoadError``, ``DeviceError``; ``CompileError`` for a kernel that does not compile.
     """
-    if Device.parse(config.device).kind != "cpu":
+    device = Device.parse(config.device)
+    if device.kind != "cpu":
+        _compile_kernels(model, config, device)
         return
     kept = load_dtype(resolve_model(None if model is None else str(model))) or float32
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
@@ -46,6 +52,31 @@ def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
     with locked(done):
         if not done.exists():
             _compile_elsewhere(arguments)
+
+
+def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Device) -> None:
+    from runtime.device.gpu import Gpu
+    from runtime.device.kernel_cache import KernelCache
+    from runtime.engine.process.compile_kernels import Wanted, compile_kernels, shown
+
+    folder, arch = resolve_model(None if model is None else str(model)), Gpu.of(device).arch
+    wanted = Wanted(arch=arch, is_ptx=device.kind == "emulated", model=str(folder), config=config)
+    done = KernelCache().marker(wanted.digest())
+    if done.exists():
+        return
+    with locked(done), shown(f"compiling kernels for {arch}", logger.info) as show:
+        if done.exists():
+            return
+        try:
+            found = compile_kernels(wanted, show)
+        except CompileError:
+            raise
+        except XservError as error:
+            logger.warning("which kernels the model needs is not known; they are compiled as they are met: %s", error)
+            return
+        with suppress(OSError):  # a disk that cannot be written: it is only done again
+            done.touch()
+    logger.info("%d kernels for %s: %d were compiled", found.num_done, arch, found.num_new)
 
 
 def marker(*arguments: str) -> Path | None:
@@ -71,14 +102,8 @@ def _compile_elsewhere(arguments: tuple[str, ...]) -> None:
         logger.warning("nothing could be compiled ahead (status %d): %s", child.returncode, words[-2000:])
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
 def main(*arguments: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     from numba_kernels.cpu.ahead import kernels_of
     from tokenizer.warm_up import warm_up
 

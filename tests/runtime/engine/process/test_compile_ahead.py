@@ -35,7 +35,6 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     assert [command[2:] for command in commands] == [["-m", program, "uint16", "1", "16"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="int32"))  # which is refused when the model is loaded
-    ahead.compile_ahead(None, EngineConfig(device="emulated"))
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path)  # as where the home cannot be written
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"))
     monkeypatch.setattr(ahead, "marker", lambda *arguments: tmp_path)
@@ -44,7 +43,7 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
 
 
 def test_the_process_ends_with_its_parent() -> None:
-    code = "from runtime.engine.process import compile_ahead; compile_ahead._end_with_parent()"
+    code = "import time; from runtime.engine.process.parent import end_with_parent; end_with_parent(); time.sleep(99)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.close()

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 import models.demo
 from numba_kernels.cuda.registry import specialisations
 from runtime.cli import app
-from runtime.commands.model_kernels import kernels_of_model, shallow_copy
 from runtime.device import gpu as gpu_module
 from runtime.device.gpu import Gpu
+from runtime.engine.config import EngineConfig
+from runtime.engine.model_kernels import kernels_of_model, shallow_copy
 
-DEMO = str(Path(models.demo.__file__).parent)
+DEMO = Path(models.demo.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_bundled_models_kernels() -> None:
-    found = {each.name for each in kernels_of_model(DEMO, "sm_80", "auto")}
+    found = {each.name for each in kernels_of_model(DEMO, "sm_80", EngineConfig())}
     for family in (
         "embedding",
         "rms_norm",
@@ -44,7 +45,7 @@ def test_the_bundled_models_kernels() -> None:
 
 
 def test_the_type_of_the_weights_is_chosen() -> None:
-    found = [each.name for each in kernels_of_model(DEMO, "sm_80", "float32")]
+    found = [each.name for each in kernels_of_model(DEMO, "sm_80", EngineConfig(dtype="float32"))]
     assert "rms_norm_f32_x4" in found
     assert not any("bf16" in name for name in found)
 

@@ -1,0 +1,240 @@
+"""GPU kernels compiled beforehand, in processes side by side that end when they have done it.
+
+    python -m runtime.engine.process.compile_kernels WANTED SHARE NUM_SHARES
+
+is such a process. Each finds out for itself which kernels are wanted, since these are closures that cannot be sent,
+compiles its share, and writes a line of JSON about each. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from runtime.device.errors import CompileError
+from runtime.engine.config import EngineConfig, available_memory_bytes
+from runtime.engine.process.child import environment
+from runtime.engine.process.parent import end_with_parent
+from runtime.engine.process.wire import Problem
+from runtime.engine.process.wire_errors import error_of, problem_of
+from runtime.errors import XservError
+
+if TYPE_CHECKING:
+    from numba_kernels.cuda.specialisation import Specialisation
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = ("-m", "runtime.engine.process.compile_kernels")
+"""What Python runs in each process."""
+PROCESS_BYTES = 1 << 30
+"""Free memory for each process: Numba and NVVM take several hundred MB."""
+MOST_PROCESSES = 16
+BAR_CELLS, NAME_CHARACTERS = 24, 48
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels for an architecture, `is_ptx` for an emulated device: those that a model's engine needs (`model`, a
+    folder, and `config`), or all that are registered and have `match` in their names."""
+
+    arch: str
+    is_ptx: bool
+    model: str | None = None
+    config: EngineConfig | None = None
+    match: str = ""
+
+    def find(self) -> list[Specialisation]:
+        """Each once. Raises what `kernels_of_model` raises, and InvalidArgumentError for a name that is no arch."""
+        from numba_kernels.cuda.registry import specialisations
+        from runtime.device.kernel_cache import is_meant_for
+        from runtime.engine.model_kernels import kernels_of_model
+
+        if self.model is None:
+            known = list(specialisations())
+        else:
+            known = kernels_of_model(Path(self.model), self.arch, self.config or EngineConfig())
+        return [each for each in known if self.match in each.name and is_meant_for(each, self.arch)]
+
+    def digest(self) -> str:
+        """Of what decides which kernels these are: the fields, the model's config, all of this project's sources; and
+        of what compiles them."""
+        from runtime.device.kernel_key import tool_versions
+
+        words = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, model=None)))
+        if self.model is not None:
+            words.update((Path(self.model) / "config.json").read_bytes())
+        for room in ("models", "numba_kernels", "runtime"):
+            for source in sorted((ROOT / room).rglob("*.py")):
+                words.update(str(source.relative_to(ROOT)).encode() + b"\0" + source.read_bytes() + b"\0")
+        words.update(tool_versions().encode())
+        return words.hexdigest()[:24]
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """How many kernels are wanted, by all processes together."""
+
+    total: int
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """One is there. `is_new`: it was not on disk."""
+
+    name: str
+    is_new: bool
+    has_spills: bool
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The process cannot go on."""
+
+    problem: Problem
+
+
+@dataclass(slots=True)
+class Progress:
+    """How many kernels are wanted (None: not known yet), and what has become of them."""
+
+    total: int | None = None
+    num_new: int = 0
+    num_there: int = 0
+    num_spilling: int = 0
+    latest: str = ""
+
+    @property
+    def num_done(self) -> int:
+        return self.num_new + self.num_there
+
+
+def compile_kernels(wanted: Wanted, show: Callable[[Progress], None], num_processes: int | None = None) -> Progress:
+    """Compiles what is not on disk yet, in so many processes (None: one for each processor, as far as memory goes).
+
+    `show` is called whenever something has changed. Raises CompileError for the first kernel that does not compile or
+    a process that goes down, and what `Wanted.find` raises.
+    """
+    if num_processes is None:
+        cores, room = len(os.sched_getaffinity(0)), available_memory_bytes() // PROCESS_BYTES
+        num_processes = max(1, min(cores, room, MOST_PROCESSES))
+    progress, decoder = Progress(), msgspec.json.Decoder(Found | Compiled | Failed)
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for share in range(num_processes):
+            worker = stack.enter_context(_started(wanted, share, num_processes))
+            selector.register(worker.lines, selectors.EVENT_READ, worker)
+        show(progress)
+        while selector.get_map():
+            for key, _ in selector.select():
+                worker = key.data
+                line = worker.lines.readline()
+                if not line:
+                    selector.unregister(worker.lines)
+                    worker.check_end()
+                    continue
+                match decoder.decode(line):
+                    case Found(total):
+                        progress.total = total
+                    case Compiled(name, is_new, has_spills):
+                        progress.num_new += is_new
+                        progress.num_there += not is_new
+                        progress.num_spilling += has_spills
+                        progress.latest = name
+                    case Failed(problem):
+                        raise error_of(problem)
+                show(progress)
+    return progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    lines: IO[bytes]
+    said: IO[bytes]  # on stderr
+
+    def check_end(self) -> None:
+        status = self.process.wait()
+        if status:
+            self.said.seek(0)
+            words = self.said.read().decode(errors="replace").strip()[-2000:]
+            raise CompileError(f"a process that compiles kernels ended with status {status}: {words}")
+
+
+@contextmanager
+def _started(wanted: Wanted, share: int, num_shares: int) -> Iterator[_Worker]:
+    """A worker, which ends when the block does."""
+    words = [msgspec.json.encode(wanted).decode(), str(share), str(num_shares)]
+    command = [sys.executable, "-P", *COMMAND, *words]
+    with tempfile.TemporaryFile() as said:
+        # Unbuffered, so that what the selector does not see is not waiting here.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0, env=environment()
+        )
+        assert process.stdout is not None
+        try:
+            yield _Worker(process, process.stdout, said)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def shown(label: str, say: Callable[[str], None]) -> Iterator[Callable[[Progress], None]]:
+    """What shows progress: a bar on stderr where that is a terminal, else a line by `say` for the first new
+    kernel and each tenth."""
+    stream, start, last_tenth = sys.stderr, time.monotonic(), -1
+
+    def draw(progress: Progress) -> None:
+        total = progress.total
+        if total is None:
+            text = "finding out which"
+        else:
+            cells = BAR_CELLS * progress.num_done // max(1, total)
+            bar = "#" * cells + "." * (BAR_CELLS - cells)
+            text = f"[{bar}] {progress.num_done}/{total} {progress.latest[:NAME_CHARACTERS]}"
+        stream.write(f"\r\x1b[K{label}: {text}")
+        stream.flush()
+
+    def tell(progress: Progress) -> None:
+        nonlocal last_tenth
+        tenth = 10 * progress.num_done // progress.total if progress.total else 0
+        if tenth > last_tenth and progress.num_new:
+            say(f"{label}: {progress.num_done} of {progress.total}, {time.monotonic() - start:.0f} s")
+            last_tenth = tenth
+
+    is_terminal = stream.isatty()
+    try:
+        yield draw if is_terminal else tell
+    finally:
+        if is_terminal:
+            stream.write("\n")
+
+
+def main(words: str, share: str, num_shares: str) -> None:
+    end_with_parent()
+    from runtime.device.kernel_cache import KernelCache
+
+    def write(line: Found | Compiled | Failed) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+    try:
+        wanted = msgspec.json.decode(words, type=Wanted)
+        found, cache = wanted.find(), KernelCache()
+        write(Found(len(found)))
+        for each in found[int(share) :: int(num_shares)]:
+            before = cache.num_compiled
+            kernel = cache.get(each, wanted.arch, is_ptx=wanted.is_ptx)
+            write(Compiled(each.name, cache.num_compiled > before, kernel.spill_bytes > 0))
+    except XservError as error:
+        write(Failed(problem_of(error)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
