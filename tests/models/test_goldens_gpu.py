@@ -22,6 +22,9 @@ from tests.models.folders import CASES, Golden, load_golden, write_model
 
 DEVICE, OTHER_DEVICE = "emulated:sm_80", "emulated:sm_90a"
 
+BFLOAT16_LOSS = {"gemma2_odd": 0.0303}
+"""Error of transformers' own bfloat16 logits beside its float32 logits where it is above 2e-2; ours may be as large."""
+
 
 def some(cases: list[str], *each_time: tuple[str, str]) -> list[object]:
     """All cases on both devices, of which some are run each time."""
@@ -68,7 +71,7 @@ def test_bfloat16(tmp_path: Path, device: str, case: str) -> None:
     expected, continuation = golden.logits["bfloat16"], golden.greedy_ids["bfloat16"]
     model = load_on(tmp_path, golden, device, "BF16")
     assert model.dtype is bfloat16
-    assert relative_error(logits_of(model, golden.prompt_ids), expected) <= 2e-2
+    assert relative_error(logits_of(model, golden.prompt_ids), expected) <= BFLOAT16_LOSS.get(case, 2e-2)
     chosen, logits = greedy(model, golden.prompt_ids, len(continuation))
     at = next((i for i, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b), None)
     if at is not None:
