@@ -315,6 +315,8 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             key = following
 
         _wait_for_copies()
+        if not keeps_queries:
+            sync_block()  # where no row sees a key, nothing has yet ordered the other warps' copies of queries
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         sync_named(own_barrier, uint32(32))
         for m in range(strips):
