@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import WeightsError
+from runtime.device.file_mapping import FileMapping
 from tokenizer.lfs import pointer_problem
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
@@ -61,7 +62,7 @@ class SafetensorsFile:
                     raise self._error(
                         f"truncated: {self.size_bytes} bytes, less than the 8 of the header's length"
                     )
-                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapping = FileMapping(file.fileno(), str(path))
         except FileNotFoundError:
             raise self._error("the file is missing") from None
         except OSError as error:

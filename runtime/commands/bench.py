@@ -12,7 +12,7 @@ from runtime.commands.report import ReportOptions, listing
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: latency, throughput, serve, streaming, peers, allocator, exact, overhead.",
+    help="Measure: latency, throughput, serve, streaming, peers, allocator, exact, overhead, loading.",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -187,5 +187,23 @@ def overhead(
     output.deliver(report, listing(report, lines))
 
 
-for _command in (latency, throughput, streaming, allocator, exact, overhead):
+def loading(
+    output: ReportOptions,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Whose files; the bundled model's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
+    num_readers: Annotated[str, typer.Option(help="Threads that read, comma-separated.")] = "1,2,4,8",
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 3,
+) -> None:
+    """How fast weights come from their files to a GPU, out of the disk and out of the page cache."""
+    from runtime.bench.loading import bench_loading
+
+    counts = integers("num_readers", num_readers)
+    report = bench_loading(model, device, num_readers=counts, num_rounds=num_rounds)
+    lines = {f"{row['source']}: {row['way']} (GB/s)": row["gb_per_s"] for row in report["results"]}
+    output.deliver(report, listing(report, lines))
+
+
+for _command in (latency, throughput, streaming, allocator, exact, overhead, loading):
     bench.command()(with_options(_command))

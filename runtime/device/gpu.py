@@ -17,6 +17,8 @@ from runtime.device.context import Context
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
+from runtime.device.file_mapping import mapped_part
+from runtime.device.file_upload import LEAST_BYTES, upload_file
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
@@ -163,10 +165,20 @@ class Gpu:
     def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
         """Copies an array's elements, in C order, to the device. The array may be changed as soon as this returns.
 
-        The copy is ordered on the stream and goes through pinned memory, piece by piece. Raises CaptureError where the
-        stream is recorded into a graph.
+        The copy is ordered on the stream and goes through pinned memory, piece by piece; large parts of a mapped file
+        are read there. Raises CaptureError where the stream is recorded into a graph, OSError where a file cannot be
+        read.
         """
         stream = self._not_captured("write", stream)
+        mapped = mapped_part(array) if array.nbytes >= LEAST_BYTES else None
+        if mapped is not None:
+            mapping, offset = mapped
+
+            def copy(start: int, piece: PinnedBlock) -> None:
+                self.upload(address + start, piece, stream=stream)
+
+            upload_file(mapping, offset, array.nbytes, copy, self.pinned, stream)
+            return
         source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, source.size, STAGING_BYTES):
             part = source[start : start + STAGING_BYTES]

@@ -1,0 +1,119 @@
+"""Mapped files: what part of one an array is, and how it comes to a device."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.device.file_mapping import FileMapping, mapped_part
+from runtime.device.file_upload import LEAST_BYTES, PIECE_BYTES, upload_file
+from runtime.device.gpu import Gpu
+from runtime.device.pinned import PinnedBlock
+from runtime.tensor.tensor import Tensor
+
+SIZE = 3 * PIECE_BYTES + 12_345
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "weights"
+    found.write_bytes(np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes())
+    return found
+
+
+def mapping_of(path: Path) -> FileMapping:
+    with path.open("rb") as file:
+        return FileMapping(file.fileno(), str(path))
+
+
+def test_an_array_knows_its_place_in_the_file(path: Path) -> None:
+    mapping = mapping_of(path)
+    array = np.frombuffer(mapping, "<u2", 600, 7 * 2 + 1).reshape(30, 20)
+    for part, offset in ((array, 15), (array[3:5], 15 + 3 * 40), (array[2].view(np.uint8)[4:], 15 + 2 * 40 + 4)):
+        assert mapped_part(part) == (mapping, offset)
+        assert path.read_bytes()[offset:][: part.nbytes] == part.tobytes()
+    assert mapped_part(Tensor.from_numpy(array[3:5].view(np.float16)).array) == (mapping, 15 + 3 * 40)
+    for other in (array[:, :3], array.T, array.copy(), array[:0], np.zeros(3), np.frombuffer(b"1234", np.uint8)):
+        assert mapped_part(other) is None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plain:
+        assert mapped_part(np.frombuffer(plain, np.uint8)) is None
+
+
+def test_the_file_is_closed_with_its_mapping(path: Path) -> None:
+    mapping = mapping_of(path)
+    descriptor, array = mapping.descriptor, np.frombuffer(mapping, np.uint8)
+    del mapping
+    gc.collect()
+    assert os.fstat(descriptor).st_size == array.size
+    del array
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_file_that_has_become_shorter(path: Path) -> None:
+    mapping, target = mapping_of(path), np.zeros(100, np.uint8)
+    mapping.read_into(target, SIZE - 100)
+    assert target.tobytes() == path.read_bytes()[-100:]
+    os.truncate(path, SIZE - 10)
+    with pytest.raises(OSError, match=f"ends at byte {SIZE - 10}, shorter than it was") as caught:
+        mapping.read_into(target, SIZE - 100)
+    assert caught.value.filename == str(path)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("num_readers", [1, 4])
+def test_a_part_of_a_file_comes_to_the_device(path: Path, num_readers: int) -> None:
+    gpu, mapping, offset = Gpu.of("emulated"), mapping_of(path), 77
+    block = gpu.allocate(SIZE)
+    starts: list[int] = []
+
+    def copy(start: int, piece: PinnedBlock) -> None:
+        starts.append(start)
+        gpu.upload(block.address + start, piece, stream=gpu.stream)
+
+    gpu.fill(block.address, 0, SIZE)
+    size = SIZE - offset - 5
+    upload_file(mapping, offset, size, copy, gpu.pinned, gpu.stream, num_readers)
+    assert sorted(starts) == list(range(0, size, PIECE_BYTES))
+    found = np.empty(SIZE, np.uint8)
+    gpu.read(block.address, found)
+    assert found[:size].tobytes() == path.read_bytes()[offset:][:size]
+    assert not found[size:].any()
+
+
+@pytest.mark.emulator
+def test_large_weights_are_read_and_small_ones_are_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    def read_into(self: FileMapping, target: np.ndarray, offset: int) -> None:
+        reads.append(target.size)
+        _read_into(self, target, offset)
+
+    _read_into = FileMapping.read_into
+    monkeypatch.setattr(FileMapping, "read_into", read_into)
+    array = np.frombuffer(mapping_of(path), np.float16, SIZE // 2).reshape(-1, 2)
+    target = Tensor.empty((len(array) + 1, 2), Tensor.from_numpy(array).dtype, Gpu.of("emulated").device)
+    target[1:] = Tensor.from_numpy(array)
+    assert sum(reads) == array.nbytes
+    assert np.array_equal(target[1:].to("cpu").array.view(np.uint16), array.view(np.uint16))
+    reads.clear()
+    few = Tensor.from_numpy(array[: LEAST_BYTES // 4 - 1]).to("emulated")
+    assert not reads
+    assert np.array_equal(few.to("cpu").array.view(np.uint16), array[: few.shape[0]].view(np.uint16))
+
+
+@pytest.mark.emulator
+def test_what_a_reader_meets_is_raised(path: Path) -> None:
+    gpu, mapping = Gpu.of("emulated"), mapping_of(path)
+    array = np.frombuffer(mapping, np.uint8)
+    block = gpu.allocate(SIZE)
+    os.truncate(path, PIECE_BYTES)
+    with pytest.raises(OSError, match="shorter than it was"):
+        gpu.write(block.address, array)
+    gpu.synchronize()
