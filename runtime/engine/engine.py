@@ -260,6 +260,8 @@ class Engine:
             decode_graph_bytes=graphs.size_bytes,
             num_graph_steps=graphs.num_steps,
             num_failed_graphs=graphs.num_failed,
+            num_recorded_forwards=graphs.num_forwards,
+            num_forward_steps=graphs.num_forward_steps,
             num_waiting_tokens=self.num_unscheduled_tokens,
             iteration_token_counts=tuple(counters.steps_by_tokens),
             iteration_tokens=counters.step_tokens,

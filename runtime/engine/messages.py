@@ -117,8 +117,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
     num_host_blocks, num_free_host_blocks  the swap space, and what of it a swapped sequence could get
     num_decode_graphs, decode_graph_bytes  recorded so far, and the device memory that they and their arrays hold
-    num_graph_steps                 steps that ran as one of them, since the start; num_failed_graphs: recordings that
-                                    failed
+    num_graph_steps                 steps that ran as one of them, since the start
+    num_recorded_forwards, num_forward_steps  recorded passes of other steps, as those with prompts; steps that ran so
+    num_failed_graphs               recordings of either kind that failed
     num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
     iteration_token_counts          steps by their tokens: at most each of ``ITERATION_TOKEN_BOUNDS``, and more than the
                                     last; empty: not counted. iteration_tokens: their sum
@@ -150,6 +151,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_graph_bytes: int = 0
     num_graph_steps: int = 0
     num_failed_graphs: int = 0
+    num_recorded_forwards: int = 0
+    num_forward_steps: int = 0
     num_waiting_tokens: int = 0
     iteration_token_counts: tuple[int, ...] = ()
     iteration_tokens: int = 0

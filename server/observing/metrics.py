@@ -235,8 +235,9 @@ class Metrics(Collector):
             ("num_steps", "Steps of the engine.", stats.num_steps),
             ("num_swaps", "Preemptions that swapped.", stats.num_swaps),
             ("prefix_cache_evictions", "Cached blocks given up for others.", stats.prefix_cache_evictions),
-            ("decode_graph_steps", "Steps that ran as a recorded graph.", stats.num_graph_steps),
-            ("failed_decode_graphs", "Recordings of decode graphs that failed.", stats.num_failed_graphs),
+            ("decode_graph_steps", "Steps of decodes that ran as a recorded graph.", stats.num_graph_steps),
+            ("recorded_forward_steps", "Other steps whose pass was recorded before.", stats.num_forward_steps),
+            ("failed_decode_graphs", "Recordings of steps that failed.", stats.num_failed_graphs),
         ):
             yield self._counter(f"xserv:{name}", help_text, value)
 

@@ -62,12 +62,12 @@ class CpuDecodes:
         self._arena = Arena()
         lengths = self.sequence_lengths(limits.max_model_len, exact=limits.exact)
         # Another thread's than captures, where loops overlap.
-        self._forwards = RecordedForwards(limits, lengths, num_groups)
+        self.forwards = RecordedForwards(limits, lengths, num_groups)
         self._recorded_bytes = 0
 
     @property
     def graph_bytes(self) -> int:
-        return self._arena.size_bytes + self._recorded_bytes + self._forwards.size_bytes
+        return self._arena.size_bytes + self._recorded_bytes + self.forwards.size_bytes
 
     @staticmethod
     def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -122,11 +122,11 @@ class CpuDecodes:
         self, layout: Layout, forward: Forward, *, may_record: bool
     ) -> tuple[Tensor, Tensor | None] | None:
         try:
-            return self._forwards.run(layout, forward, may_record=may_record)
+            return self.forwards.run(layout, forward, may_record=may_record)
         except NotRecordableError as error:
             raise CaptureError(f"cpu: {error}") from error
 
     def release(self) -> None:
         self._arena = Arena()
-        self._forwards.clear()
+        self.forwards.clear()
         self._recorded_bytes = 0

@@ -45,12 +45,34 @@ class StepBuffers(Protocol):
         ...
 
 
+class RecordedPasses(Protocol):
+    """Recordings of forward passes that no graph is for.
+
+    num_recorded  that there are
+    num_steps     that they have run
+    num_failed    that could not be made
+    """
+
+    @property
+    def num_recorded(self) -> int: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def num_failed(self) -> int: ...
+
+
 class DecodeDevice(Protocol):
     """Records steps and runs them, one after another.
 
     can_lead     whether a step may be launched before the one before it was waited for
     graph_bytes  that the recordings hold of the device's memory
+    forwards     see `run_forward`
     """
+
+    @property
+    def forwards(self) -> RecordedPasses: ...
 
     @property
     def can_lead(self) -> bool: ...

@@ -15,7 +15,9 @@ from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.steps.forward_graphs import ForwardGraphs
 from runtime.engine.steps.ragged import Layout
+from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 
@@ -42,10 +44,10 @@ class GpuDecodes:
 
     can_lead = True
 
-    def __init__(self, device: Device, limits: EngineLimits, vocab_size: int) -> None:
+    def __init__(self, device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache) -> None:
         self._device = device
-        self._exact = limits.exact
         self._gpu = Gpu.of(device)
+        self.forwards = ForwardGraphs(self._gpu, limits, kv_cache)
         self._vocab_size = vocab_size
         self._pool: GraphPool | None = None  # with the first graph
         self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
@@ -53,7 +55,7 @@ class GpuDecodes:
     @property
     def graph_bytes(self) -> int:
         kept = sum(tensor.size_bytes for tensor in self._kept_logits.values())
-        return kept + (0 if self._pool is None else self._pool.reserved_bytes)
+        return kept + self.forwards.size_bytes + (0 if self._pool is None else self._pool.reserved_bytes)
 
     @staticmethod
     def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -97,10 +99,13 @@ class GpuDecodes:
         pinned.event.record(self._gpu.stream)
         pinned.is_under_way = True
 
-    def run_forward(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None]:
-        return forward(layout.batch(self._device, exact=self._exact))
+    def run_forward(
+        self, layout: Layout, forward: Forward, *, may_record: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return self.forwards.run(layout, forward, may_record=may_record)
 
     def release(self) -> None:
+        self.forwards.release()
         self._kept_logits.clear()
         self._pool = None
 

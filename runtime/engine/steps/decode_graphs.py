@@ -40,15 +40,15 @@ MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
 
 
-def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int, num_groups: int) -> DecodeDevice:
-    """What graphs over ``vocab_size`` ids and so many KV cache groups need of this device."""
+def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache) -> DecodeDevice:
+    """What graphs over ``vocab_size`` ids and this KV cache need of the device."""
     if device.kind == "cpu":
         from runtime.engine.steps.decode_cpu import CpuDecodes
 
-        return CpuDecodes(limits, num_groups)
+        return CpuDecodes(limits, len(kv_cache.spec.group_windows))
     from runtime.engine.steps.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
 
-    return GpuDecodes(device, limits, vocab_size)
+    return GpuDecodes(device, limits, vocab_size, kv_cache)
 
 
 class GraphKey(msgspec.Struct, frozen=True, gc=False):
@@ -117,6 +117,7 @@ class DecodeGraphs:
 
     num_steps   that graphs have run
     num_failed  recordings that failed: each is tried once more, then no more graphs are made
+    forwards    recordings of steps that graphs hold no place for
     """
 
     def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows) -> None:
@@ -126,9 +127,8 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._limits = limits
         self._rows = rows
-        self._runs_on = runs_on = open_decode_device(
-            model.device, limits, rows.sampling.vocab_size, rows.tables.num_groups
-        )
+        self._runs_on = runs_on = open_decode_device(model.device, limits, rows.sampling.vocab_size, kv_cache)
+        self.forwards = runs_on.forwards
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}

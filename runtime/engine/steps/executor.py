@@ -94,13 +94,15 @@ class Computation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Decode graphs that are recorded, the device's memory that they hold, steps that they have run, and recordings
-    that failed."""
+    """Decode graphs that are recorded, the device's memory that all recordings hold, steps that decode graphs have run,
+    and recordings that failed; recorded passes of other steps, and those steps."""
 
     num_graphs: int = 0
     size_bytes: int = 0
     num_steps: int = 0
     num_failed: int = 0
+    num_forwards: int = 0
+    num_forward_steps: int = 0
 
 
 class Executor(Protocol):

@@ -141,8 +141,11 @@ class LocalExecutor:
     def graph_stats(self) -> GraphStats:
         if self.graphs is None:
             return GraphStats()
-        graphs = self.graphs
-        return GraphStats(graphs.num_graphs, graphs.reserved_bytes, graphs.num_steps, graphs.num_failed)
+        graphs, forwards = self.graphs, self.graphs.forwards
+        return GraphStats(
+            graphs.num_graphs, graphs.reserved_bytes, graphs.num_steps, graphs.num_failed + forwards.num_failed,
+            forwards.num_recorded, forwards.num_steps,
+        )  # fmt: skip
 
     def close(self) -> None:
         if self._worker is not None:

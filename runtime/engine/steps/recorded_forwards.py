@@ -49,11 +49,16 @@ class RecordedForwards:
     """Recordings of one model's forward passes, over the same inputs and the same memory; for one thread.
 
     sequence_lengths  to which the longest sequence is rounded up, ascending
+    num_steps   that they have run
+    num_failed  none: what cannot be recorded ends all recording
     """
+
+    num_failed = 0
 
     def __init__(self, limits: EngineLimits, sequence_lengths: list[int], num_groups: int) -> None:
         self._limits = limits
         self._lengths = sequence_lengths
+        self.num_steps = 0
         self._arena = Arena()
         self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
         tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some styles compute a prompt whole
@@ -63,6 +68,10 @@ class RecordedForwards:
         self._query_start, self._seq_lens = np.zeros((2, seqs + 1), np.int32)
         self._logits_indices = np.zeros(tokens, np.int32)
         self._tables = np.zeros((num_groups, seqs * -(-limits.max_model_len // limits.block_size)), np.int32)
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._kept)
 
     @property
     def size_bytes(self) -> int:
@@ -91,6 +100,7 @@ class RecordedForwards:
         width = min(tables.shape[2], recorded_tables.shape[2])
         recorded_tables[:, :, :width] = tables[:, :, :width]  # all that the sequences have
         kept.recording.replay()
+        self.num_steps += 1
         return kept.hidden, kept.logits
 
     def clear(self) -> None:

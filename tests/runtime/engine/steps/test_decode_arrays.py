@@ -9,6 +9,7 @@ import pytest
 
 from runtime import ops
 from runtime.device.device import Device
+from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
@@ -19,6 +20,7 @@ from runtime.engine.steps.decode_arrays import DecodeArrays
 from runtime.engine.steps.decode_graphs import open_decode_device
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import BlockAddition, StepInput
+from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
@@ -40,7 +42,8 @@ class Running:
 
     def __init__(self, device: Device) -> None:
         self.rows = Rows(NUM_PLACES, 8, 1, BLOCK_SIZE, 50)
-        self.arrays = DecodeArrays(device, open_decode_device(device, LIMITS, 50, 1), LIMITS, self.rows)
+        kv_cache = KVCache(KVCacheSpec(1, 1, 8, BLOCK_SIZE, float32, device), 1)
+        self.arrays = DecodeArrays(device, open_decode_device(device, LIMITS, 50, kv_cache), LIMITS, self.rows)
         self.sequences: dict[int, Sequence] = {}
         self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
         self._assembler = Assembler(NUM_PLACES, 1, BLOCK_SIZE, "record")

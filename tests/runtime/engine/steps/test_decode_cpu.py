@@ -169,7 +169,7 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
                 run_to_end(engine)
             assert len(made) == 3 + 5
             assert engine.executor.graphs is not None
-            assert len(engine.executor.graphs._runs_on._forwards._kept) == 4  # type: ignore[attr-defined]
+            assert len(engine.executor.graphs.forwards._kept) == 4  # type: ignore[attr-defined]
         engine.close()
     check_equal(answers["on"], answers["off"])
 

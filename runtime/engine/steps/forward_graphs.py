@@ -1,0 +1,234 @@
+"""Forward passes on a GPU that are recorded when a batch of their shape comes for the second time, and then replayed.
+
+Some 300 launches from Python take 7 to 9 ms, longer than a GPU takes for a few hundred tokens. While a long prompt is
+computed in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place
+for. A shape that comes once is never recorded: a recording runs the work once more and costs its launches again.
+
+A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
+the bits, are those of the eager pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
+from runtime.batch import Batch
+from runtime.device.errors import LaunchError
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph, GraphPool
+from runtime.dtype import dtype_of_array
+from runtime.engine.config import EngineLimits
+from runtime.engine.steps.decode_device import Forward
+from runtime.engine.steps.ragged import Layout
+from runtime.errors import DeviceError, OutOfMemoryError
+from runtime.kv.cache import KVCache
+from runtime.tensor.storage import Storage
+from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import contiguous_strides
+
+logger = logging.getLogger("xserv.engine")
+
+NUM_KEPT = 32
+"""Recordings; the one that was used longest ago goes first."""
+NUM_REMEMBERED = 1024
+"""Shapes that came once; the oldest is forgotten first."""
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """All of a layout that its recording does not read from memory. ``max_seq_len``: rounded up."""
+
+    num_tokens: int
+    num_seqs: int
+    num_logits: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """``inputs``: on the host, where what goes up is laid out in ``size_bytes``. The graph's result: hidden states and
+    logits, which each replay leaves behind."""
+
+    graph: Graph
+    inputs: Layout
+    size_bytes: int
+
+
+class ForwardGraphs:
+    """Graphs of one model's forward passes, over the same inputs and one pool of memory. Belongs to the engine's loop.
+
+    num_steps   that they have run
+    num_failed  recordings that failed: after the second no more are made
+    """
+
+    def __init__(self, gpu: Gpu, limits: EngineLimits, kv_cache: KVCache) -> None:
+        self.num_steps = self.num_failed = 0
+        self._gpu = gpu
+        self._limits = limits
+        self._kv_cache = kv_cache
+        self._num_groups = len(kv_cache.spec.group_windows)
+        self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
+        self._seen: dict[_Shape, None] = {}
+        self._has_given_up = False
+        self._host: NDArray[np.uint8] | None = None  # with the first recording, as the device's
+        self._device: Storage | None = None
+        self._pool: GraphPool | None = None
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the device, for the inputs and the graphs' memory."""
+        inputs = 0 if self._device is None else self._device.size_bytes
+        return inputs + (0 if self._pool is None else self._pool.reserved_bytes)
+
+    def run(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None] | None:
+        """What ``forward``, always the same function, makes of the batch, on its way; valid until the next run. None,
+        before anything was done: there is no recording of this shape, and none is to be made.
+
+        Raises LaunchError where the device is lost, and what ``forward`` raises.
+        """
+        shape = self._shape_of(layout)
+        kept = self._kept.pop(shape, None)
+        if kept is None:
+            if not may_record or not self._is_worth_recording(shape):
+                return None
+            kept = self._record(shape, layout, forward)
+            if kept is None:
+                return None
+        else:
+            self._send(kept.inputs, layout, kept.size_bytes)
+        self._kept[shape] = kept
+        if len(self._kept) > NUM_KEPT:
+            self._kept.pop(next(iter(self._kept))).graph.release()
+        kept.graph.replay()
+        self.num_steps += 1
+        return cast(tuple[Tensor, Tensor | None], kept.graph.result)
+
+    def release(self) -> None:
+        """Give the memory back; nothing is run any more."""
+        self._has_given_up = True
+        for kept in self._kept.values():
+            kept.graph.release()
+        self._kept.clear()
+        self._pool = self._host = self._device = None
+
+    def _shape_of(self, layout: Layout) -> _Shape:
+        length = MIN_PART_KEYS
+        while length < layout.max_seq_len:
+            length *= 2
+        length = min(length, self._limits.max_model_len)
+        counts = len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices)
+        return _Shape(*counts, layout.max_query_len, length)
+
+    def _is_worth_recording(self, shape: _Shape) -> bool:
+        """Whether it came before, and fits the inputs."""
+        if self._has_given_up or shape.num_tokens > self._limits.max_num_batched_tokens:
+            return False
+        if shape in self._seen:
+            del self._seen[shape]
+            return True
+        self._seen[shape] = None
+        if len(self._seen) > NUM_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        return False
+
+    def _record(self, shape: _Shape, layout: Layout, forward: Forward) -> _Recorded | None:
+        """None where it fails: then nothing but pages that the step writes anyway has changed."""
+        try:
+            inputs, batch, size_bytes = self._place(shape)
+            self._send(inputs, layout, size_bytes)
+            if self._pool is None:
+                self._pool = GraphPool(self._gpu)
+            graph = Graph.capture(self._gpu, partial(forward, batch), pool=self._pool, is_chained=True)
+        except OutOfMemoryError as error:
+            self._give_up("the memory of recorded steps is not to be had", error)
+            return None
+        except LaunchError:  # the device is lost
+            raise
+        except DeviceError as error:
+            self.num_failed += 1
+            if self.num_failed > 1:
+                self._give_up("steps with prompts cannot be recorded", error)
+            return None
+        return _Recorded(graph, inputs, size_bytes)
+
+    def _give_up(self, why: str, error: Exception) -> None:
+        self._has_given_up = True
+        logger.warning("%s, %d recordings hold %s bytes: %s", why, len(self._kept), f"{self.size_bytes:,}", error)
+
+    def _place(self, shape: _Shape) -> tuple[Layout, Batch, int]:
+        """A shape's inputs on the host and on the device, one array behind another, and the bytes that they take."""
+        device, groups = self._gpu.device, self._num_groups
+        if self._device is None:
+            most = self._limits.max_num_batched_tokens
+            largest = _Shape(most, self._limits.max_num_seqs, most, most, self._limits.max_model_len)
+            size = sum(_padded(array) for array in self._arrays_of(largest, lambda dtype, size: np.empty(size, dtype)))
+            self._device, self._host = Storage.allocate(device, size), np.zeros(size, np.uint8)
+        storage, host, offset = self._device, cast(NDArray[np.uint8], self._host), 0
+        tensors: list[Tensor] = []
+
+        def take(dtype: Any, sizes: tuple[int, ...]) -> NDArray[Any]:
+            nonlocal offset
+            size_bytes = int(np.prod(sizes)) * np.dtype(dtype).itemsize
+            array: NDArray[Any] = host[offset : offset + size_bytes].view(dtype).reshape(sizes)
+            element = dtype_of_array(array)
+            strides = contiguous_strides(sizes)
+            tensors.append(Tensor(storage, element, sizes, strides, offset // element.itemsize))
+            offset += _padded(array)
+            return array
+
+        ids, positions, query_start, seq_lens, indices, slots, tables = self._arrays_of(shape, take)
+        inputs = Layout(
+            ids, positions, query_start, seq_lens, slots, tables, indices, shape.max_query_len, shape.max_seq_len
+        )
+        batch = Batch(
+            token_ids=tensors[0],
+            positions=tensors[1],
+            query_start=tensors[2],
+            seq_lens=tensors[3],
+            slot_mappings=tuple(tensors[5][group] for group in range(groups)),
+            block_tables=tuple(tensors[6][group] for group in range(groups)),
+            logits_indices=tensors[4],
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+            exact=self._limits.exact,
+        )
+        return inputs, batch, offset
+
+    def _arrays_of(
+        self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]
+    ) -> list[NDArray[Any]]:
+        """The arrays of a batch of this shape, by ``take(dtype, sizes)``, in the order in which they lie."""
+        tokens, seqs, groups = shape.num_tokens, shape.num_seqs, self._num_groups
+        width = -(-shape.max_seq_len // self._limits.block_size)
+        return [
+            *(take(np.int32, (size,)) for size in (tokens, tokens, seqs + 1, seqs, shape.num_logits)),
+            take(np.int64, (groups, tokens)), take(np.int32, (groups, seqs, width)),
+        ]  # fmt: skip
+
+    def _send(self, inputs: Layout, layout: Layout, size_bytes: int) -> None:
+        """Queue the copy of a batch to where its recording reads it, behind pages that are on their way."""
+        for target, given in zip(inputs.shaped, layout.shaped):
+            target[...] = given
+        width = min(layout.block_tables.shape[2], inputs.block_tables.shape[2])
+        inputs.block_tables[:, :, :width] = layout.block_tables[:, :, :width]
+        inputs.block_tables[:, :, width:] = 0
+        self._kv_cache.wait_for_arrivals()
+        self._gpu.write(cast(Storage, self._device).address, cast(NDArray[np.uint8], self._host)[:size_bytes])
+
+
+def _padded(array: NDArray[Any]) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
