@@ -1,4 +1,5 @@
-"""A folder's safetensors, one file or several with an index, and the strict check that they fit a model.
+"""The stored tensors of a model, the strict check that they fit it, and a folder's safetensors, one file or several
+with an index.
 
 Two steps, both before any weight is touched: `open_checkpoint` maps the files and checks them against the
 index; `Checkpoint.fit` checks names, shapes and types against what the config asks for. Each lists every
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,14 +47,39 @@ class TensorLayout:
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
-class Checkpoint:
-    """The stored tensors of a model folder, by name. Holds the memory mappings; drop it to release them."""
+class StoredTensor(Protocol):
+    """One tensor of a file.
 
-    def __init__(self, folder: Path, label: str, files: Mapping[str, SafetensorsFile]) -> None:
-        self.folder = folder
+    Attributes:
+        file: the file's name.
+        name: what the file calls it.
+        shape: of the elements.
+        dtype: of the elements as `array` gives them; None if it cannot.
+        type_name: what the file calls the type.
+        size_bytes: in the file.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType | None
+    type_name: str
+    size_bytes: int
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The elements, as a view of the mapped file where they are stored so."""
+
+    def release(self) -> None:
+        """Let go of the file's memory pages; reading it again reads the file again."""
+
+
+class Checkpoint:
+    """The stored tensors of a model, by name. Holds the memory mappings; drop it to release them."""
+
+    def __init__(self, place: Path, label: str, tensors: Mapping[str, StoredTensor]) -> None:
+        self._place = place
         self._label = label  # the file that should name a missing tensor
-        self._files = files  # by stored tensor name
-        self._stored_names = {name: name for name in files}  # by the layout's name
+        self._tensors = dict(tensors)  # by stored name, then by the layout's
 
     def fit(self, layout: TensorLayout) -> None:
         """Check that exactly the layout's tensors are stored, in the right shapes and in float types.
@@ -68,81 +95,103 @@ class Checkpoint:
                 shapes[copy] = layout.shapes[original]
         for name, stored in found.items():
             if name not in shapes:
-                problems.append(f"{self._files[stored].path.name}: tensor {stored!r} is left over")
+                problems.append(f"{stored.file}: tensor {stored.name!r} is left over")
         for name, shape in shapes.items():
             if name not in found:
                 if not any(original == name and copy in found for copy, original in layout.copies.items()):
                     problems.append(f"{self._label}: tensor {name!r} {list(shape)} is missing")
                 continue
             stored = found[name]
-            entry, file = self._files[stored].tensors[stored], self._files[stored].path.name
-            if entry.shape != shape:
-                problems.append(
-                    f"{file}: tensor {stored!r} is {list(entry.shape)}, but the config asks for {list(shape)}"
-                )
-            if entry.dtype not in _DTYPES:
-                problems.append(f"{file}: tensor {stored!r} is {entry.dtype}, not F32, F16 or BF16")
-        self._stored_names = found
+            where = f"{stored.file}: tensor {stored.name!r}"
+            if stored.shape != shape:
+                problems.append(f"{where} is {list(stored.shape)}, but the config asks for {list(shape)}")
+            if stored.dtype is None:
+                problems.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
+        self._tensors = found
         if not problems:
             problems = self._settle_copies(layout)
         if problems:
             one = len(problems) == 1
             count = "1 tensor does" if one else f"{len(problems)} tensors do"
-            raise WeightsError(f"{self.folder}: {count} not fit the config:", problems)
+            raise WeightsError(f"{self._place}: {count} not fit the config:", problems)
 
     def names(self) -> list[str]:
         """The names of all tensors: as the layout calls them after `fit`, as the files do before."""
-        return list(self._stored_names)
+        return list(self._tensors)
 
     def dtype(self, name: str) -> DType:
-        stored = self._stored_names[name]
-        return _DTYPES[self._files[stored].tensors[stored].dtype]
+        dtype = self._tensors[name].dtype
+        assert dtype is not None, f"{name} does not fit"
+        return dtype
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """A read-only view of the mapped file."""
-        stored = self._stored_names[name]
-        return self._files[stored].array(stored)
+        """The elements, as a read-only view of the mapped file where they are stored so."""
+        return self._tensors[name].array()
 
     def release(self, name: str) -> None:
-        stored = self._stored_names[name]
-        self._files[stored].release(stored)
+        self._tensors[name].release()
+
+    def bytes_by_format(self) -> dict[str, int]:
+        """Bytes of the tensors in their files, by the type that these name; the largest share first."""
+        found = Counter[str]()
+        for stored in self._tensors.values():
+            found[stored.type_name] += stored.size_bytes
+        return dict(found.most_common())
 
     def main_dtype(self) -> DType:
         """The type in which most elements are stored."""
         counts: dict[DType, int] = {}
-        for name, stored in self._stored_names.items():
+        for name, stored in self._tensors.items():
             dtype = self.dtype(name)
-            counts[dtype] = counts.get(dtype, 0) + math.prod(self._files[stored].tensors[stored].shape)
+            counts[dtype] = counts.get(dtype, 0) + math.prod(stored.shape)
         return max(counts, key=lambda dtype: counts[dtype])
 
-    def _names_of(self, layout: TensorLayout) -> dict[str, str]:
-        """The layout's names of the stored tensors, less harmless buffers."""
-        is_prefixed = any(stored.startswith(layout.prefix) for stored in self._files)
-        names = {}
-        for stored in self._files:
+    def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
+        """The stored tensors by the layout's names, less harmless buffers."""
+        is_prefixed = any(stored.startswith(layout.prefix) for stored in self._tensors)
+        found = {}
+        for stored, tensor in self._tensors.items():
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
             if not layout.harmless.fullmatch(name):
-                names[name] = stored
-        return names
+                found[name] = tensor
+        return found
 
     def _settle_copies(self, layout: TensorLayout) -> list[str]:
         problems = []
         for copy, original in layout.copies.items():
-            stored = self._stored_names.pop(copy, None)
+            stored = self._tensors.pop(copy, None)
             if stored is None:
                 continue
-            if original not in self._stored_names:
-                self._stored_names[original] = stored
+            kept = self._tensors.setdefault(original, stored)
+            if kept is stored:
                 continue
-            if not _are_equal(self._files[stored].array(stored), self.array(original)):
+            if not _are_equal(stored.array(), kept.array()):
                 problems.append(
-                    f"{self._files[stored].path.name}: tensor {stored!r} differs from "
-                    f"{self._stored_names[original]!r}, but the config ties them (tie_word_embeddings)"
+                    f"{stored.file}: tensor {stored.name!r} differs from {kept.name!r}, but the config ties them"
+                    " (tie_word_embeddings)"
                 )
-            self._files[stored].release(stored)
-            self.release(original)
+            stored.release()
+            kept.release()
         return problems
+
+
+class SafetensorsTensor:
+    """One tensor of a safetensors file; see `StoredTensor`."""
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        entry = file.tensors[name]
+        self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.dtype
+        self.dtype, self.size_bytes = _DTYPES.get(entry.dtype), entry.end - entry.begin
+        self._file = file
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """A read-only view of the mapped file."""
+        return self._file.array(self.name)
+
+    def release(self) -> None:
+        """See `StoredTensor`."""
+        self._file.release(self.name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -155,7 +204,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         file = SafetensorsFile(single)
-        return Checkpoint(folder, SINGLE_FILE, dict.fromkeys(file.tensors, file))
+        return Checkpoint(folder, SINGLE_FILE, {name: SafetensorsTensor(file, name) for name in file.tensors})
     if index.is_file():
         return _open_shards(folder, index)
     raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy(folder)}")
@@ -195,7 +244,7 @@ def _open_shards(folder: Path, index: Path) -> Checkpoint:
     ]
     if problems:
         raise WeightsError(f"{folder}: {INDEX_FILE} and its shards contradict each other:", problems)
-    return Checkpoint(folder, INDEX_FILE, files)
+    return Checkpoint(folder, INDEX_FILE, {name: SafetensorsTensor(file, name) for name, file in files.items()})
 
 
 def _is_plain_name(name: str) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from models.errors import ConfigError
-from models.json_fields import REQUIRED, Fields, config_path, read_json_object
+from models.json_fields import REQUIRED, Fields
+from models.model_files import open_model
 from runtime.dtype import DType, bfloat16, float16, float32
 
 FLOAT_DTYPES = (float32, float16, bfloat16)  # the types a weight may be stored in
@@ -159,13 +160,12 @@ def read_dtype(fields: Fields) -> DType | None:
     return dtype
 
 
-def load_dtype(folder: str | Path) -> DType | None:
-    """The type that `folder`/config.json says the weights were saved in. Wakes no kernels.
+def load_dtype(model: str | Path) -> DType | None:
+    """The type that a model's config says the weights were saved in. Wakes no kernels.
 
-    Raises `ConfigError`.
+    Raises `ModelLoadError`.
     """
-    path = config_path(folder)
-    return read_dtype(Fields(read_json_object(path), str(path)))
+    return read_dtype(open_model(model).config())
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:

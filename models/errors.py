@@ -5,9 +5,9 @@ weights. Each message names the file, the field or tensor, the value found and w
 
     XservError
     └── ModelLoadError
-        ├── ConfigError           config.json or generation_config.json: missing, not JSON, a bad or
-        unsupported field ├── WeightsError          safetensors: malformed, or its tensors do not fit the
-        config └── HubError              a hub id that could not be downloaded
+        ├── ConfigError           config.json and the like, GGUF's metadata: missing, a bad or unsupported field
+        ├── WeightsError          safetensors or GGUF: malformed, or its tensors do not fit the config
+        └── HubError              a hub id that could not be downloaded
             ├── ModelNotFoundError    no such folder, repository or revision
             ├── GatedModelError       the repository asks for a licence or a token
             └── HubOfflineError       no network, and not in the cache
@@ -27,12 +27,12 @@ class ModelLoadError(XservError):
 
 
 class ConfigError(ModelLoadError):
-    """`config.json` or `generation_config.json` is missing, unreadable, or asks for something not
+    """`config.json`, `generation_config.json` or GGUF's metadata is missing, unreadable, or asks for something not
     supported."""
 
 
 class WeightsError(ModelLoadError):
-    """A safetensors file is malformed, or its tensors do not fit the config.
+    """A safetensors or GGUF file is malformed, or its tensors do not fit the config.
 
     `problems` lists every offender; the text shows the first fifty.
     """

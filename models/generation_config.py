@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.json_fields import Fields, config_path, read_json_object
+from models.json_fields import Fields
+from models.model_files import open_model
 from runtime.sampling_table import COLUMNS, Column
 
 
@@ -27,19 +28,16 @@ class GenerationConfig:
     max_length: int | None = None
 
 
-def load_generation_config(folder: str | Path) -> GenerationConfig:
-    """The typed form of `folder`/generation_config.json.
+def load_generation_config(model: str | Path) -> GenerationConfig:
+    """The typed form of the model's generation config.
 
-    Where the file or its ids are absent, the ids are those of `config.json`, which older models have instead.
+    Where that or its ids are absent, the ids are those of `config.json`, which older models have instead.
 
     Raises `ConfigError`, naming file, field and value, for a file that is not JSON and a field that is out
     of range.
     """
-    folder = Path(folder)
-    path = folder / "generation_config.json"
-    fields = Fields(read_json_object(path) if path.is_file() else {}, str(path))
-    older_path = config_path(folder)
-    older = Fields(read_json_object(older_path), str(older_path))
+    files = open_model(model)
+    fields, older = files.generation_config(), files.config()
 
     def ids(name: str) -> tuple[int, ...]:
         return (fields if name in fields else older).token_ids(name)

@@ -1,13 +1,15 @@
-"""From what a user calls a model to a local folder: the bundled model, a folder, or a repository of the
+"""From what a user calls a model to local files: the bundled model, a folder, a GGUF file, or a repository of the
 Hugging Face hub.
 
 Only the files that the engine reads are downloaded: JSON, safetensors, chat templates and merges of the
-repository's top folder. Code, pickles and other formats stay where they are.
+repository's top folder; of "owner/name:Q4_K_M" the GGUF file of that name, or its shards. Code, pickles and other
+formats stay where they are.
 """
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
@@ -17,13 +19,15 @@ BUNDLED_MODEL = Path(__file__).parent / "demo"
 _WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "LICENSE*", "README.md"]
 _UNWANTED_FILES = ["*/*"]  # other copies of the weights lie in subfolders
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_SHARD = re.compile(r"-(\d+)-of-\d+\.gguf")
 
 
 def resolve_model(name_or_path: str | Path | None) -> Path:
-    """The folder of a model: None is the bundled one, an existing folder is itself, anything else a hub id.
+    """The folder or GGUF file of a model: None is the bundled one, an existing path is itself, anything else a hub id.
 
     A hub id ("Qwen/Qwen3-0.6B") is downloaded into huggingface_hub's cache, with its progress bar, or found
-    there.
+    there. One with a colon ("Qwen/Qwen3-0.6B-GGUF:Q8_0") is that repository's GGUF file of this name.
 
     Raises `ModelNotFoundError`, `GatedModelError`, `HubOfflineError` or `HubError`, each naming what was
     asked for.
@@ -35,17 +39,43 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
     if name and path.is_dir():
         return path
     if path.is_file():
-        raise ModelNotFoundError(f"{name}: is a file; a model is the folder that holds config.json")
-    if isinstance(name_or_path, Path) or not _REPOSITORY_ID.fullmatch(name) or ".." in name or "--" in name:
-        raise ModelNotFoundError(f"{name!r}: there is no such folder, and it is no hub id (owner/name)")
-    return _download(name)
+        if path.suffix != ".gguf":
+            raise ModelNotFoundError(f"{name}: is a file; a model is a GGUF file, or the folder that holds config.json")
+        return path
+    repository, colon, tag = name.partition(":")
+    is_id = _REPOSITORY_ID.fullmatch(repository) and ".." not in repository and "--" not in repository
+    if isinstance(name_or_path, Path) or not is_id or (colon and not _TAG.fullmatch(tag)):
+        raise ModelNotFoundError(f"{name!r}: there is no such file or folder, and it is no hub id (owner/name)")
+    if not colon:
+        return _download(name, _WANTED_FILES, _UNWANTED_FILES)
+    patterns = _gguf_patterns(tag)
+    return _only_gguf(name, _download(repository, patterns), patterns)
 
 
-def _download(repository: str) -> Path:
+def _gguf_patterns(tag: str) -> list[str]:
+    """Patterns of the files that a repository calls so, in capitals or not, in one piece or in shards."""
+    either_case = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in tag)
+    ends = [f"{either_case}.gguf", f"{either_case}-[0-9]*-of-[0-9]*.gguf"]
+    return [start + end for start in ("", "*[-._/]") for end in ends]
+
+
+def _only_gguf(name: str, folder: Path, patterns: list[str]) -> Path:
+    """The file, or first shard, in the folder that matches."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.gguf"))]
+    found = [each for each in names if any(fnmatchcase(each, pattern) for pattern in patterns)]
+    firsts = [each for each in found if not (shard := _SHARD.search(each)) or int(shard[1]) == 1]
+    if len(firsts) == 1:
+        return folder / firsts[0]
+    if firsts:
+        raise ModelNotFoundError(f"{name}: is one of {', '.join(firsts)}: name more of the file")
+    raise ModelNotFoundError(f"{name}: the repository has no GGUF file whose name ends so; its page lists the files")
+
+
+def _download(repository: str, wanted: list[str], unwanted: list[str] | None = None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        folder = snapshot_download(repository, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES)
+        folder = snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted)
     except errors.GatedRepoError:
         raise GatedModelError(
             f"{repository}: the repository is gated; accept its licence there and log in (`hf auth login`)"

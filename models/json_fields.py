@@ -81,6 +81,10 @@ class Fields:
     def error(self, name: str, message: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name} {message}")
 
+    def values(self) -> dict[str, Any]:
+        """All fields as JSON has them."""
+        return dict(self._values)
+
     def names(self) -> list[str]:
         """The fields that are present and not null."""
         return [name for name, value in self._values.items() if value is not None]

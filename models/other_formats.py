@@ -21,7 +21,7 @@ def remedy(folder: Path) -> str:
             " (peft: `merge_and_unload`, then `save_pretrained`) and give the merged folder"
         )
     if found(".gguf"):
-        return f"{found('.gguf')} cannot be used: give the safetensors that the GGUF was made from"
+        return f"the folder holds {found('.gguf')}: give that file"
     if found(*_PICKLES):
         return (
             f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
@@ -30,8 +30,8 @@ def remedy(folder: Path) -> str:
     if found(".safetensors"):
         return f"{found('.safetensors')} cannot be used without an index"
     return (
-        "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json;"
-        " GGUF files and pickles (.bin) are not read"
+        "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json, or a"
+        " GGUF file (of a hub's repository: owner/name:Q4_K_M); pickles (.bin) are not read"
     )
 
 

@@ -8,13 +8,14 @@ from typing import Any, Literal, Unpack
 
 from models.architecture import Architecture
 from models.base import Model
-from models.checkpoint import Checkpoint, TensorLayout, open_checkpoint
+from models.checkpoint import Checkpoint, TensorLayout
 from models.config import ModelConfig
 from models.dummy import DummyCheckpoint
 from models.families import known_architectures
 from models.harmless_fields import is_harmless
-from models.json_fields import Fields, config_path, read_json_object
+from models.json_fields import Fields
 from models.maker import DeclaringMaker, LoadingMaker, Maker
+from models.model_files import open_model
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -22,19 +23,21 @@ from runtime.linear.options import LoadOptions, LoadSettings
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
-def load_config(folder: str | Path) -> ModelConfig:
-    """The typed form of `folder`/config.json.
+def load_config(model: str | Path) -> ModelConfig:
+    """The typed form of a model's config: of a folder's `config.json`, or of a GGUF file's metadata.
 
     Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that
     is missing or out of range, an unknown architecture, and a field that no family knows.
     """
-    path = config_path(folder)
-    return parse_config(read_json_object(path), str(path))
+    return _parse(open_model(model).config())
 
 
 def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The typed form of a `config.json` already read; `where` names it in errors."""
-    fields = Fields(values, where)
+    return _parse(Fields(values, where))
+
+
+def _parse(fields: Fields) -> ModelConfig:
     architecture = find_architecture(fields)
     fields.owner = architecture.name
     config = architecture.read_config(fields)
@@ -74,8 +77,8 @@ def load_model(
     """Load the model in `folder`.
 
     Args:
-        folder: holds `config.json` and safetensors.
-        load_format: "safetensors" (which is what "auto" means), or "dummy": seeded random weights from the config.
+        folder: holds `config.json` and safetensors; or a GGUF file.
+        load_format: "auto" (as the model is stored), "safetensors", or "dummy": seeded random weights from the config.
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
@@ -142,6 +145,8 @@ def _source(
     layout = tensor_layout(config)
     if load_format == "dummy":
         return DummyCheckpoint(layout, seed, options.dtype or config.dtype or float32)
-    checkpoint = open_checkpoint(Path(folder))
+    if load_format == "safetensors" and not Path(folder).is_dir():
+        raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
+    checkpoint = open_model(folder).checkpoint()
     checkpoint.fit(layout)
     return checkpoint

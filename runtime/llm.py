@@ -38,7 +38,7 @@ from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
-from runtime.text.load import load_tokenizer
+from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
 
@@ -103,7 +103,8 @@ class LLM:
     """A loaded model with its engine in a thread of this process; a context manager.
 
     model      folder, hub id, or None: the bundled model
-    tokenizer  a ``Tokenizer`` or a folder; None: the model's. A model without one serves token ids.
+    tokenizer  a ``Tokenizer``, a folder or a GGUF file; None: the model's. A model without one serves token ids.
+    chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
 
     settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
                (None: fresh ones each run)
@@ -117,22 +118,24 @@ class LLM:
         model: str | Path | None = None,
         *,
         tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | None = None,
         skip_tokenizer_init: bool = False,
         **settings: Unpack[EngineSettings],
     ) -> None:
         from runtime.engine.make_engine import build_engine
 
         settings.setdefault("seed", 0)
+        template = read_chat_template(chat_template)
+        if template is not None and not (tokenizer is None or isinstance(tokenizer, (str, Path))):
+            raise RequestError("chat_template is given beside a Tokenizer, which has its own", param="chat_template")
         engine = build_engine(model, **settings)
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:
             self.tokenizer = None
         elif tokenizer is None:
-            self.tokenizer = load_tokenizer(engine.info.model_path)
+            self.tokenizer = load_tokenizer(engine.info.model_path, template)
         elif isinstance(tokenizer, (str, Path)):
-            from tokenizer import Tokenizer as TokenizerClass
-
-            self.tokenizer = TokenizerClass.from_pretrained(tokenizer)
+            self.tokenizer = read_tokenizer(tokenizer, template)
         else:
             self.tokenizer = tokenizer
         known_tokenizer = self.tokenizer  # not through self, which the engine would keep alive

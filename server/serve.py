@@ -23,6 +23,7 @@ from typing import Any
 
 import uvicorn
 
+from models.model_files import open_model
 from runtime.device.device import Device
 from runtime.engine.make_client import start_client
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -30,7 +31,7 @@ from runtime.engine.process.client import EngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
-from runtime.text.load import has_tokenizer, load_tokenizer
+from runtime.text.load import load_tokenizer, read_chat_template
 from server.app import Application, create_app
 from server.config import ServerConfig, ServerConfigError
 from server.observing.logs import close_log, open_log
@@ -57,16 +58,18 @@ def serve(
     served_model_name: str | None = None,
     config: ServerConfig | None = None,
     in_process: bool = False,
+    chat_template: str | None = None,
     **engine_options: Any,
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; then returns.
 
-    model              None: the bundled one; a folder; a hub id
+    model              None: the bundled one; a folder; a GGUF file; a hub id
     port               0: any free one; the line printed when ready names it
     served_model_name  the name in the API; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`
     in_process         the engine in a thread of this process, not in one of its own; for debugging
+    chat_template      a Jinja template, or a file that holds one, instead of the model's own
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
     Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
@@ -79,7 +82,8 @@ def serve(
         check_files(config)
         listener = stack.enter_context(closing(listen(host, port)))
         allow_connections(config.max_connections)
-        is_textless = model is not None and Path(model).is_dir() and not has_tokenizer(Path(model))
+        template = read_chat_template(chat_template)
+        is_textless = model is not None and Path(model).exists() and not open_model(model).has_tokenizer()
         if not in_process and not is_textless:  # while the engine's process starts, this one would wait
             device = engine_options.get("device", "auto")
             threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
@@ -87,7 +91,7 @@ def serve(
         stack.callback(client.close)
         name = served_model_name or client.info.model_name
         folder = Path(client.info.model_path)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, template)
         tracing = None
         if config.otlp_endpoint is not None:
             tracing = open_tracing(config.otlp_endpoint, name)

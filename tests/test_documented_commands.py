@@ -85,7 +85,8 @@ ELSEWHERE = {
         "docs/measurements/DATE-before-after-seams.json",
     ),
     "a hub, or a file that the reader has": (
-        "make chat MODEL=Qwen/Qwen3-0.6B",
+        "make chat MODEL=Qwen/Qwen3-0.6B", "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
+        ".venv/bin/xserv chat --model /path/to/model-Q4_K_M.gguf",
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "python -m tools.perplexity FOLDER TEXT [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config Qwen3-8B --gpu h200",

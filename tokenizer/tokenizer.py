@@ -68,15 +68,16 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
         """Read a model folder. Raises `TokenizerFileError`, which names file and field."""
-        return cls._build(read_folder(Path(folder)))
+        return cls.from_files(read_folder(Path(folder)))
 
     @classmethod
     def from_file(cls, file: str | Path) -> Tokenizer:
         """Read one `tokenizer.json` alone, without the files around it."""
-        return cls._build(TokenizerFiles(Fields.read(Path(file))))
+        return cls.from_files(TokenizerFiles(Fields.read(Path(file))))
 
     @classmethod
-    def _build(cls, files: TokenizerFiles) -> Tokenizer:
+    def from_files(cls, files: TokenizerFiles) -> Tokenizer:
+        """Build from what a folder, or another source, says. Raises `TokenizerFileError`."""
         try:
             return cls(files)
         except RecursionError as error:

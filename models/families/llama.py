@@ -24,7 +24,7 @@ from models.config import agree_with_layer_types, read_common, read_layer_types
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
 from models.json_fields import Fields
 from models.maker import Maker
-from models.rope_config import parse_rope
+from models.rope_config import KINDS, parse_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,8 @@ def _config(
 ) -> LlamaConfig:
     common = read_common(fields, default_head_dim=default_head_dim)
     common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
     return LlamaConfig(**common, **own, layer_ropes=(rope,) * common["num_layers"])
 
 

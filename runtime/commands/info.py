@@ -23,6 +23,7 @@ def info(
 
     The numbers are those that `serve` would have with the given flags; of the model's files only headers are read.
     """
+    from models.model_files import open_model
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import describe_engine
 
@@ -42,6 +43,8 @@ def info(
         },
         "memory": memory(facts),
     }
+    if engine.load_format != "dummy":
+        report["stored_bytes"] = open_model(facts.model_path).checkpoint().bytes_by_format()
     print(json.dumps(report) if as_json else as_text(report))
 
 
@@ -148,6 +151,9 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"  {device['device']:<18}{mark}{device['description']}{free}")
     lines += ["", "model"]
     lines += [f"  {name:<16}{value}" for name, value in model.items()]
+    if "stored_bytes" in report:
+        lines += ["", "stored tensors"]
+        lines += [f"  {name:<16}{size(num_bytes):>12}" for name, num_bytes in report["stored_bytes"].items()]
     sequences = f"{memory['num_full_length_sequences']} sequences of {model['max_model_len']:,} tokens at once"
     lines += [
         "",

@@ -27,7 +27,12 @@ class EngineOptions:
 
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Model; without it, the bundled one."),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|HUB_ID",
+            help="A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one.",
+        ),
     ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda[:N], or emulated[:sm_80|sm_90a|sm_120a].")] = "auto"
     dtype: Annotated[
@@ -131,7 +136,10 @@ class LlmOptions(EngineOptions):
     """What `LLM` is made of: an engine, and a tokenizer."""
 
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer; default: the model's.")
+        str | None, typer.Option(metavar="PATH", help="Folder or GGUF file of the tokenizer; default: the model's.")
+    ] = None
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Jinja template, a file or itself; default: the model's.")
     ] = None
     skip_tokenizer_init: Annotated[bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")] = (
         False

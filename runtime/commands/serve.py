@@ -19,6 +19,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo).")
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Jinja template, a file or itself; default: the model's.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(help="Longest queue; beyond it the answer is 429.", min=1)] = 1024,
     max_waiting_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens in the queue; beyond it the answer is 429.", min=1)
@@ -39,6 +42,7 @@ def serve(
         port=port,
         served_model_name=served_model_name,
         config=server.config(),
+        chat_template=chat_template,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         in_process=in_process,

@@ -24,9 +24,9 @@ def tokenize(
 ) -> None:
     """Show the token ids and tokens of a text, one a line; with --decode, the text of ids."""
     from models.hub import resolve_model
-    from tokenizer import Tokenizer
+    from runtime.text.load import read_tokenizer
 
-    tokenizer = Tokenizer.from_pretrained(resolve_model(model))
+    tokenizer = read_tokenizer(resolve_model(model))
     source = " ".join(text) if text else sys.stdin.read()
     if decode:
         ids = [_id(part) for part in source.replace(",", " ").replace("[", " ").replace("]", " ").split()]

@@ -168,10 +168,10 @@ def free_memory_bytes(device: Device) -> int:
 
 
 def model_name(model: str | Path | None, folder: Path) -> str:
-    """What users call the model: the hub id as given, a folder's name, or ``xserv-demo`` for the bundled
-    one."""
+    """What users call the model: the hub id as given, a folder's name, a GGUF file's without its ending, or
+    ``xserv-demo`` for the bundled one."""
     if folder.resolve() == Path(models.demo.__file__).resolve().parent:
         return BUNDLED_MODEL_NAME
     if model is not None and not Path(model).exists():
         return str(model)
-    return folder.resolve().name
+    return folder.stem if folder.suffix == ".gguf" else folder.resolve().name

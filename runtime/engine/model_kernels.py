@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from models.model_files import open_model
 from runtime.device.kernel_list import KernelList
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -69,8 +70,8 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
 
 
 def shallow_copy(model: Path, folder: Path) -> Path:
-    """The model's config.json with fewer layers, where its layers are all of one kind."""
-    fields = json.loads((model / "config.json").read_text())
+    """The model's config with fewer layers, where its layers are all of one kind."""
+    fields = open_model(model).config().values()
     if "layer_types" not in fields:
         for name in ("num_hidden_layers", "n_layer"):
             if name in fields:

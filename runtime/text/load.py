@@ -1,25 +1,50 @@
-"""The tokenizer of a model folder, or None where the folder has none: such a model serves token ids."""
+"""The tokenizer of a model, a folder or a GGUF file; None where the model has none: such a model serves token ids."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.model_files import open_model
+from tokenizer.errors import TokenizerFileError
+
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has a tokenizer's files."""
-    has_pair = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
-    return has_pair or (folder / "tokenizer.json").is_file()
+def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer | None:
+    """The tokenizer, with this chat template instead of its own if one is given.
 
-
-def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """Raises ``TokenizerFileError`` when there is a tokenizer and it cannot be read."""
-    folder = Path(folder)
-    if not has_tokenizer(folder):
+    Raises ``TokenizerFileError`` when there is a tokenizer and it cannot be read, and ``ModelLoadError`` for a GGUF
+    file that cannot.
+    """
+    files = open_model(model).tokenizer_files()
+    if files is None:
         return None
+    if chat_template is not None:
+        files.chat_templates = {"default": chat_template}
     from tokenizer import Tokenizer
 
-    return Tokenizer.from_pretrained(folder)
+    return Tokenizer.from_files(files)
+
+
+def read_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """As ``load_tokenizer``, of a model that must have one."""
+    tokenizer = load_tokenizer(model, chat_template)
+    if tokenizer is None:
+        problem = "has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
+        raise TokenizerFileError(str(model), "", problem)
+    return tokenizer
+
+
+def read_chat_template(option: str | None) -> str | None:
+    """The text of a template that is given as a file's path, or as itself: a path has no braces and no line break.
+
+    Raises ``TokenizerFileError`` for a file that cannot be read.
+    """
+    if option is None or any(mark in option for mark in "{\n"):
+        return option
+    try:
+        return Path(option).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerFileError(option, "", f"cannot be read as a chat template: {error}") from error

@@ -284,7 +284,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         variant(LLAMA, rope_parameters={"rope_type": "longrope"}),
-        "rope_parameters: rope_type 'longrope' is not",
+        "rope_parameters: short_factor is missing",
     ),
     (variant(LLAMA, partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not supported"),
     (

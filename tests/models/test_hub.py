@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import models
+from models import hub as hub_module
 from models.errors import ModelLoadError, ModelNotFoundError
 from models.hub import resolve_model
 
@@ -34,6 +35,11 @@ UNWANTED = {
     "modeling_x.py": b"code",
     "original/params.json": b"{}",
     "pytorch_model.bin": b"a pickle",
+    "model-Q8_0.gguf": b"eight bits",
+    "model-q4_k_m.gguf": b"four bits",
+    "model-UD-Q4_K_XL.gguf": b"four bits, and more",
+    "BF16/model-BF16-00001-of-00002.gguf": b"sixteen",
+    "BF16/model-BF16-00002-of-00002.gguf": b"bits",
 }
 
 
@@ -66,18 +72,22 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "https://x/y",
         "a\nb",
         "ä/b",
+        "a/b:",
+        "a/b:Q4/K",
+        "a/b:*",
+        ":Q4_K_M",
     ],
 )
 def test_what_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="there is no such folder, and it is no hub id"):
+    with pytest.raises(ModelNotFoundError, match="there is no such file or folder, and it is no hub id"):
         resolve_model(name)
 
 
 def test_a_path_is_never_a_hub_id(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="there is no such folder"):
+    with pytest.raises(ModelNotFoundError, match="there is no such file or folder"):
         resolve_model(Path("owner/name"))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ModelNotFoundError, match="is a file; a model is the folder"):
+    with pytest.raises(ModelNotFoundError, match="is a file; a model is a GGUF file, or the folder"):
         resolve_model(tmp_path / "file")
     assert issubclass(ModelNotFoundError, ModelLoadError)
 
@@ -115,12 +125,14 @@ class Hub:
 ASK = """
 import json, os, sys
 from models.errors import ModelLoadError
+from models import hub as hub_module
 from models.hub import resolve_model
 results = []
 for name in sys.argv[1:]:
     try:
-        folder = resolve_model(name)
-        results.append(["folder", str(folder), sorted(os.listdir(folder))])
+        found = resolve_model(name)
+        folder = found if found.is_dir() else found.parent
+        results.append(["folder" if found.is_dir() else "file", str(found), sorted(os.listdir(folder))])
     except ModelLoadError as error:
         results.append([type(error).__name__, str(error), []])
 print(json.dumps(results))
@@ -202,3 +214,35 @@ def test_a_hub_id_is_downloaded_once_and_found_again(hub: Hub, tmp_path: Path) -
     ((partial, message, _),), _ = hub.resolve(["owner/model"], tmp_path)
     assert partial == "HubOfflineError"
     assert "only a part of the model is in the local cache" in message
+
+
+def test_a_gguf_file_of_a_repository_by_its_quantisation(hub: Hub, tmp_path: Path) -> None:
+    names = ["Q8_0", "Q4_K_M", "UD-Q4_K_XL", "BF16", "Q4_K", "Q6_K"]
+    results, _ = hub.resolve([f"owner/model:{name}" for name in names], tmp_path)
+    files = ["model-Q8_0.gguf", "model-q4_k_m.gguf", "model-UD-Q4_K_XL.gguf", "model-BF16-00001-of-00002.gguf"]
+    assert [(kind, Path(found).name) for kind, found, _ in results[:4]] == [("file", name) for name in files]
+    assert results[3][2] == ["model-BF16-00001-of-00002.gguf", "model-BF16-00002-of-00002.gguf"]
+    assert sorted(hub.downloaded) == sorted(name for name in UNWANTED if name.endswith(".gguf"))
+    for kind, message, _ in results[4:]:
+        assert kind == "ModelNotFoundError"
+        assert "the repository has no GGUF file whose name ends so; its page lists the files" in message
+    hub.url = "http://127.0.0.1:9"  # nobody listens there
+    again, _ = hub.resolve(["owner/model:q8_0", "owner/model:Q5_0"], tmp_path)
+    assert again[0][:2] == results[0][:2]
+    assert again[1][0] == "ModelNotFoundError"
+
+
+def test_two_files_of_one_quantisation(tmp_path: Path) -> None:
+    for name in ("a-Q8_0.gguf", "b/c-Q8_0-00001-of-00002.gguf", "b/c-Q8_0-00002-of-00002.gguf", "mmproj-F16.gguf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFoundError, match=r"is one of a-Q8_0.gguf, b/c-Q8_0-00001-of-00002.gguf: name"):
+        hub_module._only_gguf("x/y:Q8_0", tmp_path, hub_module._gguf_patterns("Q8_0"))
+    patterns = hub_module._gguf_patterns("c-Q8_0")
+    assert hub_module._only_gguf("x/y:c-Q8_0", tmp_path, patterns) == tmp_path / "b" / "c-Q8_0-00001-of-00002.gguf"
+
+
+def test_a_gguf_file_is_itself(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    assert resolve_model(str(path)) == resolve_model(path) == path

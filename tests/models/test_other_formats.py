@@ -49,9 +49,9 @@ CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
     (
         only("model-Q4_K_M.gguf", config=False),
         ConfigError,
-        "config.json: the file is missing; model-Q4_K_M.gguf cannot be used: give the safetensors",
+        "config.json: the file is missing; the folder holds model-Q4_K_M.gguf: give that file",
     ),
-    (only("model.gguf", config=True), ModelLoadError, "model.gguf cannot be used: give the safetensors"),
+    (only("model.gguf", config=True), ModelLoadError, "the folder holds model.gguf: give that file"),
     (lora, ConfigError, "is a LoRA adapter of meta-llama/Llama-3.2-1B: merge it into that model"),
     (
         only("pytorch_model.bin", "pytorch_model.bin.index.json", config=True),

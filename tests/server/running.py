@@ -23,7 +23,8 @@ import json, sys
 from server.config import ServerConfig
 from server.serve import serve
 options, settings = json.loads(sys.argv[2])
-serve(sys.argv[1], port=0, load_format="dummy", served_model_name="tiny", config=ServerConfig(**settings), **options)
+options = {"load_format": "dummy", **options}
+serve(sys.argv[1], port=0, served_model_name="tiny", config=ServerConfig(**settings), **options)
 print("ended")
 """
 
@@ -32,8 +33,8 @@ print("ended")
 def serving_process(
     folder: Path, options: dict[str, object], **settings: object
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves the tiny model of `folder` with `serve`'s `options` and a `ServerConfig` of `settings`, and
-    its URL; killed if it has not ended by itself."""
+    """A process that serves the model of `folder`, with dummy weights unless told otherwise, with `serve`'s `options`
+    and a `ServerConfig` of `settings`, and its URL; killed if it has not ended by itself."""
     arguments = [sys.executable, "-c", _SERVE, str(folder), json.dumps([options, settings])]
     root = Path(__file__).parents[2]
     with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

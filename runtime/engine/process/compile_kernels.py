@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
+from models.model_files import open_model
 from runtime.device.errors import CompileError
 from runtime.engine.config import EngineConfig, available_memory_bytes
 from runtime.engine.process.child import environment
@@ -72,7 +73,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
         words = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, model=None)))
         if self.model is not None:
-            words.update((Path(self.model) / "config.json").read_bytes())
+            words.update(msgspec.json.encode(open_model(self.model).config().values()))
         for room in ("models", "numba_kernels", "runtime"):
             for source in sorted((ROOT / room).rglob("*.py")):
                 words.update(str(source.relative_to(ROOT)).encode() + b"\0" + source.read_bytes() + b"\0")

@@ -1,0 +1,153 @@
+"""What llama.cpp's converter makes of the families that the engine runs: names of tensors, rows and weights that it
+changes, and the keys that stand for a `config.json`'s fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.json_fields import Fields
+
+_ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {
+    "attn_norm": "input_layernorm",
+    **{name: f"self_attn.{ours}" for name, ours in _ATTENTION.items()},
+    "ffn_norm": "post_attention_layernorm",
+    **_MLP,
+}
+_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_LLAMA, "ffn_norm": "pre_feedforward_layernorm", **_BEHIND}
+_OLMO2 = {name: ours for name, ours in {**_LLAMA, **_HEAD_NORMS}.items() if name not in ("attn_norm", "ffn_norm")}
+_GLM4 = {
+    **_LLAMA, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}  # fmt: skip
+_PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+
+class Keys:
+    """The metadata of one architecture, `{name}.key`, as fields that record what was read."""
+
+    def __init__(self, fields: Fields, name: str) -> None:
+        self.fields, self._name = fields, name
+
+    def __call__(self, key: str) -> str:
+        """The whole key."""
+        return f"{self._name}.{key}"
+
+    def integer(self, key: str, default: Any = None, *, least: int = 1) -> Any:
+        """An integer, or a list with the same one for each layer."""
+        name = self(key)
+        values = self.fields.raw(name)
+        if isinstance(values, list) and values and all(value == values[0] for value in values):
+            return Fields({name: values[0]}, self.fields.where).integer(name, least=least)
+        return self.fields.integer(name, default, least=least)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A finite number."""
+        return self.fields.number(self(key), default)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """One value of `general.architecture`.
+
+    Attributes:
+        config_name: as `architectures` of a config.json names it.
+        layer_names: what a layer's tensors are called there, by their names here.
+        has_permuted_heads: rows of queries and keys lie as neighbouring pairs are rotated; config.json's model rotates
+            halves.
+        norm_offset: is stored added to the weights of norms.
+        read: further fields of config.json, out of the keys and those that are read already.
+    """
+
+    config_name: str
+    layer_names: Mapping[str, str]
+    has_permuted_heads: bool = False
+    norm_offset: float = 0.0
+    read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
+
+
+def _read_llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """The converter calls Mistral so, too."""
+    window = keys.integer("attention.sliding_window", least=0)
+    return {"sliding_window": window, "architectures": ["MistralForCausalLM"]} if window else {}
+
+
+def _read_gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=46),
+        **_read_pattern(keys, common),
+    }
+
+
+def _read_gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    window = keys.integer("attention.sliding_window", least=0)
+    return {
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        "sliding_window": window or None,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=62),
+        **({"layer_types": ["full_attention"] * common["num_hidden_layers"]} if not window else {}),
+        **_read_pattern(keys, common),
+    }
+
+
+def _score_divisor(common: dict[str, Any], *, num_layers_of_largest: int) -> int:
+    """`query_pre_attn_scalar`, which the file lacks: of the model with 27 billion parameters it is not the head's."""
+    if common["num_hidden_layers"] == num_layers_of_largest:
+        return int(common["hidden_size"] // common["num_attention_heads"])
+    return int(common["head_dim"])
+
+
+def _read_pattern(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """`layer_types` out of one truth for each layer, whether it has a window."""
+    name, num_layers = keys("attention.sliding_window_pattern"), common["num_hidden_layers"]
+    pattern = keys.fields.raw(name)
+    if pattern is None:
+        return {}
+    if not isinstance(pattern, list) or len(pattern) != num_layers or any(value not in (0, 1) for value in pattern):
+        raise keys.fields.error(name, f"must be a truth for each of {num_layers} layers, not {pattern!r:.80}")
+    return {"layer_types": ["sliding_attention" if value else "full_attention" for value in pattern]}
+
+
+def _read_phi3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None}
+
+
+def _read_olmo2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    window = keys.integer("attention.sliding_window")
+    if not window:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **_read_pattern(keys, common)}
+
+
+def _read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    }  # fmt: skip
+    return {ours: keys.number(name, 1.0) for name, ours in names.items()}
+
+
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("LlamaForCausalLM", _LLAMA, has_permuted_heads=True, read=_read_llama),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LLAMA),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM", _GEMMA, norm_offset=1.0, read=_read_gemma2),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, norm_offset=1.0, read=_read_gemma3
+    ),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", _PHI3, read=_read_phi3),
+    "granite": GgufArchitecture("GraniteForCausalLM", _LLAMA, has_permuted_heads=True, read=_read_granite),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", _LLAMA, has_permuted_heads=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**_OLMO2, **_BEHIND}, read=_read_olmo2),
+    "glm4": GgufArchitecture("Glm4ForCausalLM", _GLM4),
+}
+"""By `general.architecture`."""

@@ -1,0 +1,166 @@
+"""A model in one GGUF file, or in the shards that `gguf-split` makes of it, as the engine asks for a model's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.checkpoint import Checkpoint, StoredTensor
+from models.errors import ConfigError, WeightsError
+from models.gguf.architectures import GgufArchitecture
+from models.gguf.config import config_values, find_architecture, plain
+from models.gguf.formats import Array
+from models.gguf.reader import GgufFile, GgufTensor
+from models.json_fields import Fields
+from runtime.dtype import DType
+from tokenizer.errors import TokenizerFileError
+from tokenizer.gguf.vocabulary import GgufVocabulary
+from tokenizer.loading import TokenizerFiles
+
+_QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj\.")
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
+_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+
+
+class GgufModel:
+    """The files of a model in GGUF; see `models.model_files.ModelFiles`.
+
+    Raises `WeightsError` and `ConfigError`, naming file, key or tensor, and value, for what is malformed, missing or
+    not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards = _open_shards(path)
+        self._first = self._shards[0]
+
+    def config(self) -> Fields:
+        """The fields of a config.json that says the same."""
+        factors = {name: plain(file.array(name)) for name in _FACTORS if (file := self._file_of.get(name))}
+        return Fields(config_values(self._first, self._tensors, factors), str(self.path))
+
+    def generation_config(self) -> Fields:
+        """The fields of a generation_config.json: what ends an answer, and the sampling that the file recommends."""
+        values: dict[str, Any] = {}
+        if self.has_tokenizer():
+            try:
+                vocabulary = self._vocabulary()
+                ids = {"bos": vocabulary.bos_id(), "eos": list(vocabulary.end_ids()), "pad": vocabulary.pad_id()}
+            except TokenizerFileError as error:
+                raise ConfigError(str(error)) from None
+            values = {f"{name}_token_id": value for name, value in ids.items()}
+        for name, ours in _SAMPLING.items():
+            if (value := self._first.metadata.get(f"general.sampling.{name}")) is not None:
+                values[ours] = plain(value)
+        return Fields(values, str(self.path))
+
+    def checkpoint(self) -> Checkpoint:
+        """The tensors, under the names and in the rows of the model's safetensors."""
+        rules, head_dim = find_architecture(self._first), self.config().integer("head_dim")
+        tensors: dict[str, StoredTensor] = {}
+        for name, file in self._file_of.items():
+            if name not in _FACTORS:
+                ours = _name_in_checkpoint(name, rules)
+                is_permuted = rules.has_permuted_heads and _QUERY_OR_KEY.search(ours) is not None
+                norm_offset = rules.norm_offset if ours.endswith("norm.weight") else 0.0
+                pairs_of = head_dim if is_permuted else 0
+                tensors[ours] = GgufWeight(file, name, pairs_of=pairs_of, norm_offset=norm_offset)
+        return Checkpoint(self.path, self.path.name, tensors)
+
+    def has_tokenizer(self) -> bool:
+        """Whether the file has a vocabulary."""
+        return self._first.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """What a tokenizer's folder would say; None if the file has no vocabulary."""
+        return self._vocabulary().files() if self.has_tokenizer() else None
+
+    def _vocabulary(self) -> GgufVocabulary:
+        return GgufVocabulary(self._first.metadata, str(self.path))
+
+    @cached_property
+    def _file_of(self) -> dict[str, GgufFile]:
+        return {name: file for file in self._shards for name in file.tensors}
+
+    @property
+    def _tensors(self) -> Mapping[str, GgufTensor]:
+        return {name: file.tensors[name] for name, file in self._file_of.items()}
+
+
+class GgufWeight:
+    """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoint.StoredTensor`.
+
+    `pairs_of` elements of a head, neighbours of which are rotated together, are the two halves there; 0: rows stay.
+    `norm_offset` was added.
+    """
+
+    def __init__(self, file: GgufFile, name: str, *, pairs_of: int = 0, norm_offset: float = 0.0) -> None:
+        entry = file.tensors[name]
+        self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.format.name
+        self.dtype: DType | None = entry.format.dtype
+        self.size_bytes = entry.size_bytes
+        self._file, self._pairs_of, self._norm_offset = file, pairs_of, norm_offset
+
+    def array(self) -> Array:
+        """The elements, made anew where they are quantised or stored otherwise."""
+        values = self._file.array(self.name)
+        if self._pairs_of:
+            pairs = values.reshape(-1, self._pairs_of // 2, 2, *self.shape[1:])
+            values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(self.shape)
+        if self._norm_offset:
+            values = values - values.dtype.type(self._norm_offset)
+        return values
+
+    def release(self) -> None:
+        """See `StoredTensor`."""
+        self._file.release(self.name)
+
+
+def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
+    """The name in safetensors; one that the rules do not know stays, and is left over."""
+    stem, _, kind = name.rpartition(".")
+    layer, _, part = stem.removeprefix("blk.").partition(".")
+    if stem in _GLOBAL_NAMES:
+        return f"{_GLOBAL_NAMES[stem]}.{kind}"
+    if stem.startswith("blk.") and part in rules.layer_names:
+        return f"model.layers.{layer}.{rules.layer_names[part]}.{kind}"
+    return name
+
+
+def _open_shards(path: Path) -> list[GgufFile]:
+    """The file, or all shards if it is the first of several."""
+    first = GgufFile(path)
+    count, number = (first.metadata.get(f"split.{name}", default) for name, default in (("count", 1), ("no", 0)))
+    if count in (0, 1) or not isinstance(count, int):
+        return [first]
+    match = _SHARD.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise first.error(f"split.count is {count}: the file must be called NAME-00001-of-{count:05}.gguf")
+    names = [f"{match[1]}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    if number != 0:
+        raise first.error(f"is shard {number} of {count}, counted from 0: give the first, {names[0]}")
+    missing = [f"{name}: the file is missing" for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise WeightsError(f"{path}: split.count is {count}, but shards are missing:", missing)
+    shards = [first, *(GgufFile(path.parent / name) for name in names[1:])]
+    seen: set[str] = set()
+    for i, shard in enumerate(shards):
+        found = shard.metadata.get("split.no"), shard.metadata.get("split.count")
+        if found != (i, count):
+            raise shard.error(f"split.no and split.count are {found[0]!r} and {found[1]!r}, must be {i} and {count}")
+        if twice := seen & shard.tensors.keys():
+            raise shard.error(f"tensor {min(twice)!r} is stored in an earlier shard already")
+        seen |= shard.tensors.keys()
+    expected = first.metadata.get("split.tensors.count", len(seen))
+    if expected != len(seen):
+        raise first.error(f"split.tensors.count is {expected!r}, but the shards have {len(seen)} tensors")
+    return shards

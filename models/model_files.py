@@ -1,0 +1,71 @@
+"""The one door to a model's files, whatever form they have: config, tensors, tokenizer and template.
+
+A folder in Hugging Face's form has a file for each; a GGUF file says all of it in its metadata.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.gguf.model_file import GgufModel
+from models.json_fields import Fields, config_path, read_json_object
+from tokenizer.loading import TokenizerFiles, read_folder
+
+
+class ModelFiles(Protocol):
+    """A model that is not loaded yet. Methods raise `ModelLoadError` and `TokenizerFileError`."""
+
+    path: Path
+
+    def config(self) -> Fields:
+        """The fields of `config.json`."""
+
+    def generation_config(self) -> Fields:
+        """The fields of `generation_config.json`; none if there is no such file."""
+
+    def checkpoint(self) -> Checkpoint:
+        """The stored tensors, which are not checked against a model yet."""
+
+    def has_tokenizer(self) -> bool:
+        """Whether there is one."""
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """What the tokenizer is made of; None if there is none: such a model serves token ids."""
+
+
+class ModelFolder:
+    """A folder with `config.json`, safetensors and perhaps a tokenizer; see `ModelFiles`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> Fields:
+        """See `ModelFiles`."""
+        path = config_path(self.path)
+        return Fields(read_json_object(path), str(path))
+
+    def generation_config(self) -> Fields:
+        """See `ModelFiles`."""
+        path = self.path / "generation_config.json"
+        return Fields(read_json_object(path) if path.is_file() else {}, str(path))
+
+    def checkpoint(self) -> Checkpoint:
+        """See `ModelFiles`."""
+        return open_checkpoint(self.path)
+
+    def has_tokenizer(self) -> bool:
+        """See `ModelFiles`."""
+        has_pair = (self.path / "vocab.json").is_file() and (self.path / "merges.txt").is_file()
+        return has_pair or (self.path / "tokenizer.json").is_file()
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """See `ModelFiles`."""
+        return read_folder(self.path) if self.has_tokenizer() else None
+
+
+def open_model(path: str | Path) -> ModelFiles:
+    """The files of a model: of a folder, or of a GGUF file. Raises `ModelLoadError` for a file that is not readable."""
+    path = Path(path)
+    return GgufModel(path) if path.is_file() else ModelFolder(path)

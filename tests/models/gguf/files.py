@@ -1,0 +1,163 @@
+"""GGUF files for tests: a Hugging Face model by the rules of llama.cpp's converter, written by the `gguf` package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Ggml
+
+Array = np.ndarray[Any, Any]
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
+    "olmo3": "olmo2", "glm4": "glm4",
+}  # fmt: skip
+PERMUTED = ("llama", "mistral", "granite", "smollm3")
+
+
+def write_gguf(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Array],
+    *,
+    type_of: Callable[[str], Ggml] = lambda name: Ggml.F32,
+    add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    num_tensors_per_shard: int = 0,
+) -> Path:
+    """A file of float32 tensors by their names in safetensors. `type_of` gets GGUF's names; vectors stay float32.
+
+    Returns the file's path, or the first shard's.
+    """
+    kind, num_layers = config["model_type"], config["num_hidden_layers"]
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
+    names = gguf.get_tensor_name_map(arch, num_layers)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
+    _add_keys(writer, config)
+    add_metadata(writer)
+    for name, array in {**tensors, **_extra_tensors(config)}.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        ggml = Ggml.F32 if array.ndim == 1 else type_of(stored)
+        array = _changed(name, array, config)
+        if array.dtype == np.uint8:  # blocks already
+            writer.add_tensor(stored, array, raw_dtype=ggml)
+        elif ggml in (Ggml.F32, Ggml.F16):
+            writer.add_tensor(stored, array.astype(np.float32 if ggml == Ggml.F32 else np.float16))
+        else:
+            writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(array), ggml), raw_dtype=ggml)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return min(path.parent.glob(f"{path.stem}-*-of-*.gguf")) if num_tensors_per_shard else path
+
+
+def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
+    """As `modify_tensors` of the converter's classes."""
+    kind = config["model_type"]
+    if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
+        num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        halves = array.reshape(num_heads, 2, len(array) // num_heads // 2, *array.shape[1:])
+        return halves.swapaxes(1, 2).reshape(array.shape)
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return array + np.float32(1)
+    return array
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _rope_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the layers without windows, and of the others."""
+    rope = config["rope_parameters"]
+    return rope.get("full_attention", rope), rope.get("sliding_attention", rope)
+
+
+def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """As `set_gguf_parameters` of the converter's classes."""
+    kind, head_dim = config["model_type"], _head_dim(config)
+    (rope, sliding), rotary_dim = _rope_of(config), int(head_dim * _rope_of(config)[0].get("partial_rotary_factor", 1))
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind not in ("phi3", "gemma2", "gemma3_text"):
+        writer.add_vocab_size(config["vocab_size"])
+    if kind not in ("gemma2", "gemma3_text"):
+        writer.add_rope_dimension_count(rotary_dim)
+    if "head_dim" in config:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "phi3":
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if "long_factor" in rope:
+            scale = config["max_position_embeddings"] / original
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if kind == "gemma3_text":
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if kind == "olmo3":
+        writer.add_sliding_window_pattern([layer == "sliding_attention" for layer in config["layer_types"]])
+    if kind == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def _extra_tensors(config: dict[str, Any]) -> dict[str, Array]:
+    """As `generate_extra_tensors` of the converter's classes."""
+    rope, _ = _rope_of(config)
+    if config["model_type"] == "phi3" and "long_factor" in rope:
+        factors = {length: np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
+        return {f"rope_factors_{length}.weight": array for length, array in factors.items()}
+    if config["model_type"] == "llama" and rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": np.array(_llama3_factors(rope, _head_dim(config)), np.float32)}
+    return {}
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+    factors = []
+    for pair in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (pair / head_dim)
+        smooth = (context / wavelength - low) / (high - low)
+        factors.append(1 / ((1 - smooth) / factor + smooth) if 0 <= smooth <= 1 else 1 if smooth > 1 else factor)
+    return factors
+
+
+def random_blocks(rng: np.random.Generator, ggml: Ggml, shape: tuple[int, ...], scale: float = 1.0) -> Array:
+    """Bytes of a quantised tensor: any integers, with scales that are finite and about as large as `scale`."""
+    block, size = gguf.GGML_QUANT_SIZES[ggml]
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+    fields = {
+        Ggml.Q2_K: (80, 82), Ggml.Q3_K: (108,), Ggml.Q4_K: (0, 2), Ggml.Q5_K: (0, 2), Ggml.Q6_K: (208,),
+        Ggml.Q4_1: (0, 2), Ggml.Q5_1: (0, 2), Ggml.MXFP4: (),
+    }.get(ggml, (0,))  # fmt: skip
+    for field in fields:
+        halves = (rng.uniform(-1, 1, raw.shape[:-1]) * scale).astype(np.float16)
+        raw[..., field : field + 2] = halves[..., None].view(np.uint8)
+    if ggml == Ggml.MXFP4:
+        raw[..., 0] = rng.integers(120, 126, raw.shape[:-1], np.uint8)
+    return raw.reshape(*shape[:-1], -1)

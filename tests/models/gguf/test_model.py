@@ -1,0 +1,248 @@
+"""Models in GGUF beside their twins in safetensors: the same config, and the same logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Ggml
+
+from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.model_files import open_model
+from models.registry import load_config, load_model
+from runtime.dtype import bfloat16, float16, float32
+from tests.models.driver import logits_of, relative_error
+from tests.models.folders import golden_tensors, load_golden, write_safetensors
+from tests.models.gguf.files import Array, random_blocks, write_gguf
+
+# Cases, and what the converter leaves out of its files: their twins have what llama.cpp takes instead.
+CASES: dict[str, dict[str, Any]] = {
+    "llama_default": {},
+    "llama_linear_gqa2": {},
+    "llama_llama3_gqa4": {},
+    "llama_llama3_odd": {},
+    "llama_tied_gqa4": {},
+    "mistral_window": {},
+    "qwen2_odd": {},
+    "qwen2_tied": {},
+    "qwen3_gqa2_linear": {},
+    "qwen3_odd": {},
+    "qwen3_tied_gqa4": {},
+    "gemma2_odd": {"query_pre_attn_scalar": 16},
+    "gemma3_odd": {"query_pre_attn_scalar": 16},
+    "phi3_longrope": {},
+    "phi3_longrope_crossing": {},
+    "phi3_window_odd": {},
+    "granite_multipliers": {},
+    "smollm3_odd": {"no_rope_layers": [1, 1, 1, 0]},
+    "olmo2_odd": {},
+    "olmo3_windows": {},
+    "glm4_odd": {},
+}
+
+
+def twin_of(folder: Path, case: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Array], list[int]]:
+    """The config, the tensors and a prompt of a golden model; both are written into the folder."""
+    golden = load_golden(case)
+    config = {**json.loads((golden.folder / "config.json").read_text()), **changes}
+    tensors = golden_tensors(golden)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", tensors)
+    return config, tensors, golden.prompt_ids
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_the_twin(tmp_path: Path, case: str) -> None:
+    config, tensors, ids = twin_of(tmp_path / "twin", case, **CASES[case])
+    path = write_gguf(tmp_path / "model.gguf", config, tensors)
+    ours, twin = load_config(path), load_config(tmp_path / "twin")
+    has_factors = "llama3" in case
+    assert comparable(ours, has_factors) == comparable(twin, has_factors)
+    logits, expected = logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids)
+    if has_factors:  # the file has each pair's factor in float32, not the rule
+        assert relative_error(logits, expected) < 1e-5
+    else:
+        np.testing.assert_array_equal(logits, expected)
+
+
+def comparable(config: Any, has_factors: bool) -> Any:
+    """A config without what the file has no keys for here; ropes with their attention factor in float32."""
+    ropes = [] if has_factors else [rope for rope in config.layer_ropes if rope]
+    ropes = [dataclasses.replace(rope, attention_factor=np.float32(rope.attention_factor)) for rope in ropes]
+    told = {"dtype": None, "bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
+    return dataclasses.replace(config, **told, layer_ropes=tuple(ropes))
+
+
+QUANTISED = [Ggml.Q8_0, Ggml.Q4_0, Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q2_K, Ggml.Q3_K, Ggml.Q4_K, Ggml.Q5_K]
+QUANTISED += [Ggml.Q6_K, Ggml.IQ4_NL, Ggml.IQ4_XS, Ggml.MXFP4]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}  # fmt: skip
+
+
+def quantised_tensors(type_of: Any, seed: int = 0) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Blocks of a small Llama by safetensors' names, and the floats that they stand for, by the `gguf` package.
+
+    Rows of queries and keys are not in the file's order yet: a writer permutes rows of bytes as it does rows of floats.
+    """
+    rng = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens": (96, 256)}
+    for layer in range(2):
+        rows = {"self_attn.q_proj": 256, "self_attn.k_proj": 128, "self_attn.v_proj": 128, "self_attn.o_proj": 256}
+        rows |= {"mlp.gate_proj": 512, "mlp.up_proj": 512, "mlp.down_proj": 256}
+        for name, count in rows.items():
+            shapes[f"model.layers.{layer}.{name}"] = (count, 512 if name == "mlp.down_proj" else 256)
+    blocks, floats = {}, {}
+    for name, shape in shapes.items():
+        ggml = type_of(name)
+        blocks[f"{name}.weight"] = random_blocks(rng, ggml, shape, scale=0.02)
+        floats[f"{name}.weight"] = gguf.dequantize(blocks[f"{name}.weight"], ggml)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        for layer in range(2):
+            floats[f"model.layers.{layer}.{name}.weight"] = rng.uniform(0.5, 1.5, 256).astype(np.float32)
+    floats["model.norm.weight"] = rng.uniform(0.5, 1.5, 256).astype(np.float32)
+    return {**floats, **blocks}, floats
+
+
+@pytest.mark.parametrize("ggml", QUANTISED, ids=lambda ggml: ggml.name)
+def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
+    blocks, floats = quantised_tensors(lambda name: ggml)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: ggml)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(tmp_path / "model.safetensors", floats)
+    ids = list(range(3, 24))
+    for dtype in ("auto", "bfloat16"):
+        model, twin = load_model(path, dtype=dtype), load_model(tmp_path, dtype=dtype)
+        assert model.dtype is (bfloat16 if dtype == "bfloat16" else float32)
+        np.testing.assert_array_equal(logits_of(model, ids), logits_of(twin, ids))
+    stored = open_model(path).checkpoint().bytes_by_format()
+    assert stored == {ggml.name: sum(a.nbytes for a in blocks.values() if a.ndim == 2), "F32": 5 * 4 * 256}
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    """As Q4_K_M has them: within one fused map, too."""
+
+    def type_of(name: str) -> Ggml:
+        return Ggml.Q6_K if "embd" in name or "embed" in name or name.endswith(("v_proj", "down_proj")) else Ggml.Q4_K
+
+    def stored_type_of(name: str) -> Ggml:
+        return Ggml.Q6_K if any(part in name for part in ("embd", "attn_v", "ffn_down")) else Ggml.Q4_K
+
+    blocks, floats = quantised_tensors(type_of, seed=3)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=stored_type_of)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(tmp_path / "model.safetensors", floats)
+    ids = list(range(40, 70))
+    np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path), ids))
+    assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
+
+
+@pytest.mark.parametrize("ggml", [Ggml.F16, Ggml.BF16], ids=lambda ggml: ggml.name)
+def test_floats_of_sixteen_bits_are_kept(tmp_path: Path, ggml: Ggml) -> None:
+    config, tensors, ids = twin_of(tmp_path / "twin", "llama_default")
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, type_of=lambda name: ggml)
+    numpy = np.float16 if ggml == Ggml.F16 else ml_dtypes.bfloat16
+    rounded = {name: array.astype(numpy) if array.ndim == 2 else array for name, array in tensors.items()}
+    write_safetensors(tmp_path / "twin" / "model.safetensors", rounded)
+    model, twin = load_model(path), load_model(tmp_path / "twin")
+    assert model.dtype is (float16 if ggml == Ggml.F16 else bfloat16)
+    np.testing.assert_array_equal(logits_of(model, ids), logits_of(twin, ids))
+
+
+def shards(folder: Path) -> tuple[Path, Path]:
+    """The first of several shards, and the same model in one file."""
+    config, tensors, _ = twin_of(folder / "twin", "qwen3_odd")
+    whole = write_gguf(folder / "whole.gguf", config, tensors)
+    return write_gguf(folder / "model.gguf", config, tensors, num_tensors_per_shard=7), whole
+
+
+def test_shards(tmp_path: Path) -> None:
+    first, whole = shards(tmp_path)
+    assert first.name == "model-00001-of-00004.gguf"
+    ids = [3, 1, 4, 1, 5]
+    np.testing.assert_array_equal(logits_of(load_model(first), ids), logits_of(load_model(whole), ids))
+
+
+def test_shards_that_do_not_fit(tmp_path: Path) -> None:
+    first, _ = shards(tmp_path)
+    with pytest.raises(WeightsError, match="is shard 1 of 4, counted from 0: give the first, model-00001"):
+        load_model(tmp_path / "model-00002-of-00004.gguf")
+    (tmp_path / "other.gguf").write_bytes(first.read_bytes())
+    with pytest.raises(WeightsError, match=r"split.count is 4: the file must be called NAME-00001-of-00004.gguf"):
+        load_model(tmp_path / "other.gguf")
+    third = tmp_path / "model-00003-of-00004.gguf"
+    content = third.read_bytes()
+    third.write_bytes((tmp_path / "model-00002-of-00004.gguf").read_bytes())
+    with pytest.raises(WeightsError, match=r"model-00003-of-00004.gguf: split.no and split.count are 1 and 4"):
+        load_model(first)
+    third.unlink()
+    with pytest.raises(WeightsError, match=r"shards are missing:\n  model-00003-of-00004.gguf: the file is missing"):
+        load_model(first)
+    third.write_bytes(content)
+    load_model(first)
+
+
+WRONG: list[tuple[dict[str, Any], type[ModelLoadError], str]] = [
+    ({"general.architecture": "mamba"}, ConfigError, "general.architecture 'mamba' is not supported; supported are"),
+    ({"general.type": "mmproj"}, ConfigError, "general.type is 'mmproj': give the file of the model itself"),
+    ({"llama.block_count": None}, ConfigError, "llama.block_count is missing"),
+    ({"llama.block_count": 0}, ConfigError, "llama.block_count must be from 1 to"),
+    ({"llama.embedding_length": "x"}, ConfigError, "llama.embedding_length must be an integer, not 'x'"),
+    ({"llama.attention.head_count_kv": [2, 4]}, ConfigError, "llama.attention.head_count_kv must be an integer, not"),
+    ({"llama.attention.value_length": 8}, ConfigError, "llama.attention.value_length = 8 is not supported for llama"),
+    ({"llama.expert_count": 8}, ConfigError, "llama.expert_count = 8 is not supported for llama"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ConfigError, "layer_norm_rms_epsilon must be finite"),
+    ({"llama.rope.scaling.type": "dynamic"}, ConfigError, "llama.rope.scaling.type 'dynamic' is not supported"),
+    ({"llama.rope.dimension_count": 6}, ConfigError, "partial_rotary_factor = 0.375 is not supported"),
+    ({"llama.new_feature": 3}, ConfigError, "llama.new_feature = 3 is not supported for llama"),
+    ({"llama.block_count": 3}, WeightsError, r"9 tensors do not fit the config:\n  model.gguf: tensor"),
+    ({"llama.feed_forward_length": 8}, WeightsError, "tensor 'blk.0.ffn_gate.weight' is .*, but the config asks for"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[case[2][:40] for case in WRONG])
+def test_what_does_not_fit_is_refused_by_key_or_tensor(
+    tmp_path: Path, changes: dict[str, Any], error: type[ModelLoadError], message: str
+) -> None:
+    config, tensors, _ = twin_of(tmp_path / "twin", "llama_default")
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        keys = writer.kv_data[0]
+        for key, value in changes.items():
+            keys.pop(key, None)
+            if value is not None:
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=change)
+    with pytest.raises(error, match=f"model.gguf: .*{message}" if error is ConfigError else message):
+        load_model(path)
+
+
+def test_a_tensor_that_no_family_has(tmp_path: Path) -> None:
+    config, tensors, _ = twin_of(tmp_path / "twin", "llama_default")
+    tensors["blk.0.attn_sinks.weight"] = np.zeros(4, np.float32)
+    path = write_gguf(tmp_path / "model.gguf", config, tensors)
+    with pytest.raises(WeightsError, match=r"model.gguf: tensor 'blk.0.attn_sinks.weight' is left over"):
+        load_model(path)
+
+
+def test_a_list_with_one_number_for_each_layer(tmp_path: Path) -> None:
+    config, tensors, _ = twin_of(tmp_path / "twin", "llama_default")
+
+    def as_list(writer: gguf.GGUFWriter) -> None:
+        count = writer.kv_data[0].pop("llama.feed_forward_length").value
+        writer.add_feed_forward_length([count] * config["num_hidden_layers"])
+
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=as_list)
+    assert load_config(path).intermediate_size == config["intermediate_size"]

@@ -1,0 +1,206 @@
+"""From GGUF's metadata to what `tokenizer.loading` reads out of a folder: tokens, merges, special tokens, templates.
+
+Two kinds of vocabulary become one: byte-level BPE has its merges in the file; SentencePiece's has scores, of which
+merges are made as transformers makes them. A token's type says what it is: control tokens are special, user-defined
+ones are found in a text first, bytes stand for what no other token covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from tokenizer.components.added_tokens import AddedToken
+from tokenizer.errors import TokenizerFileError
+from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
+from tokenizer.json_fields import Fields, shown
+from tokenizer.loading import TokenizerFiles
+
+_PREFIX = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+_BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # where the file does not say
+
+# Ends of a turn by their text: files name one of them at most.
+_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+    "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>",
+}  # fmt: skip
+
+
+class GgufVocabulary:
+    """The tokenizer's part of the metadata of one file.
+
+    Attributes:
+        tokens: by id.
+        types: of the tokens, as the file numbers them.
+
+    Raises `TokenizerFileError`, naming file, key and value, for lists that do not fit each other, a token that is there
+    twice, an id outside of the vocabulary, and a model or pre-tokenizer that is not supported.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], file: str) -> None:
+        self._metadata, self._file = metadata, file
+        kind = self._get("model", str, "")
+        if kind not in ("gpt2", "llama"):
+            known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
+            self._fail("model", f"{kind!r} is not supported; supported are {known}")
+        self._is_sentencepiece = kind == "llama"
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self._list("tokens"))]
+        self._vocab = {token: i for i, token in enumerate(self.tokens)}
+        if len(self._vocab) != len(self.tokens):
+            i = next(i for i, token in enumerate(self.tokens) if self._vocab[token] != i)
+            self._fail("tokens", f"{shown(self.tokens[i])} has the ids {i} and {self._vocab[self.tokens[i]]}")
+        self.types: list[int] = [_NORMAL] * len(self.tokens)
+        if _PREFIX + "token_type" in metadata:
+            self.types = self._numbers("token_type", (int,))
+
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: those that the file names, and control tokens that are known to."""
+        named = (self._id(f"{name}_token_id") for name in ("eos", "eot", "eom"))
+        found = (i for i, token in enumerate(self.tokens) if token in _ENDS and self.types[i] == _CONTROL)
+        ids = dict.fromkeys([i for i in named if i is not None] + list(found))
+        texts = {self.tokens[i]: i for i in ids}
+        if {"<|return|>", "<|call|>", "<|end|>"} <= texts.keys():  # harmony's, in which this ends a message alone
+            del ids[texts["<|end|>"]]
+        return tuple(ids)
+
+    def bos_id(self) -> int | None:
+        """The id that begins a text, if there is one."""
+        return self._id("bos_token_id", 1 if self._is_sentencepiece else None)
+
+    def pad_id(self) -> int | None:
+        """The id that fills a batch, if there is one."""
+        return self._id("padding_token_id")
+
+    def files(self) -> TokenizerFiles:
+        """What a folder with a `tokenizer.json` would say."""
+        content = self._sentencepiece() if self._is_sentencepiece else self._byte_level()
+        content["version"] = "1.0"
+        content["added_tokens"] = list(self._added_tokens())
+        files = TokenizerFiles(Fields(content, self._file))
+        for name, key in _NAMED.items():
+            default = {"bos": 1, "eos": 2, "unk": 0}.get(name) if self._is_sentencepiece else None
+            token_id = self._id(f"{key}_token_id", default)
+            if token_id is not None:
+                files.named_tokens[f"{name}_token"] = AddedToken(self.tokens[token_id], is_special=True)
+        has_bos = self._is_sentencepiece or self._get("pre", str, "") in _BEGINS_WITH_BOS
+        files.add_bos_token = self._get("add_bos_token", bool, has_bos)
+        files.add_eos_token = self._get("add_eos_token", bool, False)
+        self._add_templates(files)
+        return files
+
+    def _added_tokens(self) -> Iterable[dict[str, Any]]:
+        # Phi-3's special tokens swallow the blanks behind them, which the file does not say.
+        strips = self._is_sentencepiece and self._metadata.get("general.architecture") == "phi3"
+        for i, (token, kind) in enumerate(zip(self.tokens, self.types)):
+            if kind in (_CONTROL, _USER_DEFINED):
+                strips_right = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+                yield {
+                    "id": i, "content": token, "special": kind == _CONTROL, "normalized": False, "single_word": False,
+                    "lstrip": False, "rstrip": strips_right,
+                }  # fmt: skip
+
+    def _byte_level(self) -> dict[str, Any]:
+        name = self._get("pre", str, "")
+        if name not in PRE_TOKENIZERS:
+            problem = f"{name!r:.80} is not supported" if name else "is missing, and words cannot be cut without it"
+            self._fail("pre", f"{problem}; supported are {', '.join(sorted(PRE_TOKENIZERS))}: convert the model anew")
+        pre = PRE_TOKENIZERS[name]
+        model = {
+            "type": "BPE", "vocab": self._vocab, "merges": self._list("merges"), "ignore_merges": pre.ignores_merges,
+        }  # fmt: skip
+        return {
+            "normalizer": pre.normalizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
+            "decoder": byte_level(True),
+            "model": model,
+        }
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        unknown = self._id("unknown_token_id", 0)
+        has_prefix = self._get("add_space_prefix", bool, True)
+        prefix, strip = [], []
+        if has_prefix:
+            prefix = [{"type": "Prepend", "prepend": _SPACE}]
+            strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+        model = {
+            "type": "BPE",
+            "vocab": self._vocab,
+            "merges": self._merges_by_score(),
+            "unk_token": None if unknown is None else self.tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in self.types,
+        }
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+            "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+            "model": model,
+        }
+
+    def _merges_by_score(self) -> list[list[str]]:
+        """Every way to put a normal token together of two others, the highest score first.
+
+        As transformers' `generate_merges`: ways of one score by the lengths of the parts, then by the token's id, then
+        by the parts' ids.
+        """
+        scores = self._numbers("scores", (int, float))
+        normal = {token: i for i, token in enumerate(self.tokens) if self.types[i] == _NORMAL}
+        merges: list[tuple[float, int, int, str, str]] = []
+        for token, i in normal.items():
+            ways = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            known = [way for way in ways if way[0] in normal and way[1] in normal]
+            known.sort(key=lambda way: (normal[way[0]], normal[way[1]]))
+            merges += [(scores[i], len(left), len(right), left, right) for left, right in known]
+        merges.sort(key=lambda merge: merge[:3], reverse=True)
+        return [[left, right] for *_, left, right in merges]
+
+    def _add_templates(self, files: TokenizerFiles) -> None:
+        metadata, key = self._metadata, "tokenizer.chat_template"
+        names = [name for name in metadata if name == key or name.startswith(key + ".")]
+        for name in names:
+            template = metadata[name]
+            if not isinstance(template, str):
+                raise TokenizerFileError(self._file, name, f"expected a template, found {shown(template)}")
+            files.chat_templates[name[len(key) + 1 :] or "default"] = template
+
+    # Typed access
+
+    def _get(self, name: str, kind: type, default: Any) -> Any:
+        value = self._metadata.get(_PREFIX + name, default)
+        if value is not default and not isinstance(value, kind):
+            self._fail(name, f"must be a {kind.__name__}, found {shown(value)}")
+        return value
+
+    def _list(self, name: str) -> list[str]:
+        """A list of strings, which may be decoded only now."""
+        value = self._metadata.get(_PREFIX + name)
+        if value is None:
+            self._fail(name, "is missing")
+        values = [] if isinstance(value, (int, float, str)) else list(value)
+        if not values or not isinstance(values[0], str):
+            self._fail(name, f"must be a list of strings, found {shown(value)}")
+        return values
+
+    def _numbers(self, name: str, kinds: tuple[type, ...]) -> list[Any]:
+        """A number for each token."""
+        value: Any = self._metadata.get(_PREFIX + name)
+        values = value.tolist() if hasattr(value, "tolist") else None
+        if values is None or len(values) != len(self.tokens) or not isinstance(values[0], kinds):
+            found = f"{len(values)} of them" if isinstance(values, list) else shown(value)
+            self._fail(name, f"must have a number for each of {len(self.tokens)} tokens, found {found}")
+        return list(values)
+
+    def _id(self, name: str, default: int | None = None) -> int | None:
+        value: int | None = self._get(name, int, default)
+        if value is None or (_PREFIX + name not in self._metadata and value >= len(self.tokens)):
+            return None
+        if not 0 <= value < len(self.tokens):
+            self._fail(name, f"= {value} is not one of {len(self.tokens)} tokens")
+        return int(value)
+
+    def _fail(self, name: str, problem: str) -> NoReturn:
+        raise TokenizerFileError(self._file, _PREFIX + name, problem)
