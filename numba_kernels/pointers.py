@@ -26,9 +26,7 @@ def _pointer_to(element: Any) -> Any:
 
 
 u8_at = _pointer_to(types.uint8)
-i8_at = _pointer_to(types.int8)
 u16_at = _pointer_to(types.uint16)
-i16_at = _pointer_to(types.int16)
 u32_at = _pointer_to(types.uint32)
 i32_at = _pointer_to(types.int32)
 u64_at = _pointer_to(types.uint64)

@@ -1,4 +1,4 @@
-"""The KV pages on the device: their layout, the write of K and V into them, and the copy of whole pages.
+"""The KV pages on the device: their layout, and the write of K and V into them.
 
 A page (block) holds `block_size` (8, 16 or 32) consecutive tokens of one sequence for every KV head of one layer. K
 and V are both
@@ -24,12 +24,10 @@ from numba import cuda, float32, types, uint32, uint64
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH, elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.memory import load_4xb32, store_4xb32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 128
 BLOCK_SIZES = (8, 16, 32)
-MAX_GRID_Y = 65535
 
 
 def page_row(head_dim: int) -> int:
@@ -131,51 +129,8 @@ def plan_write_kv(
     return Launch(kernel, (-(-num_tokens * num_kv_heads * pieces // THREADS), 1, 1), (THREADS, 1, 1))
 
 
-@functools.cache
-def _copy_pages() -> Specialisation:
-    """Arguments: k_cache, v_cache, pairs; 16-byte pieces a page."""
-
-    @cuda.jit
-    def copy_pages(k_cache, v_cache, pairs, num_pieces):
-        pair = uint32(uint32(cuda.blockIdx.y) * uint32(2))
-        cache = k_cache
-        if uint32(cuda.blockIdx.z) == uint32(1):
-            cache = v_cache
-        size = uint64(num_pieces) * uint64(16)
-        source = cache + uint64(uint32(pairs[pair])) * size
-        target = cache + uint64(uint32(pairs[uint32(pair + uint32(1))])) * size
-        piece = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
-        step = uint32(uint32(cuda.gridDim.x) * uint32(THREADS))
-        while piece < num_pieces:
-            at = uint64(piece) * uint64(16)
-            store_4xb32(target + at, load_4xb32(source + at))
-            piece = uint32(piece + step)
-
-    argument_types = (types.uint64, types.uint64, types.CPointer(types.int32), types.uint32)
-    return Specialisation("copy_pages", copy_pages, argument_types, THREADS)
-
-
-def plan_copy_pages(num_pairs: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> Launch:
-    """Copies pages of K and of V, for copy-on-write. No target may be another pair's source or target.
-
-    Arguments: k_cache, v_cache addresses; pairs (int32 [num_pairs, 2]: source block, target block); `page_pieces(...)`.
-    ValueError for sizes that no kernel has; num_pairs is 1 to 65535.
-    """
-    check_pages(head_dim, block_size, dtype)
-    if not 1 <= num_pairs <= MAX_GRID_Y:
-        raise ValueError(f"num_pairs is {num_pairs}, must be 1 to {MAX_GRID_Y}")
-    pieces = page_pieces(num_kv_heads, head_dim, block_size, dtype)
-    return Launch(_copy_pages(), (min(16, -(-pieces // THREADS)), num_pairs, 2), (THREADS, 1, 1))
-
-
-def page_pieces(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> int:
-    """16-byte pieces of one page: what `copy_pages` takes as its last argument."""
-    return page_bytes(num_kv_heads, head_dim, block_size, dtype) // 16
-
-
 def specialisations() -> Iterator[Specialisation]:
     """The usual head dims with pages of 16 tokens."""
-    yield _copy_pages()
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield _write_kv(dtype, head_dim, 16, True)

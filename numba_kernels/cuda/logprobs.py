@@ -24,51 +24,69 @@ from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.rounded import exp, subtract
 from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.row_blocks import ENTRIES_BYTES, THREADS, WARPS, exchange
 from numba_kernels.cuda.selection import (
-    DIGIT_BITS,
-    FIRST_SHIFT,
     ID_BITS,
     INFINITY,
+    LOWEST,
     MAX_VOCAB,
     NAN,
     NO_TOKEN,
-    NUM_BINS,
-    THREADS,
-    WARPS,
-    block_sum,
-    choose_digit,
-    digit_search,
-    first_largest,
+    SEARCH_BYTES,
+    TOO_MANY,
+    clear_search,
+    load_quad,
     mass_of,
-    quad_loader,
+    of_rising,
     rank_of,
+    rising,
+    searcher,
+    xor_u64,
 )
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 float32, uint32, uint64 = types.float32, types.uint32, types.uint64
 
 MAX_TOP_N = THREADS
+SHARED_BYTES = 16 + ENTRIES_BYTES + SEARCH_BYTES
 
 _f32_from_u64 = instruction("cvt.rn.f32.u64 $0, $1;", "f", "l", is_pure=True)
 _log2 = instruction("lg2.approx.f32 $0, $1;", "f", "f", is_pure=True)
 _take_place = instruction("atom.shared.add.u32 $0, [$1], 1;", "r", "r")
 
 
+@device_function
+def _block_sum(value, totals):
+    """The sum of a uint64 over all threads, in each of them. ``totals``: shared memory for one of each warp."""
+    thread = uint32(cuda.threadIdx.x)
+    distance = uint32(16)
+    while distance > uint32(0):
+        value += xor_u64(value, distance)
+        distance >>= uint32(1)
+    sync_block()  # the memory may still be read
+    totals[thread >> uint32(5)] = value
+    sync_block()
+    total = uint64(0)
+    for warp in range(WARPS):
+        total += totals[warp]
+    return total
+
+
 @functools.cache
-def _kernel(is_aligned: bool) -> Specialisation:
-    load = quad_loader(is_aligned)
-    sum_digits = digit_search(is_aligned)
+def _kernel() -> Specialisation:
+    exchanged, find_lowest = exchange(False), searcher(False)
 
     def logprobs(logits, chosen, chosen_logprob, chosen_rank, top_ids, top_logprobs, vocab, top_n):
-        bins = cuda.shared.array(NUM_BINS, uint64)
+        entries = uint32(uint32(memory.shared_address(cuda.shared.array(0, uint32)) + uint32(15)) & uint32(0xFFFFFFF0))
+        search = uint32(entries + uint32(ENTRIES_BYTES))
         totals = cuda.shared.array(WARPS, uint64)
-        found = cuda.shared.array(2, uint64)
-        values = cuda.shared.array(WARPS, float32)
-        tokens = cuda.shared.array(WARPS, uint32)
+        ranks = cuda.shared.array(MAX_TOP_N, uint64)
         num_best = cuda.shared.array(1, uint32)
         thread, block = uint32(cuda.threadIdx.x), uint64(cuda.blockIdx.x)
+        num_quads = uint32(uint32(vocab + uint32(3)) >> uint32(2))
         row = logits + block * uint64(vocab) * uint64(4)
         picked = memory.load_b32(chosen + block * uint64(4))
         picked_logit = float32(INFINITY)
@@ -76,30 +94,31 @@ def _kernel(is_aligned: bool) -> Specialisation:
             picked_logit = memory.load_f32(row + uint64(picked) * uint64(4))
 
         # NaN counts as +inf: either spoils the row.
-        largest, token, ahead = float32(-INFINITY), uint32(NO_TOKEN), uint64(0)
+        largest, ahead = float32(-INFINITY), uint64(0)
         quad = thread
-        while quad * uint32(4) < vocab:
-            quad_logits = load(row, quad, vocab)
+        while quad < num_quads:
+            quad_logits = load_quad(row, quad, vocab)
             for e in range(4):
                 if quad_logits[e] > picked_logit:
                     ahead += uint64(1)
                 logit = quad_logits[e] if quad_logits[e] < float32(INFINITY) else float32(INFINITY)
-                if logit > largest:
-                    largest, token = logit, quad * uint32(4) + uint32(e)
-            quad += uint32(THREADS)
-        largest, token = first_largest(largest, token, values, tokens)
+                largest = logit if logit > largest else largest
+            quad = uint32(quad + uint32(THREADS))
+        clear_search(search)
+        best, _, _, _ = exchanged(entries, rising(largest), uint32(0), uint32(0), uint32(0))
+        largest = of_rising(best)
         is_spoilt = largest == float32(INFINITY) or largest == float32(-INFINITY)
-        ahead = block_sum(ahead, totals)
+        ahead = _block_sum(ahead, totals)
 
         mass = uint64(0)
         if not is_spoilt:
             quad = thread
-            while quad * uint32(4) < vocab:
-                quad_logits = load(row, quad, vocab)
+            while quad < num_quads:
+                quad_logits = load_quad(row, quad, vocab)
                 for e in range(4):
                     mass += mass_of(exp(subtract(quad_logits[e], largest)))
-                quad += uint32(THREADS)
-        mass = block_sum(mass, totals)
+                quad = uint32(quad + uint32(THREADS))
+        mass = _block_sum(mass, totals)
         log_sum = _log2(_f32_from_u64(mass) * float32(2.0**-44)) * float32(0.6931471805599453)
         if is_spoilt:
             log_sum = float32(NAN)
@@ -109,44 +128,38 @@ def _kernel(is_aligned: bool) -> Specialisation:
             rank = uint32(ahead) + uint32(1) if picked < vocab else uint32(0)
             memory.store_b32(chosen_rank + block * uint64(4), rank)
 
-        ids, best_logprobs = (
-            top_ids + block * uint64(top_n) * uint64(4),
-            top_logprobs + block * uint64(top_n) * uint64(4),
-        )
+        ids = top_ids + block * uint64(top_n) * uint64(4)
+        best_logprobs = top_logprobs + block * uint64(top_n) * uint64(4)
         if is_spoilt:
             if thread < top_n:
                 memory.store_b32(ids + uint64(thread) * uint64(4), uint32(NO_TOKEN))
                 memory.store_f32(best_logprobs + uint64(thread) * uint64(4), log_sum)
         elif top_n > uint32(0):
-            # The rank of the last of the best.
-            lowest, prefix, wanted = uint64(0), uint64(0), uint64(top_n)
-            shift = uint32(FIRST_SHIFT + DIGIT_BITS)
-            while shift > uint32(0):
-                shift -= uint32(DIGIT_BITS)
-                front, _ = sum_digits(row, vocab, largest, lowest, prefix, shift, False, bins, totals)
-                digit, before = choose_digit(front, wanted, bins, found)
-                prefix = (prefix << uint64(DIGIT_BITS)) | digit
-                wanted -= before
-            # All from it on, in any order, into the bins, which are as many as needed.
+            lowest, _, _ = find_lowest(
+                (row, uint32(0), num_quads, vocab), largest, uint64(LOWEST), uint64(top_n), float32(1.0), False, False,
+                False, uint32(TOO_MANY), search, uint32(0),
+            )  # fmt: skip
+            # All from it on, in any order.
             if thread == uint32(0):
                 num_best[0] = uint32(0)
             sync_block()
             counter = memory.shared_address(num_best)
             quad = thread
-            while quad * uint32(4) < vocab:
-                quad_logits = load(row, quad, vocab)
+            while quad < num_quads:
+                quad_logits = load_quad(row, quad, vocab)
                 for e in range(4):
-                    rank = rank_of(quad_logits[e], quad * uint32(4) + uint32(e))
-                    if quad * uint32(4) + uint32(e) < vocab and rank >= prefix:
-                        bins[_take_place(counter)] = rank
-                quad += uint32(THREADS)
+                    token = uint32(uint32(quad * uint32(4)) + uint32(e))
+                    rank = rank_of(quad_logits[e], token)
+                    if token < vocab and rank >= lowest:
+                        ranks[_take_place(counter)] = rank
+                quad = uint32(quad + uint32(THREADS))
             sync_block()
             if thread < top_n:
-                own = bins[thread]
+                own = ranks[thread]
                 place = uint32(0)
                 i = uint32(0)
                 while i < top_n:
-                    if bins[i] > own:
+                    if ranks[i] > own:
                         place += uint32(1)
                     i += uint32(1)
                 best = uint32((1 << ID_BITS) - 1) - (uint32(own) & uint32((1 << ID_BITS) - 1))
@@ -155,20 +168,18 @@ def _kernel(is_aligned: bool) -> Specialisation:
                 memory.store_f32(best_logprobs + uint64(place) * uint64(4), subtract(logit, largest) - log_sum)
 
     return Specialisation(
-        name=f"logprobs_{'aligned' if is_aligned else 'any'}",
+        name="logprobs",
         kernel=cuda.jit(logprobs),
         argument_types=(uint64,) * 6 + (uint32,) * 2,
         max_threads=THREADS,
-        constants={"is_aligned": is_aligned},
     )
 
 
-def plan(num_rows: int, vocab: int, top_n: int, *, is_aligned: bool = True) -> Launch | None:
+def plan(num_rows: int, vocab: int, top_n: int) -> Launch | None:
     """The launch for ``logits [num_rows, vocab]``, or None where there are no rows.
 
     Args:
         top_n: how many of the best are wanted, 0 to `MAX_TOP_N` and to `vocab`.
-        is_aligned: whether logits begin on a 16-byte bound.
 
     Raises ValueError for sizes outside those limits, and for a vocabulary of no token or more than `MAX_VOCAB`.
     """
@@ -178,10 +189,9 @@ def plan(num_rows: int, vocab: int, top_n: int, *, is_aligned: bool = True) -> L
         raise ValueError(f"logprobs: top_n is {top_n}, must be 0 to {min(MAX_TOP_N, vocab)}")
     if num_rows == 0:
         return None
-    return Launch(_kernel(is_aligned and vocab % 4 == 0), (num_rows, 1, 1), (THREADS, 1, 1))
+    return Launch(_kernel(), (num_rows, 1, 1), (THREADS, 1, 1), SHARED_BYTES)
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every specialisation that `plan` can return."""
-    for is_aligned in (True, False):
-        yield _kernel(is_aligned)
+    """The one there is."""
+    yield _kernel()

@@ -5,9 +5,14 @@ In vLLM's order: allowed mask, logit bias, penalties, then the argmax (lowest id
 temperature, min-p, top-k, top-p and the draw, which is a race: token i finishes after E_i / w_i with E_i from Philox,
 and the first to finish wins.
 
-A block of 512 threads has one row, and passes over it a few times. Logits are changed in `work`, so that the raw ones
-stay as they are; a row that nothing changes is read where it lies. No float64: logits and weights are rounded where the
-cpu kernel rounds them, masses are integers, and finishing times are pairs of float32.
+A cluster of blocks shares a row; on devices without clusters one block has it. Logits are read from device memory
+once: a block keeps its part, changed, in shared memory, or in `work` where that is too small. A greedy row without
+lists takes that one pass. A draw takes one more over the part for min-p, one or two for the searches of top-k and
+top-p, which go on with a list of candidates (`numba_kernels.cuda.selection`), and one for the race where there is no
+such list. The blocks wait for each other once in the first pass, once for each digit of a search, once at the end.
+
+How many blocks there are changes no token: all that they add up is integers, all else are maxima. No float64: logits
+and weights are rounded where the cpu kernel rounds them, masses are integers, and finishing times pairs of float32.
 
 The order of the arguments, addresses but for the last two:
 
@@ -15,8 +20,9 @@ The order of the arguments, addresses but for the last two:
     frequency f32, seed u64, choice i32, position i32 [rows each]; prompt_ids i32 [any], prompt_start i32,
     prompt_end i32 [rows each]; output_ids i32 [any], output_start i32, output_end i32 [rows each]; bias_ids i32,
     bias_values f32 [any], bias_start i32, bias_end i32 [rows each];
-    allowed u32 [rows, mask_words] or 0; work f32 [rows, vocab]; counts i32 [rows, vocab] or 0 where no row has a
-    penalty; token_ids i32 [rows]; status i32 [rows]; vocab u32; mask_words u32
+    allowed u32 [rows, mask_words] or 0; work, `Plan.work_bytes`, or 0; counts i32 [rows, vocab], or 0 where no row has
+    a penalty; token_ids i32 [rows]; status i32 [rows]; id_flag i32 [1], flag_copy i32 [1]: what the first holds goes to
+    the second; vocab u32; mask_words u32
 
 A row's token is -1 unless its status is OK.
 """
@@ -26,13 +32,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import exp2, maximum_nan
 from numba_kernels.cuda.intrinsics.philox import philox
 from numba_kernels.cuda.intrinsics.rounded import (
     add,
@@ -46,22 +55,24 @@ from numba_kernels.cuda.intrinsics.rounded import (
     subtract,
 )
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_b32, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import maximum_f32, maximum_u32_of_warp
+from numba_kernels.cuda.row_blocks import ENTRIES_BYTES, THREADS, exchange, row_blocks
 from numba_kernels.cuda.selection import (
-    FIRST_SHIFT,
     INFINITY,
-    LOGIT_SHIFT,
+    LOWEST_FINITE,
+    MAX_CANDIDATES,
     MAX_VOCAB,
     NO_TOKEN,
-    NUM_BINS,
-    THREADS,
-    WARPS,
-    choose_digit,
-    digit_search,
-    first_largest,
-    quad_loader,
+    SEARCH_BYTES,
+    TOO_MANY,
+    candidate_at,
+    clear_search,
+    gather_candidates,
+    load_quad,
+    of_rising,
     rank_of,
-    share_of,
+    rising,
+    searcher,
 )
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -72,33 +83,42 @@ NOTHING_TO_DRAW = 1  # NaN or +inf among the row's logits, or -inf alone
 BAD_ID = 2  # an id outside the vocabulary among bias or penalty ids
 GREEDY_BELOW = 1e-5  # vLLM's: a lower temperature is the argmax
 _IN_PROMPT = 1 << 31  # of a count: the token is in the prompt
+_HAS_LOGITS, _IS_SPOILT, _HAS_BAD_ID, _IS_SPOILT_BY_LISTS = 1, 2, 4, 8  # what a row's threads find
+_LISTED_AT_ONCE = 4
+_ALL_BITS = 0xFFFFFFFF
+_SEARCH_AT = 2 * ENTRIES_BYTES  # in shared memory, behind the entries of the first and the last exchange
+_PART_AT = _SEARCH_AT + SEARCH_BYTES  # the block's part of the row
+_LEAST_SHARED = 99 << 10
+_MEETING, _ALONE = 16_000, 6_000
+"""How many tokens a block could read in the time that it waits for others, or that a block alone spends besides."""
+_FAR = 2
+"""How much longer a token takes that lies in device memory. Estimates, all of them."""
 
 _count = instruction("red.global.add.u32 [$0], $1;", "", "l r")
 _mark = instruction("red.global.or.b32 [$0], $1;", "", "l r")
-_load_u64 = instruction("ld.global.b64 $0, [$1];", "l", "l")
+_take = instruction("atom.global.exch.b32 $0, [$1], $2;", "r", "l r")
+_load = instruction("ld.f32 $0, [$1];", "f", "l")  # of a row's part: device or shared memory
+_store = instruction("st.f32 [$0], $1;", "", "l f")
+_store_4 = instruction("st.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 
 
-@functools.cache
-def _quad_storer(is_aligned: bool) -> Any:
-    """A device function ``(row address, quad, vocab, values)``."""
-    if is_aligned:
-        store_4 = memory.store_4xf32
+@device_function
+def _fetch(part, raw, num_quads, num_tokens):
+    """Brings a block's part of a row to shared memory, each thread what it will read; -inf up to a whole quad."""
+    is_aligned = uint32(raw) & uint32(15) == uint32(0)
+    quad = uint32(cuda.threadIdx.x)
+    while quad < num_quads:
+        place = uint32(part + quad * uint32(16))
+        if is_aligned and uint32(uint32(quad * uint32(4)) + uint32(3)) < num_tokens:
+            memory.copy_async_whole_16(place, raw + uint64(quad) * uint64(16))
+        else:
+            memory.shared_store_4xf32(place, load_quad(raw, quad, num_tokens))
+        quad = uint32(quad + uint32(THREADS))
+    memory.copy_async_commit()
+    _wait_for_copies()
 
-        @device_function
-        def store_aligned(row, quad, vocab, values):
-            store_4(row + uint64(quad) * uint64(16), (values[0], values[1], values[2], values[3]))
 
-        return store_aligned
-    store_1 = memory.store_f32
-
-    @device_function
-    def store_quad(row, quad, vocab, values):
-        for e in range(4):
-            token = quad * uint32(4) + uint32(e)
-            if token < vocab:
-                store_1(row + uint64(token) * uint64(4), values[e])
-
-    return store_quad
+_wait_for_copies = memory.copy_async_wait(0)
 
 
 @device_function
@@ -107,59 +127,78 @@ def _repeat(logit, penalty):
 
 
 @device_function
-def _add_bias(row, vocab, ids, values, count):
-    """Adds a list of biases; those of one token in their order, by the thread that has the first. 0 or BAD_ID."""
-    status = int32(0)
+def _add_bias(part, first_token, num_tokens, vocab, ids, values, count):
+    """Adds a list's biases to a part; those of one token in their order, by the thread that has the first. Flags."""
+    flags = uint32(0)
     i = uint32(cuda.threadIdx.x)
     while i < count:
         token = memory.load_b32(ids + uint64(i) * uint64(4))
         if token >= vocab:
-            status = int32(BAD_ID)
-        else:
+            flags = uint32(_HAS_BAD_ID)
+        elif uint32(token - first_token) < num_tokens:  # else it wraps around
             is_first = True
             j = uint32(0)
             while j < i and is_first:
                 is_first = memory.load_b32(ids + uint64(j) * uint64(4)) != token
-                j += uint32(1)
+                j = uint32(j + uint32(1))
             if is_first:
-                place = row + uint64(token) * uint64(4)
-                logit = memory.load_f32(place)
+                place = part + uint64(uint32(token - first_token)) * uint64(4)
+                logit = _load(place)
                 j = i
                 while j < count:
                     if memory.load_b32(ids + uint64(j) * uint64(4)) == token:
                         logit = add(logit, memory.load_f32(values + uint64(j) * uint64(4)))
-                    j += uint32(1)
-                memory.store_f32(place, logit)
-        i += uint32(THREADS)
-    return status
-
-
-@device_function
-def _count_tokens(counts, vocab, ids, count, is_prompt):
-    """Counts a list's tokens, or marks them as the prompt's. 0 or BAD_ID."""
-    status = int32(0)
-    i = uint32(cuda.threadIdx.x)
-    while i < count:
-        token = memory.load_b32(ids + uint64(i) * uint64(4))
-        if token >= vocab:
-            status = int32(BAD_ID)
-        elif is_prompt:
-            _mark(counts + uint64(token) * uint64(4), uint32(_IN_PROMPT))
-        else:
-            _count(counts + uint64(token) * uint64(4), uint32(1))
-        i += uint32(THREADS)
-    return status
+                    j = uint32(j + uint32(1))
+                _store(place, logit)
+        i = uint32(i + uint32(THREADS))
+    return flags
 
 
 @device_function
 def _penalised(logit, count, repetition, presence, frequency):
     """Repetition over prompt and output, frequency and presence over the output."""
-    if count != uint32(0):
-        logit = _repeat(logit, repetition)
-        times = count & uint32(_IN_PROMPT - 1)
-        if times > uint32(0):
-            logit = subtract(subtract(logit, multiply(frequency, f32_from_u32(times))), presence)
+    logit = _repeat(logit, repetition)
+    times = count & uint32(_IN_PROMPT - 1)
+    if times > uint32(0):
+        logit = subtract(subtract(logit, multiply(frequency, f32_from_u32(times))), presence)
     return logit
+
+
+@device_function
+def _go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, is_prompt, penalties):
+    """Step 0 clears the counts of a list's tokens, step 1 counts them or marks them as the prompt's, and in step 2 who
+    takes a token's count away penalises it. Flags."""
+    flags = uint32(0)
+    i = uint32(cuda.threadIdx.x)
+    while i < count:
+        last = uint32(count - uint32(1))
+        tokens = (
+            memory.load_b32(ids + uint64(i) * uint64(4)),
+            memory.load_b32(ids + uint64(minimum_u32(uint32(i + uint32(THREADS)), last)) * uint64(4)),
+            memory.load_b32(ids + uint64(minimum_u32(uint32(i + uint32(2 * THREADS)), last)) * uint64(4)),
+            memory.load_b32(ids + uint64(minimum_u32(uint32(i + uint32(3 * THREADS)), last)) * uint64(4)),
+        )
+        for e in range(_LISTED_AT_ONCE):
+            if uint32(i + uint32(e * THREADS)) < count:
+                place = counts + uint64(tokens[e]) * uint64(4)
+                if tokens[e] >= vocab:
+                    flags = uint32(_HAS_BAD_ID)
+                elif uint32(tokens[e] - first_token) < num_tokens:
+                    if step == uint32(0):
+                        memory.store_b32(place, uint32(0))
+                    elif step == uint32(1):
+                        if is_prompt:
+                            _mark(place, uint32(_IN_PROMPT))
+                        else:
+                            _count(place, uint32(1))
+                    else:
+                        times = _take(place, uint32(0))
+                        if times != uint32(0):
+                            logit_place = part + uint64(uint32(tokens[e] - first_token)) * uint64(4)
+                            logit = _penalised(_load(logit_place), times, penalties[0], penalties[1], penalties[2])
+                            _store(logit_place, logit)
+        i = uint32(i + uint32(_LISTED_AT_ONCE * THREADS))
+    return flags
 
 
 @device_function
@@ -179,225 +218,283 @@ def _no_later_than(word):
 
 
 @device_function
-def _first_to_finish(high, low, token, highs, lows, tokens):
-    """The token of the lowest pair of the block's threads, the lowest token among equals."""
-    lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
-    level = uint32(0)
-    while level < uint32(2):  # within warps, then over the warps' results
-        distance = uint32(16)
-        while distance > uint32(0):
-            other_high, other_low = shuffle_xor_f32(high, distance), shuffle_xor_f32(low, distance)
-            other_token = shuffle_xor_b32(token, distance)
-            if other_high < high or (
-                other_high == high and (other_low < low or (other_low == low and other_token < token))
-            ):
-                high, low, token = other_high, other_low, other_token
-            distance >>= uint32(1)
-        if level == uint32(0):
-            sync_block()
-            if lane == uint32(0):
-                highs[warp] = high
-                lows[warp] = low
-                tokens[warp] = token
-            sync_block()
-            high, low, token = highs[lane % uint32(WARPS)], lows[lane % uint32(WARPS)], tokens[lane % uint32(WARPS)]
-        level += uint32(1)
-    return token
+def _may_win(logit, word, largest, bound):
+    """Whether a token could be no later than `bound`: its time is at least uniform / weight, which are off by less than
+    1e-5 here."""
+    weight = exp2(subtract(logit, largest) * float32(1.44269504))
+    return f32_from_u32(word) * float32(2.0**-32) <= bound * weight * float32(1.001)
+
+
+@device_function
+def _race(logit, word, token, largest, lowest, bound, first):
+    """The time of the first to finish of the thread's tokens, as a pair, and that token, when another one runs. Who is
+    later than `bound` cannot win."""
+    time, time_low, winner = first
+    weight = exp(subtract(logit, largest))  # no word makes a weight of 2^-40 win
+    uniform = multiply(f32_from_u32(word), float32(2.0**-32))
+    may_win = uniform <= bound * weight * float32(1.000001) and weight > float32(2.0**-40)
+    if may_win and rank_of(logit, token) >= lowest:
+        own, own_low = pair_quotient(exponential_of_word(word), (weight, float32(0.0)))
+        if own < time or (own == time and (own_low < time_low or (own_low == time_low and token < winner))):
+            time, time_low, winner = own, own_low, token
+    return time, time_low, winner
+
+
+@device_function
+def _soonest_of_warp(time):
+    """The least of the lanes' positive float32."""
+    flipped = maximum_u32_of_warp(bits_from_f32(time) ^ uint32(_ALL_BITS))
+    return f32_from_bits(flipped ^ uint32(_ALL_BITS))
 
 
 @functools.cache
-def _kernel(is_aligned: bool) -> Specialisation:
-    load, store = quad_loader(is_aligned), _quad_storer(is_aligned)
-    sum_digits = digit_search(is_aligned)
-    load_f32, load_b32, load_u64 = memory.load_f32, memory.load_b32, _load_u64
+def _kernel(is_cluster: bool) -> Specialisation:
+    rank_in_row, num_blocks, _, leave, _, _ = row_blocks(is_cluster)
+    exchanged, search = exchange(is_cluster), searcher(is_cluster)
+    load_f32, load_b32, load_b64 = memory.load_f32, memory.load_b32, memory.load_b64
 
     def sampling(
         logits, temperatures, top_ks, top_ps, min_ps, repetitions, presences, frequencies, seeds, choices, positions,
         prompt_ids, prompt_start, prompt_end, output_ids, output_start, output_end, bias_ids, bias_values, bias_start,
-        bias_end, allowed, work, all_counts, token_ids, statuses, vocab, mask_words,
+        bias_end, allowed, work, all_counts, token_ids, statuses, id_flag, flag_copy, vocab, mask_words,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
-        bins = cuda.shared.array(NUM_BINS, uint64)
-        totals = cuda.shared.array(WARPS, uint64)
-        found = cuda.shared.array(2, uint64)
-        values = cuda.shared.array(WARPS, float32)
-        more_values = cuda.shared.array(WARPS, float32)
-        tokens = cuda.shared.array(WARPS, uint32)
-        changed = cuda.local.array(4, float32)
         thread = uint32(cuda.threadIdx.x)
-        of_row = uint64(cuda.blockIdx.x) * uint64(4)
+        shared = uint32(uint32(memory.shared_address(cuda.shared.array(0, uint32)) + uint32(15)) & uint32(0xFFFFFFF0))
+        search_memory = uint32(shared + uint32(_SEARCH_AT))
+        lane = thread & uint32(31)
+        row = divide_u32(uint32(cuda.blockIdx.x), num_blocks())
+        of_row = uint64(row) * uint64(4)
         temperature = load_f32(temperatures + of_row)
         repetition = load_f32(repetitions + of_row)
         presence = load_f32(presences + of_row)
         frequency = load_f32(frequencies + of_row)
         min_p = load_f32(min_ps + of_row)
         first_bias = load_b32(bias_start + of_row)
-        num_bias = load_b32(bias_end + of_row) - first_bias
+        num_bias = uint32(load_b32(bias_end + of_row) - first_bias)
         is_penalised = repetition != float32(1.0) or presence != float32(0.0) or frequency != float32(0.0)
         is_greedy = temperature < float32(GREEDY_BELOW)
-        is_listed = allowed != uint64(0) or num_bias > uint32(0) or is_penalised
-        is_changed = is_listed or not (is_greedy or (temperature == float32(1.0) and min_p == float32(0.0)))
+        is_listed = num_bias > uint32(0) or is_penalised
+        is_changed = (
+            is_listed
+            or allowed != uint64(0)
+            or not (is_greedy or (temperature == float32(1.0) and min_p == float32(0.0)))
+        )
+
+        # The block's part of the row.
+        num_quads = uint32(uint32(vocab + uint32(3)) >> uint32(2))
+        quads_each = divide_u32(uint32(num_quads + uint32(num_blocks() - uint32(1))), num_blocks())
+        first_quad = minimum_u32(uint32(rank_in_row() * quads_each), num_quads)
+        num_quads = minimum_u32(uint32(num_quads - first_quad), quads_each)
+        first_token = uint32(first_quad * uint32(4))
+        num_tokens = minimum_u32(uint32(vocab - first_token), uint32(num_quads * uint32(4)))
         row_bytes = uint64(vocab) * uint64(4)
-        raw = logits + uint64(cuda.blockIdx.x) * row_bytes
-        row = work + uint64(cuda.blockIdx.x) * row_bytes if is_changed else raw
-        counts = all_counts + uint64(cuda.blockIdx.x) * row_bytes
-        mask = allowed + uint64(cuda.blockIdx.x) * uint64(mask_words) * uint64(4)
+        raw = logits + uint64(row) * row_bytes + uint64(first_token) * uint64(4)
+        counts = all_counts + uint64(row) * row_bytes
+        mask = allowed + uint64(row) * uint64(mask_words) * uint64(4)
+        part = raw
+        if work == uint64(0):
+            _fetch(uint32(shared + uint32(_PART_AT)), raw, num_quads, num_tokens)
+            part = raw = memory.generic_address(uint32(shared + uint32(_PART_AT)))
+        elif is_changed:
+            width = uint64(uint32(vocab + uint32(3)) & uint32(0xFFFFFFFC))
+            part = work + (uint64(row) * width + uint64(first_token)) * uint64(4)
 
-        # The raw row: NaN counts as +inf, either spoils it. What is not allowed leaves it.
-        largest, token = float32(-INFINITY), uint32(NO_TOKEN)
-        quad = thread
-        while quad * uint32(4) < vocab:
-            quad_logits = load(raw, quad, vocab)
-            allowed_bits = uint32(0xF)
-            if allowed != uint64(0):
-                allowed_bits = load_b32(mask + uint64(quad >> uint32(3)) * uint64(4)) >> (
-                    (quad & uint32(7)) << uint32(2)
-                )
-            for e in range(4):
-                logit = quad_logits[e] if quad_logits[e] < float32(INFINITY) else float32(INFINITY)
-                if logit > largest:
-                    largest, token = logit, quad * uint32(4) + uint32(e)
-                changed[e] = logit if (allowed_bits >> uint32(e)) & uint32(1) != uint32(0) else float32(-INFINITY)
-            if is_changed:
-                store(row, quad, vocab, changed)
-            if is_penalised:
-                for e in range(4):
-                    if quad * uint32(4) + uint32(e) < vocab:
-                        memory.store_b32(counts + uint64(quad * uint32(4) + uint32(e)) * uint64(4), uint32(0))
-            quad += uint32(THREADS)
-        largest, token = first_largest(largest, token, values, tokens)
-        status = int32(OK)
-        if largest == float32(INFINITY) or largest == float32(-INFINITY):
-            status = int32(NOTHING_TO_DRAW)
-
-        if is_changed and status == int32(OK):
-            sync_block()
-            place = uint64(first_bias) * uint64(4)
-            bad = _add_bias(row, vocab, bias_ids + place, bias_values + place, num_bias)
-            if is_penalised:
-                start = load_b32(prompt_start + of_row)
-                count = load_b32(prompt_end + of_row) - start
-                bad |= _count_tokens(counts, vocab, prompt_ids + uint64(start) * uint64(4), count, True)
-                start = load_b32(output_start + of_row)
-                count = load_b32(output_end + of_row) - start
-                bad |= _count_tokens(counts, vocab, output_ids + uint64(start) * uint64(4), count, False)
-            if cuda.syncthreads_or(bad) != int32(0):
-                status = int32(BAD_ID)
-            largest, token = float32(-INFINITY), uint32(NO_TOKEN)
+        # What is not allowed leaves the row, and a row without lists is scaled at once. NaN or +inf spoils it.
+        flags, passes = uint32(0), uint32(0)
+        is_going_on = True
+        while is_going_on:
+            if passes > uint32(0):
+                sync_block()
+                place = uint64(first_bias) * uint64(4)
+                flags |= _add_bias(
+                    part, first_token, num_tokens, vocab, bias_ids + place, bias_values + place, num_bias
+                )  # fmt: skip
+                if is_penalised:
+                    prompt = load_b32(prompt_start + of_row)
+                    num_prompt = uint32(load_b32(prompt_end + of_row) - prompt)
+                    output = load_b32(output_start + of_row)
+                    num_output = uint32(load_b32(output_end + of_row) - output)
+                    step = uint32(0)
+                    while step < uint32(3):
+                        sync_block()
+                        flags |= _go_through(
+                            step, part, first_token, num_tokens, vocab, counts,
+                            prompt_ids + uint64(prompt) * uint64(4), num_prompt, True,
+                            (repetition, presence, frequency),
+                        )  # fmt: skip
+                        flags |= _go_through(
+                            step, part, first_token, num_tokens, vocab, counts,
+                            output_ids + uint64(output) * uint64(4), num_output, False,
+                            (repetition, presence, frequency),
+                        )  # fmt: skip
+                        step = uint32(step + uint32(1))
+                sync_block()
+            is_going_on = is_listed and passes == uint32(0)
+            is_scaled = not (is_going_on or is_greedy) and temperature != float32(1.0)
+            is_masked = allowed != uint64(0) and passes == uint32(0)
+            read_largest, largest, best_quad = float32(-INFINITY), float32(-INFINITY), uint32(NO_TOKEN)
             quad = thread
-            while quad * uint32(4) < vocab:
-                quad_logits = load(row, quad, vocab)
-                for e in range(4):
-                    logit = quad_logits[e]
-                    if is_penalised and quad * uint32(4) + uint32(e) < vocab:
-                        times = load_b32(counts + uint64(quad * uint32(4) + uint32(e)) * uint64(4))
-                        logit = _penalised(logit, times, repetition, presence, frequency)
-                    if not is_greedy:
-                        logit = divide(logit, temperature)
-                    logit = logit if logit < float32(INFINITY) else float32(INFINITY)
-                    if logit > largest:
-                        largest, token = logit, quad * uint32(4) + uint32(e)
-                    changed[e] = logit
-                store(row, quad, vocab, changed)
-                quad += uint32(THREADS)
-            largest, token = first_largest(largest, token, values, tokens)
-            if status == int32(OK) and (largest == float32(INFINITY) or largest == float32(-INFINITY)):
-                status = int32(NOTHING_TO_DRAW)
+            while quad < num_quads:
+                a, b, c, d = load_quad(raw, quad, num_tokens)
+                read_largest = maximum_nan(read_largest, maximum_nan(maximum_nan(a, b), maximum_nan(c, d)))
+                if is_masked:
+                    at = uint32(first_quad + quad)
+                    allowed_bits = load_b32(mask + uint64(at >> uint32(3)) * uint64(4)) >> (
+                        (at & uint32(7)) << uint32(2)
+                    )
+                    a = a if allowed_bits & uint32(1) != uint32(0) else float32(-INFINITY)
+                    b = b if allowed_bits & uint32(2) != uint32(0) else float32(-INFINITY)
+                    c = c if allowed_bits & uint32(4) != uint32(0) else float32(-INFINITY)
+                    d = d if allowed_bits & uint32(8) != uint32(0) else float32(-INFINITY)
+                if is_scaled:
+                    a, b, c, d = (
+                        divide(a, temperature), divide(b, temperature), divide(c, temperature), divide(d, temperature)
+                    )  # fmt: skip
+                if is_changed:
+                    _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+                largest_of_quad = maximum_f32(maximum_f32(a, b), maximum_f32(c, d))
+                if largest_of_quad > largest:
+                    largest, best_quad = largest_of_quad, quad
+                quad = uint32(quad + uint32(THREADS))
+            if not read_largest < float32(INFINITY):
+                flags |= uint32(_IS_SPOILT) if passes == uint32(0) else uint32(_IS_SPOILT_BY_LISTS)
+            elif read_largest > float32(-INFINITY) and passes == uint32(0):
+                flags |= uint32(_HAS_LOGITS)
+            raw = part
+            passes = uint32(passes + uint32(1))
+        token = uint32(NO_TOKEN)
+        if best_quad != uint32(NO_TOKEN):
+            a, b, c, _ = load_quad(part, best_quad, num_tokens)
+            e = uint32(0) if a == largest else uint32(1) if b == largest else uint32(2) if c == largest else uint32(3)
+            token = uint32(uint32(uint32(first_quad + best_quad) * uint32(4)) + e)
+
+        if not is_greedy:
+            clear_search(search_memory)
+        best, best_token, _, flags = exchanged(shared, rising(largest), token ^ uint32(NO_TOKEN), uint32(0), flags)
+        largest, token = of_rising(best), best_token ^ uint32(NO_TOKEN)
+        status = int32(OK)
+        if flags & uint32(_IS_SPOILT) != uint32(0) or flags & uint32(_HAS_LOGITS) == uint32(0):
+            status = int32(NOTHING_TO_DRAW)
+        elif flags & uint32(_HAS_BAD_ID) != uint32(0):
+            status = int32(BAD_ID)
+        elif (
+            flags & uint32(_IS_SPOILT_BY_LISTS) != uint32(0)
+            or largest == float32(INFINITY)
+            or largest == float32(-INFINITY)
+        ):
+            status = int32(NOTHING_TO_DRAW)
 
         if status == int32(OK) and not is_greedy:
             if min_p > float32(0.0):
                 quad = thread
-                while quad * uint32(4) < vocab:
-                    quad_logits = load(row, quad, vocab)
-                    for e in range(4):
-                        is_kept = exp(subtract(quad_logits[e], largest)) >= min_p
-                        changed[e] = quad_logits[e] if is_kept else float32(-INFINITY)
-                    store(row, quad, vocab, changed)
-                    quad += uint32(THREADS)
+                while quad < num_quads:
+                    a, b, c, d = load_quad(part, quad, num_tokens)
+                    a = a if exp(subtract(a, largest)) >= min_p else float32(-INFINITY)
+                    b = b if exp(subtract(b, largest)) >= min_p else float32(-INFINITY)
+                    c = c if exp(subtract(c, largest)) >= min_p else float32(-INFINITY)
+                    d = d if exp(subtract(d, largest)) >= min_p else float32(-INFINITY)
+                    _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+                    quad = uint32(quad + uint32(THREADS))
 
             # The lowest rank that is kept: at first all but -inf, then top-k with its ties, then top-p.
             top_k = load_b32(top_ks + of_row)
             top_p = load_f32(top_ps + of_row)
-            lowest = rank_of(float32(-INFINITY), uint32(0)) + uint64(1)
-            is_mass = False
+            lowest, num_candidates, turn = uint64(LOWEST_FINITE), uint32(TOO_MANY), uint32(0)
+            own_part = part, first_quad, num_quads, num_tokens
+            are_few = allowed != uint64(0) or min_p > float32(0.0)
             searches = uint32(0)
             while searches < uint32(2):
                 is_mass = searches == uint32(1)
-                shift = uint32(FIRST_SHIFT)
-                prefix = uint64(0)
-                wanted = uint64(top_k)
-                is_searching = top_p < float32(1.0) if is_mass else int32(top_k) > int32(0) and top_k < vocab
-                while is_searching:
-                    front, total = sum_digits(row, vocab, largest, lowest, prefix, shift, is_mass, bins, totals)
-                    if shift == uint32(FIRST_SHIFT):
-                        if is_mass:
-                            wanted = share_of(total, top_p)
-                        is_searching = is_mass or wanted < total
-                    if is_searching:
-                        digit, front = choose_digit(front, wanted, bins, found)
-                        prefix = (prefix << uint64(11)) | digit
-                        wanted -= front
-                        if is_mass and shift == uint32(0):
-                            lowest = prefix
-                            is_searching = False
-                        elif not is_mass and shift == uint32(LOGIT_SHIFT):
-                            lowest = prefix >> uint64(1) << uint64(LOGIT_SHIFT + 1)
-                            is_searching = False
-                        else:
-                            shift -= uint32(11)
-                searches += uint32(1)
+                if top_p < float32(1.0) if is_mass else int32(top_k) > int32(0) and top_k < vocab:
+                    lowest, num_candidates, turn = search(
+                        own_part, largest, lowest, uint64(top_k), top_p if is_mass else float32(1.0), is_mass,
+                        not is_mass, are_few, num_candidates, search_memory, turn,
+                    )  # fmt: skip
+                searches = uint32(searches + uint32(1))
 
             # The race. The first of the largest, of weight 1, runs in front: who cannot be faster needs no logarithm.
-            seed = load_u64(seeds + of_row * uint64(2))
+            seed = load_b64(seeds + of_row * uint64(2))
             key_low, key_high = uint32(seed), uint32(seed >> uint64(32))
             choice, position = load_b32(choices + of_row), load_b32(positions + of_row)
             words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
-            best, best_low = _no_later_than(_pick(words, token & uint32(3))), float32(0.0)
-            token = uint32(NO_TOKEN)
-            quad = thread
-            while quad * uint32(4) < vocab:
-                quad_logits = load(row, quad, vocab)
-                is_any = False
-                for e in range(4):
-                    is_any |= rank_of(quad_logits[e], quad * uint32(4) + uint32(e)) >= lowest
-                if is_any:
-                    words = philox(quad, choice, position, uint32(0), key_low, key_high)
+            first = _no_later_than(_pick(words, token & uint32(3))), float32(0.0), uint32(NO_TOKEN)
+            if num_candidates > uint32(MAX_CANDIDATES) and (are_few or lowest > uint64(LOWEST_FINITE)):
+                num_candidates = gather_candidates(own_part, lowest, search_memory, turn)
+            first_of_warp = thread & uint32(0xFFFFFFE0)
+            if num_candidates > uint32(MAX_CANDIDATES):
+                while first_of_warp < num_quads:
+                    quad = uint32(first_of_warp + lane)
+                    quad_logits = load_quad(part, quad, num_tokens)
+                    at, bound = uint32(first_quad + quad), _soonest_of_warp(first[0])
+                    words = philox(at, choice, position, uint32(0), key_low, key_high)
+                    may_win = False
+                    for e in range(4):
+                        may_win |= _may_win(quad_logits[e], words[e], largest, bound)
                     e = uint32(0)
-                    while e < uint32(4):
-                        logit, word, candidate = _pick(quad_logits, e), _pick(words, e), quad * uint32(4) + e
-                        weight = exp(subtract(logit, largest))
-                        # Its time is at least uniform / weight; no word makes a weight of 2^-40 win.
-                        uniform = multiply(f32_from_u32(word), float32(2.0**-32))
-                        may_win = uniform <= best * weight * float32(1.000001) and weight > float32(2.0**-40)
-                        if may_win and rank_of(logit, candidate) >= lowest:
-                            time, time_low = pair_quotient(exponential_of_word(word), (weight, float32(0.0)))
-                            if time < best or (
-                                time == best and (time_low < best_low or (time_low == best_low and candidate < token))
-                            ):
-                                best, best_low, token = time, time_low, candidate
-                        e += uint32(1)
-                quad += uint32(THREADS)
-            token = _first_to_finish(best, best_low, token, values, more_values, tokens)
+                    while may_win and e < uint32(4):
+                        token = uint32(uint32(at * uint32(4)) + e)
+                        first = _race(_pick(quad_logits, e), _pick(words, e), token, largest, lowest, bound, first)
+                        e = uint32(e + uint32(1))
+                    first_of_warp = uint32(first_of_warp + uint32(THREADS))
+            else:
+                while first_of_warp < num_candidates:
+                    bound = _soonest_of_warp(first[0])
+                    if uint32(first_of_warp + lane) < num_candidates:
+                        logit, token = candidate_at(search_memory, uint32(first_of_warp + lane))
+                        words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
+                        word = _pick(words, token & uint32(3))
+                        if _may_win(logit, word, largest, bound):
+                            first = _race(logit, word, token, largest, lowest, bound, first)
+                    first_of_warp = uint32(first_of_warp + uint32(THREADS))
+            _, _, best_token, _ = exchanged(
+                uint32(shared + uint32(ENTRIES_BYTES)), bits_from_f32(first[0]) ^ uint32(_ALL_BITS),
+                rising(first[1]) ^ uint32(_ALL_BITS), first[2] ^ uint32(NO_TOKEN), uint32(0),
+            )  # fmt: skip
+            token = best_token ^ uint32(NO_TOKEN)
 
-        if thread == uint32(0):
+        if thread == uint32(0) and rank_in_row() == uint32(0):
             memory.store_b32(token_ids + of_row, token if status == int32(OK) else uint32(NO_TOKEN))
             memory.store_b32(statuses + of_row, uint32(status))
+            if row == uint32(0):
+                memory.store_b32(flag_copy, load_b32(id_flag))
+        leave()
 
     return Specialisation(
-        name=f"sampling_{'aligned' if is_aligned else 'any'}",
+        name=f"sampling_{'cluster' if is_cluster else 'block'}",
         kernel=cuda.jit(sampling),
         argument_types=(uint64,) * (len(inspect.signature(sampling).parameters) - 2) + (uint32,) * 2,
         max_threads=THREADS,
-        constants={"is_aligned": is_aligned},
+        min_capability=90 if is_cluster else 80,
+        constants={"is_cluster": is_cluster},
     )
 
 
-def plan(num_rows: int, vocab: int, *, is_aligned: bool = True) -> Launch | None:
-    """The launch for ``logits [num_rows, vocab]``, or None where there are no rows.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch, and how much device memory the kernel needs as `work` (0: none, and the argument is 0)."""
+
+    launch: Launch
+    work_bytes: int
+
+
+def shared_bytes(vocab: int, num_blocks: int, *, is_resident: bool = True) -> int:
+    """Of one of a row's blocks, with its part of the row or without."""
+    num_quads = -(-vocab // 4)
+    return 16 + _PART_AT + (16 * -(-num_quads // num_blocks) if is_resident else 0)
+
+
+def plan(
+    num_rows: int, vocab: int, *, max_clusters: tuple[tuple[int, int], ...] = (), num_sms: int = 1, max_shared: int = 0
+) -> Plan | None:
+    """For ``logits [num_rows, vocab]``; None where there are no rows.
 
     Args:
-        is_aligned: whether logits and work begin on 16-byte bounds.
+        max_clusters: (blocks a cluster, clusters that run at once where a multiprocessor holds one block); none on a
+            device without clusters.
+        num_sms: multiprocessors of the device.
+        max_shared: bytes of shared memory that a block may have; 0: as many as every device has.
 
     Raises ValueError for a vocabulary of no token, or of more than `MAX_VOCAB`.
     """
@@ -405,10 +502,24 @@ def plan(num_rows: int, vocab: int, *, is_aligned: bool = True) -> Launch | None
         raise ValueError(f"sampling: vocab is {vocab}, must be 1 to {MAX_VOCAB}")
     if num_rows == 0:
         return None
-    return Launch(_kernel(is_aligned and vocab % 4 == 0), (num_rows, 1, 1), (THREADS, 1, 1))
+    is_cluster = bool(max_clusters)
+    max_shared = max_shared or _LEAST_SHARED
+    found = []
+    for size, at_once in ((1, num_sms), *max_clusters):
+        is_resident = shared_bytes(vocab, size) <= max_shared
+        needed = shared_bytes(vocab, size, is_resident=is_resident)
+        tokens = -(-vocab // size) * (1 if is_resident else _FAR)
+        cost = -(-num_rows // at_once) * (tokens + (_MEETING if size > 1 else _ALONE))
+        found.append((cost, size, needed, is_resident))
+    _, size, needed, is_resident = min(found)
+    work_bytes = 0 if is_resident else num_rows * -(-vocab // 4) * 16
+    launch = Launch(
+        _kernel(is_cluster), (num_rows * size, 1, 1), (THREADS, 1, 1), needed, cluster=(size, 1, 1)
+    )  # fmt: skip
+    return Plan(launch, work_bytes)
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
-    for is_aligned in (True, False):
-        yield _kernel(is_aligned)
+    for is_cluster in (True, False):
+        yield _kernel(is_cluster)

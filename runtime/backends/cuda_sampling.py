@@ -13,10 +13,10 @@ import numpy as np
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.checks import fail
-from runtime.backends.cuda_tensor import alignment, check_id_flag, id_flag, upload, upload_together
+from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.device.gpu import Gpu
-from runtime.dtype import float32, int32
+from runtime.dtype import float32, int32, uint8
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.sampling_table import PENALTIES
 from runtime.tensor.tensor import Tensor
@@ -32,10 +32,12 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     fields = upload_together([_as_tensor_type(array) for array in arrays], device)
     mask_address = 0 if mask is None else fields.pop().address
     has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
-    result = Tensor.empty((2, rows), int32, device)  # ids, statuses
+    result = Tensor.empty((2 * rows + 1,), int32, device)  # ids, statuses, whether an id was outside its table
     _launch(logits, [field.address for field in fields], mask_address, result.address, has_penalties)
-    token_ids, statuses = result.to("cpu").array
-    check_id_flag(device)
+    drawn = result.to("cpu").array
+    token_ids, statuses = drawn[:rows], drawn[rows : 2 * rows]
+    if drawn[2 * rows]:
+        check_id_flag(device)
     if (statuses == _sampling.BAD_ID).any():
         raise fail("sample", "params", f"name a token id outside the vocabulary of {vocab}")
     return SampledTokens(token_ids, statuses == _sampling.OK)
@@ -43,21 +45,24 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """See `ops.draw`."""
-    out, device = results.address, logits.device
-    _launch(logits, [field.address for field in fields], 0, out, has_penalties)
-    Gpu.of(device).copy(out + 8 * logits.shape[0], id_flag(device).address, 4)
+    _launch(logits, [field.address for field in fields], 0, results.address, has_penalties)
 
 
 def _launch(logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool) -> None:
-    """Draws ids and statuses, ``[2, rows]`` int32 at `out_address`, from at least one row."""
+    """Draws from at least one row: ids, statuses and the flag for bad ids, ``[2 rows + 1]`` int32 at `out_address`."""
     rows, vocab = logits.shape
-    work = Tensor.empty((rows, vocab), float32, logits.device)
+    gpu = Gpu.of(logits.device)
+    plan = _sampling.plan(
+        rows, vocab, max_clusters=gpu.max_clusters, num_sms=gpu.properties.num_sms,
+        max_shared=gpu.properties.shared_bytes_per_block,
+    )  # fmt: skip
+    assert plan is not None
+    work = Tensor.empty((plan.work_bytes,), uint8, logits.device) if plan.work_bytes else None
     counts = Tensor.empty((rows, vocab), int32, logits.device) if has_penalties else None
-    launch = _sampling.plan(rows, vocab, is_aligned=alignment(logits.address, work.address) >= 16)
-    assert launch is not None
-    Gpu.of(logits.device).launch(
-        launch, logits.address, *fields, mask_address, work.address, 0 if counts is None else counts.address,
-        out_address, out_address + 4 * rows, vocab, -(-vocab // 32),
+    gpu.launch(
+        plan.launch, logits.address, *fields, mask_address, 0 if work is None else work.address,
+        0 if counts is None else counts.address, out_address, out_address + 4 * rows, id_flag(logits.device).address,
+        out_address + 8 * rows, vocab, -(-vocab // 32),
     )  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogpr
         Tensor.empty((rows,), float32, device), Tensor.empty((rows,), int32, device),
         Tensor.empty((rows, top_n), int32, device), Tensor.empty((rows, top_n), float32, device),
     ]  # fmt: skip
-    launch = _logprobs.plan(rows, vocab, top_n, is_aligned=alignment(logits.address) >= 16)
+    launch = _logprobs.plan(rows, vocab, top_n)
     assert launch is not None
     Gpu.of(device).launch(launch, logits.address, ids.address, *(part.address for part in parts), vocab, top_n)
     return TopLogprobs(*(part.to("cpu").array for part in parts))

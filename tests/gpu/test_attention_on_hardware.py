@@ -20,6 +20,5 @@ test_nan_in_a_query_stays_in_its_row = on_hardware(exact.test_nan_in_a_query_sta
 test_large_scores = on_hardware(exact.test_large_scores_neither_overflow_nor_underflow)
 test_write_kv = on_hardware(kv_cache.test_write)
 test_write_of_every_half = on_hardware(kv_cache.test_write_of_every_half_precision_number)
-test_copy_pages = on_hardware(kv_cache.test_copy)
 test_rope = on_hardware(rope.test_rope_equals_float64)
 test_qkv_prepare = on_hardware(rope.test_qkv_prepare_equals_float64_and_the_cpu)

@@ -103,7 +103,9 @@ def test_static_offences_are_named(changes: dict[str, object], words: str) -> No
         ("gemv_bf16", "sm_90a", MachineFacts(), "late: no weight is loaded before the wait"),
         ("gemm_few_rows_bf16", "sm_120a", MachineFacts(), "late: no weight"), ("gemv_f32", "sm_80", MachineFacts(), ""),
         ("gemm_hopper_bf16", "sm_90a", MachineFacts(num_device_fences=1), "fences: 1 of the whole device"),
-        ("sample_bf16", "sm_90a", MachineFacts(num_device_fences=1), ""), ("gemv_bf16", "sm_90a", MachineFacts(8), ""),
+        ("sample_bf16", "sm_90a", MachineFacts(num_device_fences=1), ""),
+        ("sampling_block", "sm_80", MachineFacts(num_swaps=2), "swaps: 2 atomics"),
+        ("gemv_bf16", "sm_90a", MachineFacts(8), ""),
     ],
 )  # fmt: skip
 def test_offences_of_machine_code_are_named(name: str, arch: str, machine: MachineFacts, words: str) -> None:
@@ -121,6 +123,9 @@ def test_machine_code_is_read_in_its_order() -> None:
         (load + load + wait + meet, MachineFacts(2, 0, 1)),
     ):  # fmt: skip
         assert machine_facts(ptx, parse_machine_code(code)) == facts
+    adds = "/*0050*/ ATOMS.ADD R1, [R2], R3 ;\n/*0060*/ ATOMG.E.EXCH.STRONG.GPU PT, R1, desc[UR4][R2.64], R3 ;\n"
+    swaps = "/*0070*/ ATOMS.CAST.SPIN.64 P0, [R2], R4, R6 ;\n/*0080*/ ATOMG.E.CAS.STRONG.GPU PT, R1, [R2], R3, R4 ;\n"
+    assert machine_facts("", parse_machine_code(adds + swaps)) == MachineFacts(num_swaps=2)
     assert machine_facts("ld.global.b32 {}", parse_machine_code(load + meet.split("/*0040*/")[0])) == MachineFacts()
 
 
@@ -153,6 +158,15 @@ def test_blocks_of_a_cluster_meet_without_a_fence_of_the_device(name: str) -> No
     (facts,) = examine(kernel, ("sm_90a",), KernelCache(), nvdisasm_if_any())
     assert facts.machine is not None
     assert facts.machine.num_device_fences == 0
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+def test_a_draw_neither_swaps_nor_fences_the_device() -> None:
+    """By the machine code: 64-bit additions to shared memory would be loops."""
+    for name, arch in (("cluster", "sm_90a"), ("block", "sm_80")):
+        (kernel,) = (each for each in specialisations() if each.name == f"sampling_{name}")
+        (facts,) = examine(kernel, (arch,), KernelCache(), nvdisasm_if_any())
+        assert facts.machine == MachineFacts()
 
 
 def test_counted_offences_are_named() -> None:

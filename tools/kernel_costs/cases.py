@@ -6,7 +6,7 @@ A case whose access cannot be coalesced, or whose conflicts are part of what its
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -263,6 +263,11 @@ def _softmax(is_log: bool) -> Case:
 # What works on tokens
 
 _TOKENS, _VOCAB = 64, 4096
+_VOCABULARY = 151_936  # Qwen3's: the blocks of a cluster share its row
+_DRAWS: dict[str, dict[str, float]] = {
+    "greedy": {}, "temperature": {"temperature": 0.8}, "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+}  # fmt: skip
 
 
 def _tokens() -> Iterator[Case]:
@@ -288,7 +293,10 @@ def _tokens() -> Iterator[Case]:
         _write_kv,
     )  # fmt: skip
     logits = 4 * 4 * _VOCAB
-    yield Case("sampling top_k top_p", "sampling", f"4 x {_VOCAB}", Work(logits, 32, 8 * logits // 4), _sample)
+    of_row = Work(4 * _VOCABULARY, 12, 8 * _VOCABULARY)
+    for kind, numbers in _DRAWS.items():
+        run = functools.partial(_sample, numbers=numbers)
+        yield Case(f"sampling {kind}", "sampling", f"1 x {_VOCABULARY}", of_row, run)
     yield Case("logprobs top 5", "logprobs", f"4 x {_VOCAB}", Work(logits, 192, 8 * logits // 4), _logprobs)
 
 
@@ -336,14 +344,24 @@ def _write_kv(bench: Bench) -> None:
     bench.launch(launch, k, v, *_pages(bench), _TOKENS, _KV_HEADS, stride, stride)
 
 
-def _sample(bench: Bench) -> None:
-    params = SamplingArrays.neutral(4)
-    params.temperature[:], params.top_k[:], params.top_p[:] = 0.8, 50, 0.9
-    logits = bench.normal((4, _VOCAB), "f32")
+def _sample(bench: Bench, numbers: Mapping[str, float]) -> None:
+    params = SamplingArrays.neutral(1)
+    for name, value in numbers.items():
+        getattr(params, name)[:] = value
+    gpu = bench.gpu
+    plan = sampling.plan(
+        1, _VOCABULARY, max_clusters=gpu.max_clusters, num_sms=gpu.properties.num_sms,
+        max_shared=gpu.properties.shared_bytes_per_block,
+    )  # fmt: skip
+    assert plan is not None
+    logits = bench.put(3 * bench.rng.standard_normal(_VOCABULARY, dtype=np.float32))
     arrays = [bench.put(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
-    work, counts = (bench.empty(4 * 4 * _VOCAB) for _ in range(2))
-    tokens, statuses = bench.empty(16), bench.empty(16)
-    bench.launch(sampling.plan(4, _VOCAB), logits, *arrays, 0, work, counts, tokens, statuses, _VOCAB, -(-_VOCAB // 32))
+    work = bench.empty(plan.work_bytes) if plan.work_bytes else 0
+    results, flag = bench.empty(16), bench.put(np.zeros(1, np.int32))
+    bench.launch(
+        plan.launch, logits, *arrays, 0, work, 0, results, results + 4, flag, results + 8, _VOCABULARY,
+        -(-_VOCABULARY // 32),
+    )  # fmt: skip
 
 
 def _logprobs(bench: Bench) -> None:

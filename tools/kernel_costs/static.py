@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from numba_kernels.cuda import logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import few_rows, hopper, tensor_core
 from numba_kernels.cuda.registry import specialisations
@@ -24,6 +25,7 @@ from runtime.device.emulator.driver.occupancy import blocks_per_sm
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from tools.kernel_costs.machine_code import MachineInstruction, disassemble
 
+QWEN_VOCABULARY = 151_936
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 _PTXAS = re.compile(r"C75\d\d[^\n]*")  # remarks that it does worse than was asked of it: serialised wgmma and the like
@@ -45,11 +47,13 @@ class MachineFacts:
         num_early_loads: loads from device memory in front of griddepcontrol.wait, in the PTX.
         num_late_loads: how many of them ptxas has moved behind it.
         num_device_fences: fences of the whole device, in a kernel whose blocks meet in clusters.
+        num_swaps: atomics that compare and swap, which a loop repeats until nobody came between.
     """
 
     num_early_loads: int = 0
     num_late_loads: int = 0
     num_device_fences: int = 0
+    num_swaps: int = 0
 
 
 def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts:
@@ -63,7 +67,8 @@ def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts
         num_there = sum(opcode.startswith("LDG") for opcode in opcodes[: waits[0]])
     meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
     fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
-    return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0)
+    swaps = sum(opcode.startswith("ATOM") and ".CAS" in opcode for opcode in opcodes)
+    return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,6 @@ class StaticFacts:
             found += self._offences_of(self.machine)
         return [f"{self.kernel} on {self.arch}: {offence}" for offence in found]
 
-
     def _offences_of(self, machine: MachineFacts) -> list[str]:
         found = []
         if machine.num_late_loads:
@@ -123,6 +127,8 @@ class StaticFacts:
             found.append("late: no weight is loaded before the wait")
         if machine.num_device_fences and self.kernel.startswith("gemm"):
             found.append(f"fences: {machine.num_device_fences} of the whole device, in a product of clusters")
+        if machine.num_swaps:
+            found.append(f"swaps: {machine.num_swaps} atomics that are repeated until nobody comes between")
         return found
 
 
@@ -131,7 +137,7 @@ def can_depend(arch: str) -> bool:
     return model_of(arch).capability >= (9, 0)
 
 
-def dynamic_shared_bytes(specialisation: Specialisation) -> int:
+def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
     if name.startswith("gemm_tensor_core"):
@@ -142,6 +148,16 @@ def dynamic_shared_bytes(specialisation: Specialisation) -> int:
         return {str(tile): tile for tile in (*hopper.TILES, hopper.NARROW)}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):
         return flash_hopper.shared_bytes(constants["head_dim"])
+    if name.startswith("sampling"):
+        model = model_of(arch)
+        clusters = model.max_clusters if constants["is_cluster"] else ()
+        planned = sampling.plan(
+            1, QWEN_VOCABULARY, max_clusters=clusters, num_sms=model.num_sms, max_shared=model.shared_bytes_per_block
+        )
+        assert planned is not None
+        return planned.launch.shared_bytes
+    if name == "logprobs":
+        return logprobs.SHARED_BYTES
     if name.startswith(("attention_flash", "attention_decode")):
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
         if dtype == "f32":
@@ -159,11 +175,11 @@ def examine(
 
     Raises RuntimeError where its PTX has dynamic shared memory that `dynamic_shared_bytes` does not know of.
     """
-    dynamic = dynamic_shared_bytes(specialisation)
     found = []
     for arch in archs:
         if not is_meant_for(specialisation, arch):
             continue
+        dynamic = dynamic_shared_bytes(specialisation, arch)
         text = cache.get(specialisation, arch, is_ptx=True).image.rstrip(b"\0").decode()
         if bool(_DYNAMIC.search(text)) != bool(dynamic):
             raise RuntimeError(f"{specialisation.name}: {dynamic} bytes of dynamic shared memory, its PTX disagrees")

@@ -1,10 +1,8 @@
 """Reading and writing elements of f32, f16 or bf16 as float32, for kernels made by a factory over the dtype.
 
-    load, store = loader("bf16"), storer("bf16")      # load(pointer, index) -> float32; store(pointer, index, value)
     load8, store8 = vector_loader("bf16"), vector_storer("bf16")    # 8 neighbours at a 16-byte address, as a tuple
 
-Pointers are ``CPointer(float32)`` for f32 and ``CPointer(uint16)`` for the 16-bit formats (`pointer_type`); the vector
-forms take a uint64 address, and move 16 bytes: `VECTOR_WIDTH` elements.
+Addresses are uint64; the vector forms move 16 bytes: `VECTOR_WIDTH` elements.
 """
 
 from __future__ import annotations
@@ -22,45 +20,12 @@ ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
 
 
-def pointer_type(dtype: str) -> Any:
-    """The kernel argument's type for an array of this dtype. KeyError for no dtype of `DTYPES`."""
-    return types.CPointer({"f32": types.float32, "f16": types.uint16, "bf16": types.uint16}[dtype])
-
-
 _NARROW = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}
 _LOAD_ONE = {
     "f32": memory.load_f32,
     "f16": device_function(lambda address: convert.f32_from_f16(memory.load_b16(address))),
     "bf16": device_function(lambda address: convert.f32_from_bf16(memory.load_b16(address))),
 }
-
-
-@functools.cache
-def loader(dtype: str) -> Any:
-    """A device function ``(pointer, index) -> float32``."""
-    if dtype == "f32":
-        return device_function(lambda pointer, index: pointer[index])
-    widen = {"f16": convert.f32_from_f16, "bf16": convert.f32_from_bf16}[dtype]
-    return device_function(lambda pointer, index: widen(pointer[index]))
-
-
-@functools.cache
-def storer(dtype: str) -> Any:
-    """A device function ``(pointer, index, float32) -> None``, which rounds to nearest even."""
-    if dtype == "f32":
-
-        @device_function
-        def store(pointer, index, value):
-            pointer[index] = value
-
-        return store
-    narrow = _NARROW[dtype]
-
-    @device_function
-    def store_narrow(pointer, index, value):
-        pointer[index] = narrow(value)
-
-    return store_narrow
 
 
 @functools.cache

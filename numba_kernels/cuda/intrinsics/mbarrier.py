@@ -16,11 +16,10 @@ init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", "", "r r")
 fence_init = instruction("fence.mbarrier_init.release.cluster;")  # other blocks of the cluster and the TMA see it then
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r")
 arrive_expecting = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "", "r r")
-arrive_in_cluster = instruction("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", "", "r")
-"""At an address that `cluster.address_in` gave: the barrier of any block of the cluster."""
 arrive_read = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", "", "r")
-"""The same by who has only read (by `wgmma`, whose groups it has waited for): nothing that it wrote need be seen there,
-so that its writes are not waited for, as the release to a cluster would, with a fence of the whole device."""
+"""At an address that `cluster.address_in` gave: the barrier of any block of the cluster, by who has only read (by
+`wgmma`, whose groups it has waited for). Nothing that it wrote need be seen there, so that its writes are not waited
+for, as the release to a cluster would, with a fence of the whole device."""
 
 wait = instruction(
     "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "
@@ -28,10 +27,3 @@ wait = instruction(
     "",
     "r r",
 )
-wait_in_cluster = instruction(
-    "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; "
-    "@done bra DONE; bra AGAIN; DONE: }",
-    "",
-    "r r",
-)
-"""For a barrier at which other blocks of the cluster arrive."""

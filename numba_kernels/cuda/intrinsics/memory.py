@@ -40,6 +40,7 @@ store_4xb32 = instruction("st.global.v4.b32 [$0], {$1,$2,$3,$4};", "", "l rrrr")
 store_4xf32 = instruction("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 
 shared_load_b32 = instruction("ld.shared.b32 $0, [$1];", "r", "r")
+shared_load_2xb32 = instruction("ld.shared.v2.b32 {$0,$1}, [$2];", "rr", "r")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_load_4xb32 = instruction("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "r")
 shared_load_4xf32 = instruction("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "r")
@@ -54,13 +55,17 @@ shared_store_4xf32 = instruction("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", "", "r
 # Asynchronous copies of 16 bytes, global to shared; the third argument is how many bytes are read, the rest is zero.
 copy_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "", "r l r")
 copy_async_whole_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "r l")
-copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "r l r")
 copy_async_commit = instruction("cp.async.commit_group;")
 
 
 def copy_async_wait(num_pending: int) -> Any:
     """A function that waits until at most `num_pending` committed groups are still under way."""
     return instruction(f"cp.async.wait_group {num_pending};")
+
+generic_address = instruction(
+    "{ .reg .b64 wide; cvt.u64.u32 wide, $1; cvta.shared.u64 $0, wide; }", "l", "r", is_pure=True
+)
+"""The uint64 address, for loads and stores without a space, of a shared address."""
 
 
 @intrinsic

@@ -22,22 +22,19 @@ store_commit = instruction("cp.async.bulk.commit_group;")
 
 
 @functools.cache
-def load(rank: int, *, is_multicast: bool = False, has_policy: bool = False) -> Any:
-    """A function ``(target, map, barrier, [blocks,] [policy,] *coordinates)``.
+def load(rank: int, *, is_multicast: bool = False) -> Any:
+    """A function ``(target, map, barrier, [blocks,] *coordinates)``.
 
     `is_multicast`: to the same place of all blocks of the cluster whose bits are set in `blocks` (uint16), each of
-    whose barriers counts. `has_policy`: a cache policy (uint64, `cache_policy`).
+    whose barriers counts.
     """
-    extras = ["h"] * is_multicast + ["l"] * has_policy
-    at = ",".join(f"${3 + len(extras) + i}" for i in range(rank))
+    at = ",".join(f"${3 + is_multicast + i}" for i in range(rank))
     mask = ", $3" if is_multicast else ""
-    policy = f", ${3 + is_multicast}" if has_policy else ""
     text = (
         f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        f"{'.multicast::cluster' if is_multicast else ''}{'.L2::cache_hint' if has_policy else ''} "
-        f"[$0], [$1, {{{at}}}], [$2]{mask}{policy};"
+        f"{'.multicast::cluster' if is_multicast else ''} [$0], [$1, {{{at}}}], [$2]{mask};"
     )
-    return instruction(text, "", " ".join(["r", "l", "r", *extras, *"r" * rank]))
+    return instruction(text, "", " ".join(["r", "l", "r", *"h" * is_multicast, *"r" * rank]))
 
 
 @functools.cache
@@ -52,9 +49,3 @@ def store(rank: int) -> Any:
 def store_wait_read(num_pending: int) -> Any:
     """A function that waits until all but so many groups have read their shared memory."""
     return instruction(f"cp.async.bulk.wait_group.read {num_pending};")
-
-
-@functools.cache
-def cache_policy(kind: str) -> Any:
-    """A function ``() -> policy``: "evict_first" for what is read once, "evict_last" for what will come again."""
-    return instruction(f"createpolicy.fractional.L2::{kind}.b64 $0, 1.0;", "l", is_pure=True)

@@ -7,7 +7,7 @@ import pytest
 
 from numba_kernels.cuda import kv_cache
 from runtime.device.gpu import Gpu
-from tests.numba_kernels.cuda.harness import assert_equal, both_archs, get, numpy_dtype, put
+from tests.numba_kernels.cuda.harness import assert_equal, get, numpy_dtype, put
 
 DTYPES = ("f32", "f16", "bf16")
 # tokens, KV heads, head_dim, block size
@@ -69,26 +69,6 @@ def test_write_from_rows_of_a_wider_matrix(gpu: Gpu, dtype: str) -> None:
     assert_equal(get(gpu, blocks[3], pages.shape, dtype)[0, :, :6], qkv[:, 6:8].swapaxes(0, 1))
 
 
-@both_archs
-def test_copy(gpu: Gpu) -> None:
-    rng = np.random.default_rng(3)
-    for kv_heads, head_dim, block_size, dtype in ((1, 5, 8, "f16"), (2, 64, 16, "bf16"), (8, 128, 32, "f32")):
-        shape = 12, kv_heads, block_size, kv_cache.page_row(head_dim)
-        pages = rng.standard_normal((2, *shape)).astype(numpy_dtype(dtype))
-        for num_pairs in (1, 2, 5):
-            pairs = rng.permutation(12)[: 2 * num_pairs].reshape(num_pairs, 2).astype(np.int32)
-            blocks = [put(gpu, array) for array in (pages[0], pages[1], pairs)]
-            pieces = kv_cache.page_pieces(kv_heads, head_dim, block_size, dtype)
-            launch = kv_cache.plan_copy_pages(num_pairs, kv_heads, head_dim, block_size, dtype)
-            gpu.launch(launch, *(block.address for block in blocks), pieces)
-            for kind in range(2):
-                expected = pages[kind].copy()
-                expected[pairs[:, 1]] = pages[kind][pairs[:, 0]]
-                assert_equal(get(gpu, blocks[kind], shape, dtype), expected)
-
-
 def test_refuses_what_no_kernel_is_for() -> None:
     with pytest.raises(ValueError, match="head_dim is 257, must be 1 to 256"):
         kv_cache.plan_write_kv(1, 1, 257, 16, "f32")
-    with pytest.raises(ValueError, match="num_pairs is 0, must be 1 to 65535"):
-        kv_cache.plan_copy_pages(0, 1, 64, 16, "f32")

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 
 from runtime import ops
+from runtime.backends.sampling_checks import SAMPLING_FIELDS
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
+from runtime.dtype import int32
 from runtime.errors import InvalidArgumentError
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
@@ -79,3 +83,25 @@ def test_an_id_outside_the_embedding_is_found_at_the_next_draw() -> None:
     with pytest.raises(InvalidArgumentError, match="embedding: an id is outside the table"):
         ops.sample(rows, SamplingArrays.neutral(2))
     ops.sample(rows, SamplingArrays.neutral(2))
+
+
+def test_a_recorded_draw_is_one_kernel() -> None:
+    """It copies nothing: the kernel leaves the flag for bad ids behind the statuses."""
+    logits = Tensor.from_numpy(np.random.default_rng(4).standard_normal((3, VOCAB)).astype(np.float32)).to(DEVICE)
+    params = SamplingArrays.neutral(3)
+    arrays = [getattr(params, name) for name, _, _ in SAMPLING_FIELDS]
+    fields = [Tensor.from_numpy(each.view(np.int64) if each.dtype == np.uint64 else each) for each in arrays]
+    fields = [field.to(DEVICE) for field in fields]
+    results = Tensor.zeros(7, int32, DEVICE)
+    gpu = Gpu.of(logits.device)
+    graph = Graph.capture(gpu, lambda: ops.draw(logits, fields, results, has_penalties=False))
+    assert graph.num_nodes == len(graph.kernels) == 1
+    graph.replay()
+    assert results.to("cpu").array.tolist() == [*logits.to("cpu").array.argmax(1), 0, 0, 0, 0]
+    graph.release()
+    table = Tensor.ones((5, VOCAB), device=DEVICE)
+    ops.embedding(Tensor.from_numpy(np.array([1, 5], np.int32)).to(DEVICE), table)
+    ops.draw(logits, fields, results, has_penalties=False)
+    assert results.to("cpu").array[6] != 0
+    with pytest.raises(InvalidArgumentError, match="embedding: an id is outside the table"):
+        ops.check_ids(logits.device)
