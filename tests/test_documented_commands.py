@@ -55,8 +55,8 @@ SLOW = {
 
 ELSEWHERE = {
     "a GPU": (
-        "make chat DEVICE=cuda", "xserv bench allocator", "xserv bench kernels", "xserv bench profile",
-        "python -m tools.gpu_check", "python -m tools.tune_kernels",
+        "make chat DEVICE=cuda", "xserv bench allocator", "xserv bench kernels", "xserv bench loading",
+        "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
         "make serve", "xserv serve", "xserv serve --model …", "python tools/soak.py --minutes 10",
