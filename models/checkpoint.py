@@ -57,6 +57,7 @@ class StoredTensor(Protocol):
         dtype: of the elements as `array` gives them; None if it cannot.
         type_name: what the file calls the type.
         size_bytes: in the file.
+        block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
     """
 
     file: str
@@ -65,9 +66,13 @@ class StoredTensor(Protocol):
     dtype: DType | None
     type_name: str
     size_bytes: int
+    block_format: str | None
 
     def array(self) -> np.ndarray[Any, Any]:
         """The elements, as a view of the mapped file where they are stored so."""
+
+    def blocks(self) -> np.ndarray[Any, Any]:
+        """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
 
     def release(self) -> None:
         """Let go of the file's memory pages; reading it again reads the file again."""
@@ -128,6 +133,14 @@ class Checkpoint:
         """The elements, as a read-only view of the mapped file where they are stored so."""
         return self._tensors[name].array()
 
+    def block_format(self, name: str) -> str | None:
+        """ggml's name of the blocks that the tensor is stored in; None if it is stored element by element."""
+        return self._tensors[name].block_format
+
+    def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        """The bytes of the rows, `[rows, row bytes]`, of a matrix that has a `block_format`."""
+        return self._tensors[name].blocks()
+
     def release(self, name: str) -> None:
         self._tensors[name].release()
 
@@ -179,6 +192,8 @@ class Checkpoint:
 class SafetensorsTensor:
     """One tensor of a safetensors file; see `StoredTensor`."""
 
+    block_format: str | None = None
+
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.tensors[name]
         self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.dtype
@@ -188,6 +203,10 @@ class SafetensorsTensor:
     def array(self) -> np.ndarray[Any, Any]:
         """A read-only view of the mapped file."""
         return self._file.array(self.name)
+
+    def blocks(self) -> np.ndarray[Any, Any]:
+        """There are none."""
+        raise AssertionError(f"{self.name} is not stored in blocks")
 
     def release(self) -> None:
         """See `StoredTensor`."""

@@ -49,5 +49,13 @@ class DummyCheckpoint:
         array = np.multiply(steps, np.float32(_STD / _STD_OF_INT16), dtype=np.float32)
         return cast_array(array.reshape(shape), self._dtype)
 
+    def block_format(self, name: str) -> str | None:
+        """Elements are stored one by one."""
+        return None
+
+    def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        """There are none."""
+        raise AssertionError(f"{name} is not stored in blocks")
+
     def release(self, name: str) -> None:
         """Nothing is held."""

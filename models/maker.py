@@ -21,9 +21,10 @@ from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.dtype import DType, float16, float32
+from runtime.linear.format import GGML_FORMATS, WeightFormat
 from runtime.linear.linear import Linear
 from runtime.linear.options import LoadOptions, Split
-from runtime.linear.weight import LinearWeight, packed_bytes
+from runtime.linear.weight import BlockRows, LinearWeight, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
@@ -41,6 +42,10 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> DType: ...
 
     def array(self, name: str) -> Array: ...
+
+    def block_format(self, name: str) -> str | None: ...
+
+    def blocks(self, name: str) -> Array: ...
 
     def release(self, name: str) -> None: ...
 
@@ -119,6 +124,7 @@ class Maker(ABC):
         self.dtype = options.dtype or main_dtype
         self.max_positions = max_positions
         self._prefix = ""
+        self._source: TensorSource | None = None
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
 
@@ -181,6 +187,10 @@ class Maker(ABC):
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
         """
         if not is_tied:
+            if self._block_format(f"{self._prefix}{name}.weight", columns):
+                return self.linear(name, outputs=rows, inputs=columns).weight, self.linear(
+                    head, outputs=rows, inputs=columns
+                )
             table = self.table(f"{name}.weight", rows, columns)
             return table, self.linear(head, outputs=rows, inputs=columns)
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
@@ -202,6 +212,15 @@ class Maker(ABC):
     @abstractmethod
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
+
+    def _block_format(self, name: str, depth: int) -> WeightFormat | None:
+        """The format of blocks in which a stored matrix is kept as it is: on the cpu, whole, if nothing else is asked
+        for and there is a kernel for it."""
+        options = self.options
+        if self._source is None or options.dtype or options.format or options.num_ranks > 1:
+            return None
+        format = GGML_FORMATS.get(self._source.block_format(name) or "")
+        return None if format is None or options.device.kind != "cpu" or depth % format.split else format
 
     def _dtype_of(self, stored: DType) -> DType:
         """The type of a tensor that is stored in this one."""
@@ -245,7 +264,11 @@ class DeclaringMaker(Maker):
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
         kept = [
-            (count, self.options.format_of(stored[f"{name}.weight"]))
+            (
+                count,
+                self._block_format(f"{name}.weight", declaration.inputs)
+                or self.options.format_of(stored[f"{name}.weight"]),
+            )
             for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
         ]
         device = self.options.device
@@ -263,6 +286,8 @@ class DeclaringMaker(Maker):
 class LoadingMaker(Maker):
     """Makes the pieces from a source that fits the model's layout."""
 
+    _source: TensorSource
+
     def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource) -> None:
         super().__init__(options, max_positions, source.main_dtype())
         self._source = source
@@ -272,16 +297,23 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
+        def part(name: str, rows: slice, columns: slice) -> Tensor | BlockRows:
+            format = self._block_format(f"{name}.weight", declaration.inputs)
+            if format is None:
+                return matrix(name, rows, columns)
+            return BlockRows(self._source.blocks(f"{name}.weight")[rows], format, declaration.inputs)
+
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
             if declaration.is_transposed:
                 return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
             return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
 
-        weights, whole_rows, biases = [], [], []
+        weights: list[Tensor | BlockRows] = []
+        whole_rows, biases = [], []
         is_part = declaration.split == "inputs" and declaration.num_ranks > 1
         for name, rows, columns in declaration.parts:
-            weights.append(matrix(name, rows, columns))
-            if is_part and self.options.format_of(weights[-1].dtype).has_row_scales:
+            weights.append(part(name, rows, columns))
+            if is_part and self.options.format_of(self._source.dtype(f"{name}.weight")).has_row_scales:
                 whole_rows.append(matrix(name, rows, slice(None)))
             if declaration.adds_bias:
                 biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))

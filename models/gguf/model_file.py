@@ -108,17 +108,25 @@ class GgufWeight:
         self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.format.name
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes
+        self.block_format = entry.format.name if entry.format.decode and len(entry.shape) == 2 else None
         self._file, self._pairs_of, self._norm_offset = file, pairs_of, norm_offset
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
-        values = self._file.array(self.name)
-        if self._pairs_of:
-            pairs = values.reshape(-1, self._pairs_of // 2, 2, *self.shape[1:])
-            values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(self.shape)
+        values = self._in_halves(self._file.array(self.name))
         if self._norm_offset:
             values = values - values.dtype.type(self._norm_offset)
         return values
+
+    def blocks(self) -> Array:
+        """See `StoredTensor`."""
+        return self._in_halves(self._file.blocks(self.name))
+
+    def _in_halves(self, rows: Array) -> Array:
+        if not self._pairs_of:
+            return rows
+        pairs = rows.reshape(-1, self._pairs_of // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
     def release(self) -> None:
         """See `StoredTensor`."""

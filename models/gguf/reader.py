@@ -118,6 +118,15 @@ class GgufFile:
         array = np.frombuffer(self.mapping, np.uint8, tensor.size_bytes, tensor.begin)
         return array.reshape(*tensor.shape[:-1], -1)
 
+    def blocks(self, name: str) -> Array:
+        """`raw`, whose scales are finite. Raises `WeightsError` where one is not."""
+        tensor, raw = self.tensors[name], self.raw(name)
+        blocks = raw.view(tensor.format.layout)
+        for field in (field for field in ("d", "dmin") if field in (tensor.format.layout.names or ())):
+            if not (is_finite := np.isfinite(blocks[field])).all():
+                raise self._damaged(name, int(np.flatnonzero(~is_finite)[0]))
+        return raw
+
     def array(self, name: str) -> Array:
         """A tensor's elements: a read-only view of floats that are stored as such, else made anew in float32.
 
@@ -129,11 +138,7 @@ class GgufFile:
         if tensor.format.decode is None:
             return values if values.flags.aligned else values.copy()
         if not np.isfinite(values).all():
-            place = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise self.error(
-                f"tensor {name!r}: block {place // tensor.format.block} has a scale that is not finite;"
-                " the file is damaged: download it again"
-            )
+            raise self._damaged(name, int(np.flatnonzero(~np.isfinite(values))[0]) // tensor.format.block)
         return values
 
     def release(self, name: str) -> None:
@@ -145,6 +150,11 @@ class GgufFile:
         end = (tensor.begin + tensor.size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _damaged(self, name: str, block: int) -> WeightsError:
+        return self.error(
+            f"tensor {name!r}: block {block} has a scale that is not finite; the file is damaged: download it again"
+        )
 
     def error(self, message: str) -> WeightsError:
         """The error of this file."""

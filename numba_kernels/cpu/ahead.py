@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 
-def kernels_of(stored: str, is_int8: bool, block_size: int) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def kernels_of(
+    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = ()
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use.
 
     stored      what carries the bits of its weights and pages: "float32", "uint16" (bfloat16), "int16" (float16)
     is_int8     whether its matrices are made into int8
     block_size  tokens in a page
+    formats     ggml's, in whose blocks matrices are kept
     """
     from numba_kernels.cpu import (  # wakes the kernels
         activation,
         attention,
+        blocks,
         decode_inputs,
         embedding,
         linear,
@@ -32,7 +36,12 @@ def kernels_of(stored: str, is_int8: bool, block_size: int) -> Iterator[tuple[Ca
     matrices = np.uint8 if is_int8 else kind
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
-    for table in {kind, matrices, np.float32}:
+    in_blocks = [each for each, block in blocks.BLOCKS.items() if block.name in formats]
+    for each in in_blocks:
+        yield linear.linear_kernel, (each,)
+    if in_blocks:
+        yield panels.pack_kernel, (np.float32, np.float32)
+    for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
     yield attention.attention_kernel, (kind, attention.span_of(block_size))
     yield attention.group_starts_kernel, ()

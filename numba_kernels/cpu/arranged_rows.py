@@ -7,6 +7,8 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
     bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
+    ggml's blocks                 groups of X_GROUP elements: words of four int8, then ``[h]`` scales and ``[2, h]``
+                                  sums of the group's halves
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is neither finite, and so are its products.
@@ -17,6 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from numba_kernels.cpu.block_tile import X_ROW_WORDS, X_WORDS
+from numba_kernels.cpu.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.launch import float32_at, int32_at
 from numba_kernels.cpu.packed_words import (
     GROUP,
@@ -47,6 +51,8 @@ def operand_words(stored: type, depth: int) -> int:
     """Words that one row of x takes."""
     if stored is np.uint8:
         return -(-depth // GROUP) * GROUP_ROW_WORDS
+    if stored in BLOCKS:
+        return depth // X_GROUP * X_ROW_WORDS
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     words = -(-depth // elements)
     return words if _are_pairs(stored) else words * elements
@@ -54,7 +60,8 @@ def operand_words(stored: type, depth: int) -> int:
 
 def is_own_operand(stored: type, depth: int) -> bool:
     """True if a lone row of x, as it lies in memory, is what its tile reads."""
-    return stored is not np.uint8 and not _are_pairs(stored) and operand_words(stored, depth) == depth
+    is_rounded = stored is np.uint8 or stored in BLOCKS or _are_pairs(stored)
+    return not is_rounded and operand_words(stored, depth) == depth
 
 
 def _are_pairs(stored: type) -> bool:
@@ -107,3 +114,25 @@ def arrange_groups(x, depth, rows, target):
         else:
             transpose_words(quads, line, rows, GROUP_WORDS, target, rows * 4)
         target += GROUP_ROW_WORDS * rows * 4
+
+
+@njit(nogil=True)
+def arrange_blocks(x, depth, rows, target):
+    """A tile's quantised groups for weights in ggml's blocks."""
+    quads = block_on_stack()
+    line, half = LANES * 4, X_GROUP // 2
+    for element in range(0, depth, X_GROUP):
+        scales = float32_at(target + X_WORDS * rows * 4, rows)
+        sums = int32_at(target + (X_WORDS + 1) * rows * 4, 2 * rows)
+        for row in range(rows):
+            source = x + (row * depth + element) * 4
+            bits = largest_bits(np.float32, source, X_GROUP)
+            scales[row] = scale_of(bits)
+            inverse = inverse_of(bits)
+            for part in range(2):  # the words behind a half are zeros, which the next ones overwrite
+                at = quads + row * line + part * half
+                sums[part * rows + row] = quantize_words(
+                    np.float32, source + part * half * 4, half, inverse, np.int32(0), at
+                )
+        transpose_words(quads, line, rows, X_WORDS, target, rows * 4)
+        target += X_ROW_WORDS * rows * 4

@@ -15,6 +15,7 @@ from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.arranged_rows import ELEMENTS_A_WORD
+from numba_kernels.cpu.blocks import BLOCKS, row_reader
 from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at
 from numba_kernels.cpu.packed_words import ZERO_POINT
 from numba_kernels.cpu.scalars import load_f32
@@ -30,6 +31,8 @@ def embedding_kernel(stored: type) -> Kernel:
     ``is_added``. The table is ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are
     those of bytes. A ticket is some rows.
     """
+    if stored in BLOCKS:
+        return _block_kernel(stored)
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     is_int8 = stored is np.uint8
     panel_step = PANEL_COLUMNS * elements
@@ -68,5 +71,31 @@ def embedding_kernel(stored: type) -> Kernel:
                     out[word * elements + i] += element(a, index, first + word * panel_step + i)
             for i in range(width - whole_words * elements):
                 out[whole_words * elements + i] += element(a, index, first + whole_words * panel_step + i)
+
+    return Kernel(embedding, FIELDS)
+
+
+def _block_kernel(stored: type) -> Kernel:
+    """The same for panels of ggml's blocks."""
+    block, read_row = BLOCKS[stored], row_reader(stored)
+    elements, block_words = block.elements, block.words
+
+    def embedding(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        indices = int32_at(a.indices, a.num_rows)
+        start = ticket * a.rows_a_ticket
+        end = min(a.num_rows, start + a.rows_a_ticket)
+        for row in range(start, end):
+            if indices[row] < 0 or indices[row] >= a.table_rows:
+                a.status = BAD_INDEX
+                return
+        words = a.width // elements * block_words
+        for row in range(start, end):
+            index = np.int64(indices[row])
+            out = float32_at(a.out + row * a.width * 4, a.width)
+            if a.is_added == 0:
+                out[:] = 0.0
+            at = a.table + (index // PANEL_COLUMNS * words * PANEL_COLUMNS + index % PANEL_COLUMNS) * 4
+            read_row(at, a.width, a.multiplier, out)
 
     return Kernel(embedding, FIELDS)

@@ -12,6 +12,7 @@ Panels and operands (`operands`) come in words of 32 bits, neighbours in K. What
     bfloat16    two: a shift and a mask make them floats; or a pair for one vdpbf16ps, where the processor has it
     float16     two, widened by conversion
     int8        four, summed up in integers (`int8_tile`)
+    blocks      of ggml's formats: many words, scales among them (`block_tile`)
 
 A low tile waits for memory. It then takes several neighbouring panels at once: memory delivers several streams a little
 faster than one (4 streams: 7 to 10 % on a Xeon).
@@ -25,6 +26,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import simd
+from numba_kernels.cpu.block_tile import BlockSums, is_block
 from numba_kernels.cpu.int8_tile import Int8Sums
 from numba_kernels.cpu.simd import F32, I32, I64
 from numba_kernels.cpu.target import (
@@ -68,6 +70,7 @@ def gemm_tile(
         operands = dict(zip(f"{names} ahead step".split(), args[1:]))
         kind = stored.instance_type
         make_sums = Int8Sums if kind == types.uint8 else BF16Sums if kind == types.uint16 and ROUNDS_TO_BF16 else Sums
+        make_sums = BlockSums if is_block(kind) else make_sums
         done = builder.append_basic_block("tile.done")
         shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
         which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])

@@ -23,12 +23,15 @@ from numba_kernels.cpu import atomic
 from numba_kernels.cpu.arranged_rows import (
     ELEMENTS_A_WORD,
     GROUP_ROW_WORDS,
+    arrange_blocks,
     arrange_floats,
     arrange_groups,
     arrange_pairs,
     is_own_operand,
     operand_words,
 )
+from numba_kernels.cpu.block_tile import X_ROW_WORDS
+from numba_kernels.cpu.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
 from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, float32_at, new_array
 from numba_kernels.cpu.packed_words import GROUP_WORDS
@@ -95,9 +98,14 @@ def linear_kernel(stored: type) -> Kernel:
     K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
     """
-    elements = ELEMENTS_A_WORD[np.dtype(stored).name]
+    is_block = stored in BLOCKS
     is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
+    # So many elements of K take so many words of a column; K is cut at multiples of `span` words.
+    elements, unit_words = ELEMENTS_A_WORD.get(np.dtype(stored).name, 0), 1
     span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
+    if is_block:
+        elements, unit_words = BLOCKS[stored].elements, BLOCKS[stored].words
+        span, span_row_words = unit_words, elements // X_GROUP * X_ROW_WORDS
 
     @njit(nogil=True)
     @name_by_content
@@ -106,7 +114,9 @@ def linear_kernel(stored: type) -> Kernel:
         rows = min(a.tile_rows, a.num_rows - first)
         x = a.x + first * a.depth * 4
         target = a.operands + first * (-(-words // span)) * span_row_words * 4
-        if is_int8:
+        if is_block:
+            arrange_blocks(x, a.depth, rows, target)
+        elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
             arrange_pairs(x, a.depth, rows, words, target)
@@ -128,7 +138,7 @@ def linear_kernel(stored: type) -> Kernel:
         rows = last_row - first_row
         is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
         is_cut = a.num_segments > 1
-        step_words = max(1, a.step_elements // elements if is_cut else words)
+        step_words = max(1, a.step_elements // elements * unit_words if is_cut else words)
         num_steps = -(-words // step_words)
         longest = -(-num_steps // a.num_segments) * step_words
         num_blocks = 1 if is_lone else max(1, -(-longest // MAX_BLOCK_WORDS))
@@ -184,7 +194,7 @@ def linear_kernel(stored: type) -> Kernel:
         block = carray(arguments, 1)
         a = block[0]
         arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
-        words = -(-a.depth // elements)
+        words = -(-a.depth // elements) * unit_words
         if ticket < a.num_arranging:
             arrange(a, ticket, words)
             atomic.add(arranged, 1)

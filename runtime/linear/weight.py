@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from numba_kernels.cpu.blocks import BLOCKS
 from numba_kernels.cpu.launch import address_of
 from numba_kernels.cpu.panels import empty_panels, largest_of_rows, pack, panel_bytes
 from numba_kernels.cpu.pool import NUM_THREADS
@@ -20,7 +22,22 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
+_BLOCK_CLASSES = {block.name: stored for stored, block in BLOCKS.items()}
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """A matrix ``[N, K]`` in ggml's blocks: the bytes of its rows, ``[N, row bytes]``, as the file has them."""
+
+    raw: NDArray
+    format: WeightFormat
+    depth: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.raw.shape[0], self.depth
 
 
 class LinearWeight:
@@ -71,7 +88,7 @@ class PanelWeight(LinearWeight):
 
     def __init__(self, shape: tuple[int, int], format: WeightFormat, num_segments: int = 0) -> None:
         self.stored = stored_class(format)
-        self.panels = empty_panels(*shape, np.dtype(self.stored))
+        self.panels = empty_panels(*_panel_layout(*shape, format))
         columns = self.panels.shape[0] * PANEL_COLUMNS
         self.bias = np.zeros(columns, np.float32)
         self.scales = np.zeros(columns if format.is_quantized else 0, np.float32)
@@ -147,7 +164,15 @@ class RowWeight(LinearWeight):
 
 def stored_class(format: WeightFormat) -> Any:
     """The numpy class that carries an element's bits on the cpu."""
-    return STORED.get(format.element, format.element.numpy.type)
+    return _BLOCK_CLASSES.get(format.name) or STORED.get(format.element, format.element.numpy.type)
+
+
+def _panel_layout(width: int, depth: int, format: WeightFormat) -> tuple[int, int, np.dtype[Any]]:
+    """Columns, depth and type of the panels: of blocks, words that float32 carries."""
+    stored = stored_class(format)
+    return (width, BLOCKS[stored].words_of(depth), np.dtype(np.float32)) if stored in BLOCKS else (
+        width, depth, np.dtype(stored)
+    )  # fmt: skip
 
 
 def runs_of(parts: Sequence[tuple[int, WeightFormat]]) -> list[tuple[int, WeightFormat]]:
@@ -167,13 +192,13 @@ def packed_bytes(
     if device.kind != "cpu":
         return sum(kept.size_bytes(width, depth) + 4 * width * has_bias for width, kept in parts)
     return sum(
-        panel_bytes(width, depth, np.dtype(stored_class(kept)), has_scales=kept.is_quantized)
+        panel_bytes(*_panel_layout(width, depth, kept), has_scales=kept.is_quantized)
         for width, kept in runs_of(parts)
     )
 
 
 def prepare_linear(
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Sequence[Tensor | BlockRows],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     options: LoadOptions = DEFAULT_OPTIONS,
     *,
@@ -181,7 +206,8 @@ def prepare_linear(
     whole_rows: Sequence[Tensor] | None = None,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
-    several weights are joined over N without a copy between. On the cpu, weights of several types keep them.
+    several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
+    whole, with the options' default type, a weight may be in ggml's blocks.
 
     ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
@@ -194,12 +220,12 @@ def prepare_linear(
             different K, different types on a GPU, a bias of another size, biases of another number than weights, or
             whole rows that are missing, or not as many or as long as they must be.
     """
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    weights: list[Tensor | BlockRows] = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     if options.dtype is not None:
-        weights = [part.to(options.dtype) for part in weights]
+        weights = [part if isinstance(part, BlockRows) else part.to(options.dtype) for part in weights]
         whole_rows = None if whole_rows is None else [part.to(options.dtype) for part in whole_rows]
-    _check(weights, biases, options.device)
+    _check(weights, biases, options)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
@@ -213,9 +239,10 @@ def prepare_linear(
             weights, _whole_rows(weights, whole_rows, options) if needs_whole else None, joined_bias, options,
             options.num_segments(split),
         )  # fmt: skip
-    rows = Tensor.empty(shape, weights[0].dtype, options.device)
+    on_device = [part for part in weights if isinstance(part, Tensor)]
+    rows = Tensor.empty(shape, on_device[0].dtype, options.device)
     first = 0
-    for part in weights:
+    for part in on_device:
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
     rows.storage.freeze()
@@ -228,17 +255,23 @@ def prepare_linear(
 
 
 def _in_panels(
-    weights: list[Tensor], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions, num_segments: int
+    weights: list[Tensor | BlockRows], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions,
+    num_segments: int,
 ) -> LinearWeight:
     joined, first, parts = [], 0, zip(weights, whole_rows or weights, strict=True)
-    for width, kept in runs_of([(part.shape[0], options.format_of(part.dtype)) for part in weights]):
+    for width, kept in runs_of([(part.shape[0], _format_of(part, options)) for part in weights]):
         panels = PanelWeight((width, weights[0].shape[1]), kept, num_segments)
         panels.bias[:width] = bias[first : first + width]
         packed = 0
         while packed < width:
             part, whole = next(parts)
+            if isinstance(part, BlockRows):
+                words = BLOCKS[panels.stored].arranged(part.raw)
+                pack(panels.panels, panels.scales, words, packed, NUM_THREADS)
+                packed += part.shape[0]
+                continue
             largest = None
-            if whole is not part and kept.has_row_scales:
+            if isinstance(whole, Tensor) and whole is not part and kept.has_row_scales:
                 largest = largest_of_rows(whole.array.view(STORED[whole.dtype]))
             pack(panels.panels, panels.scales, part.array.view(STORED[part.dtype]), packed, NUM_THREADS, largest)
             packed += part.shape[0]
@@ -247,9 +280,15 @@ def _in_panels(
     return joined[0] if len(joined) == 1 else JoinedWeight(joined)
 
 
-def _whole_rows(weights: list[Tensor], given: Sequence[Tensor] | None, options: LoadOptions) -> list[Tensor] | None:
+def _format_of(part: Tensor | BlockRows, options: LoadOptions) -> WeightFormat:
+    return part.format if isinstance(part, BlockRows) else options.format_of(part.dtype)
+
+
+def _whole_rows(
+    weights: list[Tensor | BlockRows], given: Sequence[Tensor] | None, options: LoadOptions
+) -> list[Tensor] | None:
     """The whole rows where a format needs them."""
-    if not any(options.format_of(part.dtype).has_row_scales for part in weights):
+    if not any(_format_of(part, options).has_row_scales for part in weights):
         return None
     wanted = [(part.shape[0], part.shape[1] * options.num_ranks) for part in weights]
     if [part.shape for part in given or ()] != wanted:
@@ -257,7 +296,9 @@ def _whole_rows(weights: list[Tensor], given: Sequence[Tensor] | None, options: 
     return list(given or ())
 
 
-def _check(weights: list[Tensor], biases: list[Tensor | None], device: Device) -> None:
+def _check(weights: list[Tensor | BlockRows], biases: list[Tensor | None], options: LoadOptions) -> None:
+    device = options.device
+    first_type = next((part.dtype for part in weights if isinstance(part, Tensor)), None)
     if not weights:
         raise InvalidArgumentError("prepare_linear: weight is an empty sequence", param="weight")
     if len(biases) != len(weights) or (len(weights) > 1 and any(b is biases[0] and b is not None for b in biases[1:])):
@@ -265,6 +306,16 @@ def _check(weights: list[Tensor], biases: list[Tensor | None], device: Device) -
             f"prepare_linear: bias must hold one entry for each of {len(weights)} weights", param="bias"
         )
     for number, (part, bias) in enumerate(zip(weights, biases, strict=True)):
+        if isinstance(part, BlockRows):
+            if device.kind != "cpu" or options.dtype or options.format or options.num_ranks > 1 or (
+                part.shape[1] % part.format.split or part.shape[1] != weights[0].shape[1]
+            ):  # fmt: skip
+                raise InvalidArgumentError(
+                    f"prepare_linear: weight {number} is {part.format.name} {part.shape}, which {device} cannot keep"
+                    " so, whole, or beside the first",
+                    param="weight",
+                )
+            continue
         if part.ndim != 2 or part.dtype not in STORED:
             raise InvalidArgumentError(
                 f"prepare_linear: weight {number} is {part.dtype.name} {part.shape}, "
@@ -273,7 +324,7 @@ def _check(weights: list[Tensor], biases: list[Tensor | None], device: Device) -
             )
         for name, ours, first in (
             ("K", part.shape[1], weights[0].shape[1]),
-            ("dtype", part.dtype, part.dtype if device.kind == "cpu" else weights[0].dtype),
+            ("dtype", part.dtype, part.dtype if device.kind == "cpu" else first_type),
             ("device", part.device, CPU),
         ):
             if ours != first:

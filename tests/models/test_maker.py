@@ -49,6 +49,12 @@ class WatchedSource:
             self.most_held = set(self.held)
         return self._source.array(name)
 
+    def block_format(self, name: str) -> str | None:
+        return self._source.block_format(name)
+
+    def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        return self._source.blocks(name)
+
     def release(self, name: str) -> None:
         self.held.discard(name)
         self._source.release(name)
@@ -127,6 +133,12 @@ class ArraySource:
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         return self._tensors[name]
+
+    def block_format(self, name: str) -> str | None:
+        return None
+
+    def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        raise AssertionError(name)
 
     def release(self, name: str) -> None:
         """Nothing is held."""

@@ -2,8 +2,8 @@
 
 LLVM and numba keep 100 MB and more of what they have compiled from, as long as the process lives: neither a server nor
 its engine is to hold them. So the engine's process has its kernels compiled first. For the cpu, and with them the
-tokenizer's loops, `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE` is the process that does
-it, and ends; for a GPU, real or emulated, there are several (`compile_kernels`).
+tokenizer's loops, `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE [FORMATS]` is the process
+that does it, and ends; for a GPU, real or emulated, there are several (`compile_kernels`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import hashlib
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import tokenizer
 from models.config import load_dtype
 from models.hub import resolve_model
+from models.model_files import open_model
 from numba_kernels.cache_files import locked
 from runtime.device.device import Device
 from runtime.device.errors import CompileError
@@ -25,6 +27,7 @@ from runtime.dtype import STORED, DType, float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
+from runtime.linear.format import GGML_FORMATS
 
 logger = logging.getLogger("xserv.engine")
 
@@ -40,11 +43,14 @@ def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
     if device.kind != "cpu":
         _compile_kernels(model, config, device)
         return
-    kept = load_dtype(resolve_model(None if model is None else str(model))) or float32
+    path = resolve_model(None if model is None else str(model))
+    kept = load_dtype(path) or float32
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
         return
-    arguments = STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)
+    arguments = [STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)]
+    if config.dtype == "auto" and config.quantization == "none" and path.is_file():  # in GGUF
+        arguments += sorted(open_model(path).checkpoint().bytes_by_format().keys() & GGML_FORMATS.keys())
     done = marker(*arguments)
     if done is None or done.exists():
         return
@@ -93,7 +99,7 @@ def marker(*arguments: str) -> Path | None:
     return CODE_FOLDER / f"ahead-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
-def _compile_elsewhere(arguments: tuple[str, ...]) -> None:
+def _compile_elsewhere(arguments: Sequence[str]) -> None:
     command = [sys.executable, "-P", "-m", "runtime.engine.process.compile_ahead", *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
@@ -107,8 +113,8 @@ def main(*arguments: str) -> None:
     from numba_kernels.cpu.ahead import kernels_of
     from tokenizer.warm_up import warm_up
 
-    stored, is_int8, block_size = arguments
-    for factory, values in kernels_of(stored, bool(int(is_int8)), int(block_size)):
+    stored, is_int8, block_size, *formats = arguments
+    for factory, values in kernels_of(stored, bool(int(is_int8)), int(block_size), formats):
         factory(*values)
     warm_up()
     done = marker(*arguments)

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Ggml
 
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from tests.models.folders import write_tiny_qwen3
+from tests.models.gguf.files import write_gguf
+from tests.models.gguf.test_model import CONFIG, quantised_tensors
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,19 +26,19 @@ class Noted(launch.CFunction):
         made.add(function.__qualname__)
 launch.CFunction = Noted
 from runtime import LLM, SamplingParams
-folder, dtype, quantization, stored = sys.argv[1:]
+folder, dtype, quantization, stored, *formats = sys.argv[1:]
 params = [
     SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=1.0, max_tokens=4, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
 ]
 with LLM(
-    folder, device="cpu", dtype=dtype, quantization=quantization, load_format="dummy", skip_tokenizer_init=True,
-    kv_cache_bytes=1 << 22,
+    folder, device="cpu", dtype=dtype, quantization=quantization, load_format="auto" if formats else "dummy",
+    skip_tokenizer_init=True, kv_cache_bytes=1 << 22,
 ) as llm:
     llm.generate([[1, 2, 3] * 20, [4, 5]], params)
 used = frozenset(made)
 made.clear()
-for factory, arguments in ahead.kernels_of(stored, quantization == "int8", 16):
+for factory, arguments in ahead.kernels_of(stored, quantization == "int8", 16, formats):
     factory.cache_clear()
     factory(*arguments)
 assert len(used) >= 9, used
@@ -57,5 +60,13 @@ def test_a_model_uses_nothing_else(tmp_path: Path, family: str, dtype: str, quan
     else:
         write_gpt2_folder(tmp_path, Gpt2Shape(64, 2, 2, 259, 256))
     command = [sys.executable, "-c", _USED, str(tmp_path), dtype, quantization, stored]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_model_in_blocks_uses_nothing_else(tmp_path: Path) -> None:
+    blocks, _ = quantised_tensors(lambda name: Ggml.Q4_0)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: Ggml.Q4_0)
+    command = [sys.executable, "-c", _USED, str(path), "auto", "none", "float32", "Q4_0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -1,0 +1,120 @@
+"""Products with weights in ggml's blocks, against float64; numbers of the blocks by the `gguf` package.
+
+`test_tiles` runs this file under each kind of tile.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Ggml
+
+from numba_kernels.cpu.blocks import BLOCKS
+from runtime import ops
+from runtime.errors import InvalidArgumentError
+from runtime.linear.format import GGML_FORMATS
+from runtime.linear.options import LoadOptions
+from runtime.linear.weight import BlockRows, JoinedWeight, packed_bytes
+from tests.models.gguf.files import random_blocks
+from tests.numba_kernels.cpu.cases import normal, tensor
+from tests.oracles import ggml_blocks
+
+NAMES = list(GGML_FORMATS)
+SHAPES = [(1, 50, 256), (2, 17, 512), (3, 48, 256), (4, 5, 1024), (5, 100, 768), (6, 16, 256), (7, 200, 256)]
+SHAPES += [(13, 70, 768), (33, 49, 512), (130, 33, 512), (0, 10, 256)]
+
+
+def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple[BlockRows, np.ndarray]:
+    """A weight, and the floats that it stands for."""
+    raw = random_blocks(rng, Ggml[name], (width, depth), scale=0.05)
+    return BlockRows(raw, GGML_FORMATS[name], depth), gguf.dequantize(raw, Ggml[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_rows_and_tables(name: str) -> None:
+    """A row has the same bits alone; a row of a table is what the package makes of it."""
+    for rows, width, depth in SHAPES:
+        rng = np.random.default_rng([rows, width, depth])
+        weight, floats = blocks(rng, name, width, depth)
+        x, bias, residual = normal(rng, (rows, depth)), normal(rng, width), normal(rng, (rows, width))
+        x[:, : depth // 2] *= np.float32(0)
+        x[rows // 2 :] *= np.float32(1e4)
+        x[: rows // 4] *= np.float32(1e-12)
+        packed = ops.prepare_linear([weight], [tensor(bias)])
+        assert (packed.shape, packed.format) == ((width, depth), GGML_FORMATS[name])
+        out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
+        expected = ggml_blocks.linear(x, floats, bias, residual)
+        size = np.abs(expected).max(1, keepdims=True, initial=1.0)
+        assert (np.abs(out - expected) <= 2e-6 * size).all(), (rows, width, depth)
+        for row in {0, rows // 2, rows - 1} if rows else ():
+            one = slice(row, row + 1)
+            alone = ops.linear(tensor(x[one]), packed, residual=tensor(residual[one])).numpy()
+            np.testing.assert_array_equal(alone, out[one])
+        ids = np.arange(0, width, 7, dtype=np.int32)
+        np.testing.assert_array_equal(ops.embedding(tensor(ids), packed).numpy(), floats[ids])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_integers_do_not_overflow(name: str) -> None:
+    for byte in (0xFF, 0x80, 0x7F):
+        weight, _ = blocks(np.random.default_rng(0), name, 16, 512)
+        raw = weight.raw.reshape(16, -1, BLOCKS[ops.prepare_linear([weight]).stored].fields.itemsize).copy()
+        fields = raw.view(BLOCKS[ops.prepare_linear([weight]).stored].fields)
+        for field in fields.dtype.names:
+            if field in ("q", "high", "k"):
+                fields[field][..., 16 if field == "k" else 0 :] = np.array(byte, np.uint8).view(fields[field].dtype)
+        raw = raw.reshape(16, -1)
+        floats = gguf.dequantize(raw, Ggml[name])
+        x = np.ones((6, 512), np.float32)
+        x[3:] = -1
+        out = ops.linear(tensor(x), ops.prepare_linear([BlockRows(raw, GGML_FORMATS[name], 512)])).numpy()
+        expected = ggml_blocks.linear(x, floats)
+        assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+def test_parts_of_different_formats_beside_floats() -> None:
+    rng = np.random.default_rng(5)
+    parts = [blocks(rng, name, width, 512) for name, width in (("Q4_K", 40), ("Q4_K", 9), ("Q6_K", 33), ("Q8_0", 64))]
+    plain = normal(rng, (20, 512))
+    packed = ops.prepare_linear([*(weight for weight, _ in parts), tensor(plain)])
+    assert isinstance(packed, JoinedWeight)
+    assert [part.shape[0] for part in packed.parts] == [49, 33, 64, 20]
+    x = normal(rng, (5, 512))
+    out = ops.linear(tensor(x), packed).numpy()
+    expected = [ggml_blocks.linear(x, floats) for _, floats in parts] + [x.astype(np.float64) @ plain.T]
+    assert np.abs(out - np.concatenate(expected, 1)).max() <= 1e-5 * np.abs(np.concatenate(expected, 1)).max()
+    kept = [(49, GGML_FORMATS["Q4_K"]), (33, GGML_FORMATS["Q6_K"]), (64, GGML_FORMATS["Q8_0"])]
+    size = packed_bytes(kept, 512, packed.device, has_bias=False)
+    assert size == sum(part.size_bytes for part in packed.parts[:3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_mode_cuts_k_into_segments(name: str) -> None:
+    rng = np.random.default_rng(6)
+    weight, floats = blocks(rng, name, 40, 2560)
+    packed = ops.prepare_linear([weight], options=LoadOptions(exact=True), split="inputs")
+    assert packed.num_segments == 8
+    x = normal(rng, (9, 2560))
+    out = ops.linear(tensor(x), packed).numpy()
+    expected = ggml_blocks.linear(x, floats)
+    assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
+    np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])
+
+
+def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
+    weight, floats = blocks(np.random.default_rng(7), "Q4_K", 20, 256)
+    x = normal(np.random.default_rng(8), (3, 256))
+    x[1, 7] = np.nan
+    out = ops.linear(tensor(x), ops.prepare_linear([weight])).numpy()
+    assert not np.isfinite(out[1]).any()
+    np.testing.assert_allclose(out[::2], ggml_blocks.linear(x[::2], floats), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_keep_blocks() -> None:
+    weight, _ = blocks(np.random.default_rng(9), "Q4_K", 4, 256)
+    for options in (LoadOptions.parse(dtype="float32"), LoadOptions.parse(quantization="int8")):
+        with pytest.raises(InvalidArgumentError, match=r"weight 0 is Q4_K \(4, 256\), which cpu cannot keep so"):
+            ops.prepare_linear([weight], options=options)
+    with pytest.raises(InvalidArgumentError, match=r"weight 1 is Q4_K \(4, 256\), which"):
+        ops.prepare_linear([tensor(np.zeros((2, 512), np.float32)), weight])
