@@ -79,9 +79,9 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
         result = Tensor.zeros((tokens, heads * head_dim), q.dtype, q.device)
         workspace = gpu.allocate(plan.workspace_bytes)
         gpu.launch(
-            plan.attend,
-            *plan.attend_arguments(
-                q.address, k_cache.address, v_cache.address, result.address, workspace.address,
+            plan.launch,
+            *plan.arguments(
+                q.address, k_cache.address, v_cache.address, result.address, workspace.address, 0,
                 batch.query_start.address, batch.seq_lens.address, table.address, scale,
                 0 if sinks is None else sinks.address,
             ),

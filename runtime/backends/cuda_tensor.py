@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from runtime.device.allocator import DeviceBlock
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
+from runtime.device.stream import Stream
 from runtime.dtype import dtype_of_array
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.cast import cast_array
@@ -17,6 +19,7 @@ from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 
 _ALIGNMENT = 16
+_LEAST_ZEROS = 4096
 
 
 def upload(array: NDArray, device: Device) -> Tensor:
@@ -65,6 +68,19 @@ def id_flag(device: Device) -> Tensor:
 def _id_flag_of(gpu: Gpu) -> Tensor:
     """One for each that has been the device of its name: another's memory is of no use to it."""
     return upload(np.zeros(1, np.int32), gpu.device)
+
+
+def zeros(gpu: Gpu, count: int) -> int:
+    """The address of at least so many uint32 zeros, for kernels of the current stream that leave them zeros again."""
+    return _zeros_of(gpu, gpu.stream, max(_LEAST_ZEROS, 1 << (count - 1).bit_length())).address
+
+
+@functools.cache
+def _zeros_of(gpu: Gpu, stream: Stream, count: int) -> DeviceBlock:
+    """Kept for good, as graphs hold the address."""
+    block = gpu.allocator.allocate(4 * count, stream, is_redirected=False)
+    gpu.fill(block.address, 0, 4 * count, stream)
+    return block
 
 
 def check_id_flag(device: Device) -> None:

@@ -171,8 +171,11 @@ class Allocator:
         self._num_allocations = self._num_misses = 0
         self._num_driver_allocations = self._num_driver_frees = 0
 
-    def allocate(self, size_bytes: int, stream: Stream | None = None) -> DeviceBlock:
-        """Memory for work on `stream` (None: the device's own); its contents are not defined.
+    def allocate(
+        self, size_bytes: int, stream: Stream | None = None, *, is_redirected: bool = True
+    ) -> DeviceBlock:
+        """Memory for work on `stream` (None: the device's own); its contents are not defined. What is not to be
+        `redirect`ed outlives a graph's pool.
 
         Raises:
             InvalidArgumentError: for a size below 0.
@@ -186,7 +189,8 @@ class Allocator:
         with self._lock:
             if self._returned:
                 self._collect_returned()
-            pool = self._redirected.get(stream) or self._pools.get(stream) or self._new_pool(stream)
+            redirected = self._redirected.get(stream) if is_redirected else None
+            pool = redirected or self._pools.get(stream) or self._new_pool(stream)
             self._num_allocations += 1
             block = pool.take(size)
             if block is None:

@@ -82,7 +82,7 @@ def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, c
         sizes["tier"] = tier
         found = plan(**sizes)
         assert found.tier == tier
-        names.add(found.attend.specialisation.name)
+        names.add(found.launch.specialisation.name)
         return found
 
     monkeypatch.setattr(attention, "plan", forced)

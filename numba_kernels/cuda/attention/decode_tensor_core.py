@@ -30,7 +30,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import part_finder, record_place, records_leaver, scratch_bytes
+from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -119,7 +119,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     q_offset = scratch_bytes(threads)
     stages_offset = q_offset + num_rows * pitch
     find = part_finder(num_rows, keys_a_turn, threads, has_window)
-    place_of, leave_records = record_place(head_dim, num_rows), records_leaver(head_dim, num_rows)
+    place_of, combine = record_place(head_dim, num_rows), parts_combiner(dtype, head_dim, num_rows, threads, has_sinks)
     # The warps' results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks.
     result_pitch = (columns + 4) * 4
     statistics_offset = num_rows * result_pitch
@@ -144,8 +144,8 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, num_seqs, wanted, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
+        num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -353,7 +353,6 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         sync_block()
         if thread < uint32(num_rows) and uint32(first_row + thread) < rows:
             row = uint32(first_row + thread)
-            at_row = head_row(row, share, kv_head, num_q_heads, first_token)
             statistics = uint32(stages + uint32(statistics_offset) + thread * uint32(8))
             largest = MINUS_INFINITY
             for i in range(warps):
@@ -372,8 +371,6 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             else:
                 target = place_of(workspace, block, kv_head, num_kv_heads, thread)
                 store_2xf32(target + uint64(columns * 4), (largest, total))
-            if part == uint32(0) and workspace != uint64(0):
-                leave_records(workspace, at_row, block, kv_head, num_kv_heads, thread, num_parts)
             for i in range(warps):
                 at = uint32(stages + uint32(factors_offset + 4 * i) + thread * uint32(4 * warps))
                 shared_store_f32(at, shares[i] * common)
@@ -411,6 +408,11 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                             if uint32(column + uint32(j)) < uint32(head_dim):
                                 value[0] = values[j]
                                 store(target + uint64(uint32(column + uint32(j))) * uint64(2), value)
+        if num_parts > uint32(1):
+            combine(
+                scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
+                share, first_token, first_row, rows, thread,
+            )  # fmt: skip
 
     name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}_r{num_rows}{variant.suffix}"
     constants = {

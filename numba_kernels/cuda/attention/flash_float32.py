@@ -29,7 +29,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import part_finder, record_place, records_leaver, scratch_bytes
+from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -105,15 +105,16 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     p_offset = v_offset + keys * pitch
     p_pitch = weights_pitch(head_dim, is_split)
     find = part_finder(tile_rows, keys, THREADS, variant.has_window)
-    place_of, leave_records = record_place(head_dim, tile_rows), records_leaver(head_dim, tile_rows)
     q_offset = scratch_bytes(THREADS) if is_split else 0
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    place_of = record_place(head_dim, tile_rows)
+    combine = parts_combiner("f32", head_dim, tile_rows, THREADS, has_sinks)
     scaled = score_scaler(variant.softcap)
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, num_seqs, wanted, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
+        num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -265,8 +266,6 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             if row < rows:
                 at_row = head_row(row, share, kv_head, num_q_heads, first_token)
                 place = uint32(own_row + uint32(r))
-                if is_split and part == uint32(0) and tx == uint32(0) and workspace != uint64(0):
-                    leave_records(workspace, at_row, block, kv_head, num_kv_heads, place, num_parts)
                 if is_split and num_parts > uint32(1):
                     target = place_of(workspace, block, kv_head, num_kv_heads, place)
                     if tx == uint32(0):
@@ -282,6 +281,11 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
                         column = uint32(tx + uint32(16 * c))
                         if column < uint32(head_dim):
                             store_f32(target + uint64(column) * uint64(4), sums[r, c] * reciprocal)
+        if is_split and num_parts > uint32(1):
+            combine(
+                scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
+                share, first_token, first_row, rows, thread,
+            )  # fmt: skip
 
     tier = "decode" if is_split else "flash"
     constants = {

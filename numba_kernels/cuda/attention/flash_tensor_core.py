@@ -110,8 +110,8 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-        share, table_width, window, num_seqs, workspace_columns, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
+        num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()

@@ -11,8 +11,8 @@ Blocks lie in the order of sequences, then tiles, then parts.
 
 A block whose sequence is not cut writes its rows out. Others leave for each row a record of float32 in the workspace:
 the weighted values (not divided), then at `columns` the largest score and the sum; -inf and zeros for a part without
-keys. The block of the first part leaves where the row's records begin, and how many there are. The combine kernel
-brings the records to one scale and adds them in an order that depends on their number alone: deterministic.
+keys. Then a block counts itself in. The last one of a tile brings the tile's records to one scale, adds them in the
+order of parts, and writes the rows out: deterministic, whichever block it is.
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import cuda, float32, types, uint32, uint64
+from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
@@ -31,25 +31,20 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.tiles import tile_shape, visible_end, visible_first
+from numba_kernels.cuda.attention.tiles import head_row, sink_head, tile_shape, visible_end, visible_first
+from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer, quad_storer
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
-    load_2xb32,
     load_2xf32,
-    load_f32,
-    shared_address,
+    load_4xf32,
     shared_load_b32,
-    shared_load_f32,
     shared_store_b32,
-    shared_store_f32,
-    store_2xb32,
 )
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, sum_to_lane_u32
-from numba_kernels.cuda.specialisation import Specialisation
 
 UNIT_KEYS = 16
 MIN_PART_KEYS = 128  # fewer, and writing and combining the parts costs more than it gains
@@ -184,8 +179,7 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
 @functools.cache
 def record_place(head_dim: int, num_rows: int) -> Any:
     """A device function ``place(workspace, block, kv_head, num_kv_heads, row) -> address`` of a block's record of a row
-    of its tile. The workspace is records [blocks, KV heads, num_rows, record], then (first record, number of parts) of
-    each of the rows [T * Hq], two uint32 each."""
+    of its tile: the workspace is [blocks, KV heads, num_rows, record]."""
     record_bytes = uint64(record(head_dim) * 4)
 
     @device_function
@@ -196,127 +190,100 @@ def record_place(head_dim: int, num_rows: int) -> Any:
     return place
 
 
+def workspace_bytes(head_dim: int, num_rows: int, num_blocks: int, num_kv_heads: int) -> int:
+    """The records, as `record_place` says."""
+    return num_blocks * num_kv_heads * num_rows * record(head_dim) * 4
+
+
+_arrive = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "l r")  # beyond the limit comes 0
+
+
 @functools.cache
-def records_leaver(head_dim: int, num_rows: int) -> Any:
-    """A device function ``leave(workspace, at_row, block, kv_head, num_kv_heads, row, num_parts)`` for one row [T * Hq]
-    of a first part: where the row's records begin; `num_parts` 1 where it has none."""
-    rows_bytes = record(head_dim) * 4 * num_rows
+def parts_combiner(dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool) -> Any:
+    """A device function that all threads of a block call once they have written its records: where the block is the
+    last of its tile to do so, it writes the tile's rows out.
+
+    The arguments are addresses (`scratch`: of 4 shared bytes), then numbers as the tiers' kernels have them. `arrivals`
+    counts a tile's blocks, in uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.
+    """
+    columns = tile_shape("f32", head_dim).columns
+    warps, per_lane = threads // 32, -(-columns // 128)  # fours of columns
+    ahead = 16 // per_lane  # records that a warp has under way
+    record_bytes, item_bytes = uint64(record(head_dim) * 4), uint64(ITEM_BYTES[dtype])
+    place_of, store, store_four = record_place(head_dim, num_rows), elements_storer(dtype, 1), quad_storer(dtype)
+    is_whole, has_fours = columns % 128 == 0, head_dim % 4 == 0
 
     @device_function
-    def leave(workspace, at_row, block, kv_head, num_kv_heads, row, num_parts):
-        table = workspace + uint64(uint32(cuda.gridDim.x)) * uint64(num_kv_heads) * uint64(rows_bytes)
-        first = uint32(uint32(uint32(block * num_kv_heads) + kv_head) * uint32(num_rows) + row)
-        store_2xb32(table + at_row * uint64(8), (first, num_parts))
-
-    return leave
-
-
-def workspace_bytes(head_dim: int, num_rows: int, num_blocks: int, num_kv_heads: int, num_out_rows: int) -> int:
-    """Records and their table, as `record_place` says."""
-    return num_blocks * num_kv_heads * num_rows * record(head_dim) * 4 + -(-num_out_rows // 2) * 16
-
-
-WARPS = 4
-_AHEAD = 4  # records that a warp has under way
-
-
-@functools.cache
-def combine(dtype: str, head_dim: int, has_sinks: bool) -> Specialisation:
-    """A block combines one row of out: grid T * Hq. Each warp takes every fourth part.
-
-    Arguments: workspace, out [T * Hq, D], sinks [Hq] (0 without), num_records (blocks * KV heads * rows of a tile),
-    stride (KV heads * rows of a tile: records from one part to the next), num_q_heads.
-    """
-    columns, size = tile_shape("f32", head_dim).columns, record(head_dim)
-    per_lane = -(-columns // 32)
-    threads = WARPS * 32
-    own_columns = -(-columns // threads)
-    item_bytes, store = uint64(ITEM_BYTES[dtype]), elements_storer(dtype, 1)
-    is_whole = columns % 32 == 0
-    num_results, num_statistics = WARPS * per_lane * 32, 2 * WARPS
-
-    @cuda.jit
-    def kernel(workspace, out, sinks, num_records, stride, num_q_heads):
-        wait_for_previous_grid()
-        launch_dependents()
-        results = cuda.shared.array(num_results, float32)
-        statistics = cuda.shared.array(num_statistics, float32)
-        sums = cuda.local.array(per_lane, float32)
-        parts = cuda.local.array((_AHEAD, per_lane), float32)
-        maxima = cuda.local.array(_AHEAD, float32)
-        totals = cuda.local.array(_AHEAD, float32)
-        factors = cuda.local.array(WARPS, float32)
-        value = cuda.local.array(1, float32)
-        row = uint32(cuda.blockIdx.x)
-        record_bytes = uint64(size * 4)
-        first, num_parts = load_2xb32(workspace + uint64(num_records) * record_bytes + uint64(row) * uint64(8))
-        if num_parts < uint32(2):
-            return
-        thread = uint32(cuda.threadIdx.x)
-        lane = lane_index()
-        warp = uint32(thread >> uint32(5))
-        for i in range(per_lane):
-            sums[i] = float32(0)
-        largest = MINUS_INFINITY
-        total = float32(0)
-        part = warp
-        while part < num_parts:
-            for ahead in range(_AHEAD):
-                place = uint32(part + uint32(ahead * WARPS))
-                maxima[ahead] = MINUS_INFINITY
-                totals[ahead] = float32(0)
-                for i in range(per_lane):
-                    parts[ahead, i] = float32(0)
-                if place < num_parts:
-                    at = workspace + (uint64(first) + uint64(place) * uint64(stride)) * record_bytes
-                    maxima[ahead], totals[ahead] = load_2xf32(at + uint64(columns * 4))
-                    for i in range(per_lane):
-                        column = uint32(lane + uint32(32 * i))
-                        if is_whole or column < uint32(columns):
-                            parts[ahead, i] = load_f32(at + uint64(column) * uint64(4))
-            for ahead in range(_AHEAD):
-                highest = maximum_f32(largest, maxima[ahead])
-                origin = origin_of(highest)
-                kept = exp2(subtract(largest, origin))
-                factor = exp2(subtract(maxima[ahead], origin))
-                largest = highest
-                total = total * kept + totals[ahead] * factor
-                for i in range(per_lane):
-                    sums[i] = sums[i] * kept + parts[ahead, i] * factor
-            part = uint32(part + uint32(_AHEAD * WARPS))
-        base = shared_address(results)
-        own = uint32(base + (uint32(warp * uint32(per_lane * 32)) + lane) * uint32(4))
-        for i in range(per_lane):
-            shared_store_f32(uint32(own + uint32(128 * i)), sums[i])
-        of_warps = shared_address(statistics)
-        if lane == uint32(0):
-            shared_store_f32(uint32(of_warps + warp * uint32(8)), largest)
-            shared_store_f32(uint32(of_warps + warp * uint32(8) + uint32(4)), total)
+    def combine(
+        scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads, share,
+        first_token, first_row, rows, thread,
+    ):  # fmt: skip
+        first = uint32(block - part)
         sync_block()
-        largest = MINUS_INFINITY
-        for other in range(WARPS):
-            largest = maximum_f32(largest, shared_load_f32(uint32(of_warps + uint32(8 * other))))
-        origin = origin_of(largest)
-        total = float32(0)
-        for other in range(WARPS):
-            factor = exp2(subtract(shared_load_f32(uint32(of_warps + uint32(8 * other))), origin))
-            factors[other] = factor
-            total = total + shared_load_f32(uint32(of_warps + uint32(8 * other + 4))) * factor
-        share = reciprocal_of(total)
-        if has_sinks:
-            head = uint32(row - divide_u32(row, num_q_heads) * num_q_heads)
-            share = share_of_keys(largest, total, load_sink(sinks, head))
-        for i in range(own_columns):
-            column = uint32(thread + uint32(threads * i))
-            if column < uint32(head_dim):
-                result = float32(0)
-                for other in range(WARPS):
-                    place = uint32(base + (uint32(other * per_lane * 32) + column) * uint32(4))
-                    result = result + shared_load_f32(place) * factors[other]
-                value[0] = result * share
-                store(out + (uint64(row) * uint64(head_dim) + uint64(column)) * item_bytes, value)
+        if thread == uint32(0):
+            tile = arrivals + (uint64(first) * uint64(num_kv_heads) + uint64(kv_head)) * uint64(4)
+            shared_store_b32(scratch, _arrive(tile, uint32(num_parts - uint32(1))))
+        sync_block()
+        is_last = uint32(shared_load_b32(scratch) + uint32(1)) == num_parts
+        lane = lane_index()
+        sums = cuda.local.array((per_lane, 4), float32)
+        values = cuda.local.array((ahead, per_lane, 4), float32)
+        maxima = cuda.local.array(ahead, float32)
+        totals = cuda.local.array(ahead, float32)
+        value = cuda.local.array(1, float32)
+        stride = uint64(num_kv_heads) * uint64(num_rows) * record_bytes
+        own_row = uint32(thread >> uint32(5))
+        while is_last and own_row < uint32(num_rows) and uint32(first_row + own_row) < rows:
+            at = place_of(workspace, first, kv_head, num_kv_heads, own_row)
+            for i in range(per_lane):
+                for j in range(4):
+                    sums[i, j] = float32(0)
+            largest = MINUS_INFINITY
+            total = float32(0)
+            index = uint32(0)
+            while index < num_parts:
+                for a in range(ahead):
+                    maxima[a] = MINUS_INFINITY
+                    totals[a] = float32(0)
+                    for i in range(per_lane):
+                        for j in range(4):
+                            values[a, i, j] = float32(0)
+                    if uint32(index + uint32(a)) < num_parts:
+                        maxima[a], totals[a] = load_2xf32(at + uint64(columns * 4))
+                        for i in range(per_lane):
+                            column = uint32(uint32(lane * uint32(4)) + uint32(128 * i))
+                            if is_whole or column < uint32(columns):
+                                loaded = load_4xf32(at + uint64(column) * uint64(4))
+                                for j in range(4):
+                                    values[a, i, j] = loaded[j]
+                    at += stride
+                for a in range(ahead):
+                    highest = maximum_f32(largest, maxima[a])
+                    origin = origin_of(highest)
+                    kept = exp2(subtract(largest, origin))
+                    factor = exp2(subtract(maxima[a], origin))
+                    largest = highest
+                    total = total * kept + totals[a] * factor
+                    for i in range(per_lane):
+                        for j in range(4):
+                            sums[i, j] = sums[i, j] * kept + values[a, i, j] * factor
+                index = uint32(index + uint32(ahead))
+            row = uint32(first_row + own_row)
+            scale = reciprocal_of(total)
+            if has_sinks:
+                scale = share_of_keys(largest, total, load_sink(sinks, sink_head(row, share, kv_head)))
+            target = out + head_row(row, share, kv_head, num_q_heads, first_token) * uint64(head_dim) * item_bytes
+            for i in range(per_lane):
+                column = uint32(uint32(lane * uint32(4)) + uint32(128 * i))
+                if has_fours:
+                    if column < uint32(head_dim):
+                        scaled = sums[i, 0] * scale, sums[i, 1] * scale, sums[i, 2] * scale, sums[i, 3] * scale
+                        store_four(target + uint64(column) * item_bytes, scaled)
+                else:
+                    for j in range(4):
+                        if uint32(column + uint32(j)) < uint32(head_dim):
+                            value[0] = sums[i, j] * scale
+                            store(target + uint64(uint32(column + uint32(j))) * item_bytes, value)
+            own_row = uint32(own_row + uint32(warps))
 
-    name = f"attention_combine_{dtype}_d{head_dim}{'_sinks' if has_sinks else ''}"
-    argument_types = (types.uint64, types.uint64, types.uint64, types.uint32, types.uint32, types.uint32)
-    constants = {"dtype": dtype, "head_dim": head_dim, "has_sinks": has_sinks}
-    return Specialisation(name, kernel, argument_types, threads, constants=constants)
+    return combine

@@ -30,44 +30,37 @@ _MAX_GRID_YZ = 65535
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The launches of one batch's attention, the same for all layers of equal shape.
+    """The launch of one batch's attention, the same for all layers of equal shape.
 
     Attributes:
         tier: of `TIERS`.
-        attend: the first launch. Arguments: `attend_arguments`.
-        combine: the second, where sequences are split; else None. Arguments: `combine_arguments`.
-        workspace_bytes: device memory that both need, 16-byte aligned; 0 for none. For the naive tier it ends as the
+        launch: its arguments are `arguments`.
+        workspace_bytes: device memory that it needs, 16-byte aligned; 0 for none. For the naive tier it ends as the
             softmax weights, float32 [num_tokens, num_q_heads, workspace_columns].
         workspace_columns: weights a row (naive), blocks that a KV head's keys are to be cut into (decode), or 1.
         shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, num_seqs, as the kernels take them.
-        num_records, record_stride: of the parts (`parts.combine`); 0 where there is no combine.
+        num_arrivals: uint32 of device memory that are zeros before the launch, and after it; 0 for none.
     """
 
     tier: str
-    attend: Launch
-    combine: Launch | None
+    launch: Launch
     workspace_bytes: int
     workspace_columns: int
     shape: tuple[int, int, int, int, int, int]
-    num_records: int = 0
-    record_stride: int = 0
+    num_arrivals: int = 0
 
-    def attend_arguments(
-        self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, query_start: int, seq_lens: int,
-        block_tables: int, scale: float, sinks: int = 0,
+    def arguments(
+        self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
+        seq_lens: int, block_tables: int, scale: float, sinks: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace and sinks 0 where none are needed), and the scale of the scores, in the kernel's
-        order."""
+        """All addresses (workspace, arrivals and sinks 0 where none are needed), and the scale of the scores, in the
+        kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
-            q, k_cache, v_cache, out, workspace, sinks, query_start, seq_lens, block_tables, num_q_heads, num_kv_heads,
-            num_q_heads // num_kv_heads, table_width, window, num_seqs, self.workspace_columns,
+            q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
+            num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs, self.workspace_columns,
             scale * math.log2(math.e),
         )  # fmt: skip
-
-    def combine_arguments(self, workspace: int, out: int, sinks: int = 0) -> tuple[int, ...]:
-        """For the second launch."""
-        return workspace, out, sinks, self.num_records, self.record_stride, self.shape[1]
 
 
 def plan(
@@ -91,10 +84,10 @@ def plan(
     num_blocks: int | None = None,
     tier: str | None = None,
 ) -> AttentionPlan:
-    """The launches for a batch of at least one token.
+    """The launch for a batch of at least one token.
 
     `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
-    counts the keys that a query sees, its own included. With `has_sinks` the launches take the address of float32
+    counts the keys that a query sees, its own included. With `has_sinks` the launch takes the address of float32
     [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
     the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
 
@@ -142,7 +135,7 @@ def plan(
         kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
         columns = max(1, max_seq_len)
-        return AttentionPlan(tier, attend, None, num_tokens * num_q_heads * columns * 4, columns, shape)
+        return AttentionPlan(tier, attend, num_tokens * num_q_heads * columns * 4, columns, shape)
     if tier == "flash_hopper":
         if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
             raise ValueError(
@@ -155,7 +148,7 @@ def plan(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
             num_sms=num_sms,
         )  # fmt: skip
-        return AttentionPlan(tier, attend, None, 0, 1, shape)
+        return AttentionPlan(tier, attend, 0, 1, shape)
     if tier == "flash":
         if dtype == "f32":
             kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
@@ -167,7 +160,7 @@ def plan(
             kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
             shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
-        return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), None, 0, 1, shape)
+        return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), 0, 1, shape)
 
     if dtype == "f32":
         num_rows = flash_float32.num_rows(head_dim, True)
@@ -183,12 +176,9 @@ def plan(
     blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
     if not wanted:
-        return AttentionPlan(tier, attend, None, 0, 1, shape)
-    combine_rows = num_tokens * num_q_heads
-    combine = Launch(parts.combine(dtype, head_dim, has_sinks), (combine_rows, 1, 1), (parts.WARPS * 32, 1, 1))
-    workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads, combine_rows)
-    stride = num_kv_heads * num_rows
-    return AttentionPlan(tier, attend, combine, workspace_bytes, wanted, shape, blocks * stride, stride)
+        return AttentionPlan(tier, attend, 0, 1, shape)
+    workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads)
+    return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, blocks * num_kv_heads)
 
 
 def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
@@ -213,7 +203,6 @@ def specialisations() -> Iterator[Specialisation]:
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
     yield naive.naive(dtype, head_dim, 16, variant)
-    yield parts.combine(dtype, head_dim, variant.has_sinks)
     if dtype == "f32":
         yield flash_float32.flash_float32(head_dim, 16, False, variant)
         yield flash_float32.flash_float32(head_dim, 16, True, variant)

@@ -53,6 +53,7 @@ ARGUMENT_TYPES = (
     types.uint64,  # v_cache
     types.uint64,  # out [T, Hq * D]
     types.uint64,  # workspace (float32; 0 where the plan wants none)
+    types.uint64,  # arrivals, uint32, zeros between launches; 0 where the plan wants none
     types.uint64,  # sinks [Hq] float32; 0 for a kernel without
     types.CPointer(types.int32),  # query_start [S + 1]
     types.CPointer(types.int32),  # seq_lens [S]

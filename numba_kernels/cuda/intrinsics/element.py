@@ -86,6 +86,21 @@ def floats_loader(width: int) -> Any:
 
 
 @functools.cache
+def quad_storer(dtype: str) -> Any:
+    """A device function ``(address, 4 float32) -> None``; the address is a multiple of 4 elements."""
+    if dtype == "f32":
+        return memory.store_4xf32
+    pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
+    store = memory.store_2xb32
+
+    @device_function
+    def store_quad(address, values):
+        store(address, (pack(values[0], values[1]), pack(values[2], values[3])))
+
+    return store_quad
+
+
+@functools.cache
 def vector_storer(dtype: str) -> Any:
     """A device function ``(address, VECTOR_WIDTH float32 in a tuple or local array) -> None``; the address is a
     multiple of 16."""

@@ -81,10 +81,12 @@ class PagedBatch:
         at = workspace.address if workspace else 0
         sink_block = None if sinks is None else put(gpu, sinks)
         sinks_at = 0 if sink_block is None else sink_block.address
-        arguments = q, k_cache, v_cache, out.address, at, query_start, seq_lens, tables, scale, sinks_at
-        gpu.launch(plan.attend, *plan.attend_arguments(*arguments))
-        if plan.combine is not None:
-            gpu.launch(plan.combine, *plan.combine_arguments(at, out.address, sinks_at))
+        arrivals = put(gpu, np.zeros(plan.num_arrivals, np.uint32))
+        arguments = (
+            q, k_cache, v_cache, out.address, at, arrivals.address, query_start, seq_lens, tables, scale, sinks_at,
+        )  # fmt: skip
+        gpu.launch(plan.launch, *plan.arguments(*arguments))
+        assert not get(gpu, arrivals, plan.num_arrivals, np.uint32).any(), "arrivals must be zeros again"
         weights = None
         if plan.tier == "naive" and workspace is not None:
             weights = get(gpu, workspace, (*self.queries.shape[:2], plan.workspace_columns), np.float32)
