@@ -49,7 +49,7 @@ def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) 
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     for choice in gemm.candidates(product, machine):
         launch = gemm.plan(product, machine, choice.tier, choice.tile)
-        run = inputs.bind((launch, (*ready.operands, 0, 0, ready.out, m, n, k, 0)))
+        run = inputs.bind((launch, (*ready.operands, 0, 0, ready.out, m, n, k, 0, *gemm.NO_SQUARES)))
         name = f"{choice.tier} {choice.tile}".strip()
         verify(gpu, case, ready, run, name)
         competitors[name], choices[name] = run, choice

@@ -7,6 +7,7 @@ import pytest
 from numba_kernels.cuda.gemm.hopper import ARCH
 from runtime.device.gpu import Gpu
 from tests.gpu.reuse import on_hardware
+from tests.numba_kernels.cuda import test_gemm_fused as fused
 from tests.numba_kernels.cuda import test_gemm_hopper as hopper
 from tests.numba_kernels.cuda import test_hopper_intrinsics as intrinsics
 
@@ -24,6 +25,9 @@ test_residual_in_place = on_hardware(hopper.test_residual_may_be_the_output_and_
 test_any_company = on_hardware(hopper.test_rows_have_the_same_bits_in_any_company_and_by_any_tile)
 test_nan = on_hardware(hopper.test_nan_stays_in_its_row)
 test_split = on_hardware(hopper.test_a_sum_split_among_a_cluster)
-test_glu = on_hardware(hopper.test_glu_of_both_halves)
+test_normalised_rows = on_hardware(fused.test_normalised_rows)
+test_squares_that_are_left = on_hardware(fused.test_squares_that_are_left)
+test_gated_units = on_hardware(fused.test_gated_units)
+test_exact_gated_rows = on_hardware(fused.test_exact_rows_have_the_same_bits_in_any_company)
 test_auto = on_hardware(hopper.test_auto_takes_it_for_many_rows)
 test_a_tile = on_hardware(intrinsics.test_a_tile_by_tma_and_wgmma)

@@ -38,7 +38,14 @@ def hopper_gemm(options: Options) -> Iterator[Case]:
         Wanted(1000, 4096, 4096, tile=tile, has_bias=bias, has_residual=residual)
         for tile in hopper.TILES for bias, residual in ((True, False), (False, True), (True, True))
     ))  # fmt: skip
-    yield from _checks(gpu, (Wanted(2048, 12288, 4096, activation=gate) for gate in hopper.GATES))
+    yield from _checks(gpu, (
+        Wanted(m, 12288, 4096, tile=tile, activation=gate)
+        for m, tile in ((2048, hopper.LARGE), (100, hopper.SMALL)) for gate in hopper.GATES
+    ))  # fmt: skip
+    yield from _checks(gpu, (
+        Wanted(m, 12288, 4096, tile=tile, parts=4, activation="silu")
+        for m, tile in ((64, hopper.NARROW), (128, hopper.SMALL))
+    ))  # fmt: skip
     yield from _checks(gpu, [Wanted(1999, 12280, 4088, activation="silu")])
     yield from _checks(gpu, (
         Wanted(m, n, k, tile=tile, parts=parts, has_residual=residual)
@@ -71,6 +78,7 @@ def gemm(options: Options) -> Iterator[Case]:
         Wanted(m, n, k, has_residual=(n, k) == (4096, 12288))
         for m in (1, 2, 4, 16, 33, 64) for n, k in (*SERVED, (24576, 4096))
     ))  # fmt: skip
+    yield from _checks(gpu, (Wanted(m, 12288, 4096, activation="silu") for m in (1, 2, 16, 33, 64, 128)))
     yield from _checks(gpu, (Wanted(m, 151936, 4096) for m in (1, 16)))
     yield from _checks(gpu, (Wanted(m, 4099, 4096, has_bias=True) for m in (1, 7, 63)))
     yield from _checks(gpu, (Wanted(m, 4096, 4096, exact=True) for m in (1, 5, 64, 300)))

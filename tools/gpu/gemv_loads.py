@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import Product, gemv, machine_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.cases import Inputs, numpy_dtype
@@ -47,7 +48,7 @@ def _times(options: Options, n: int, k: int) -> Result:
     chains: dict[str, Graph] = {}
     for kind, launch in launches(options, n, k).items():
         gpu.fill(out, 0xFF, 2 * n)
-        alone[kind] = inputs.bind((launch, (x, weights[0], 0, 0, out, 1, n, k, 0)))
+        alone[kind] = inputs.bind((launch, (x, weights[0], 0, 0, out, 1, n, k, 0, *gemm.NO_SQUARES)))
         alone[kind]()
         result = np.empty(n, numpy_dtype("bf16"))
         gpu.read(out, result)
@@ -55,7 +56,7 @@ def _times(options: Options, n: int, k: int) -> Result:
 
         def chain(launch: Launch = launch) -> None:
             for number in range(2 if options.is_quick else CHAIN):
-                gpu.launch(launch, x, weights[number % 2], 0, 0, out, 1, n, k, 0)
+                gpu.launch(launch, x, weights[number % 2], 0, 0, out, 1, n, k, 0, *gemm.NO_SQUARES)
 
         chains[kind] = Graph.capture(gpu, chain, is_chained=True)
     if len(set(found.values())) != 1 or np.isnan(result.astype(np.float32)).any():

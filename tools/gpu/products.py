@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,7 @@ def plan(gpu: Gpu, wanted: Wanted) -> Launch:
     )
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     launch: Launch | None
-    if wanted.activation:
-        both = replace(product, n=2 * wanted.n, epilogue=gemm.Epilogue())
-        launch = hopper.plan_gated(product, machine, hopper.plan_tile(both, machine, hopper.LARGE))
-    elif wanted.tile is None:
+    if wanted.tile is None:
         launch = gemm.plan(product, machine, wanted.tier)
     else:
         launch = hopper.plan_tile(product, machine, wanted.tile, wanted.parts)
@@ -90,7 +87,7 @@ def check_product(gpu: Gpu, wanted: Wanted, seed: int = 0) -> Result:
     out = inputs.empty(size_bytes + 256)
     gpu.fill(out, 0xFF, size_bytes + 256)
     terms = [0 if term is None else inputs.put(term) for term in (bias, residual)]
-    gpu.launch(launch, inputs.put(x), inputs.put(weight), *terms, out, m, n, k, 0)
+    gpu.launch(launch, inputs.put(x), inputs.put(weight), *terms, out, m, n, k, 0, *gemm.NO_SQUARES)
     found, behind = np.empty((m, n), out_type), np.empty(256, np.uint8)
     gpu.read(out, found)
     gpu.read(out + size_bytes, behind)

@@ -102,7 +102,7 @@ def _gemm(
         product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
         launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch, num_multiprocessors), tier)
         x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
-        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0)
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0, *gemm.NO_SQUARES)
 
     size = ITEM_BYTES[dtype]
     work = Work((m + n) * k * size, m * n * size, 2 * m * n * k, dtype != "f32")
@@ -125,8 +125,8 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
         launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch), "auto")
         x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
         sums, out = bench.empty(SEGMENTS * m * n * 4), bench.empty(m * n * 2)
-        bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0)
-        bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n)
+        bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0, *gemm.NO_SQUARES)
+        bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n, 0)
 
     work = Work((m + n) * k * 2, m * n * 2, 2 * m * n * k, True)
     rows = 16 if m <= 16 else 64
@@ -180,9 +180,9 @@ def _attention(
         out = bench.empty(tokens * num_heads * head_dim * size)
         workspace = bench.empty(plan.workspace_bytes) if plan.workspace_bytes else 0
         scale = head_dim**-0.5
-        bench.launch(plan.attend, *plan.attend_arguments(q, k, v, out, workspace, starts, lengths, tables, scale))
-        if plan.combine is not None:
-            bench.launch(plan.combine, *plan.combine_arguments(workspace, out))
+        arrivals = bench.put(np.zeros(max(1, plan.num_arrivals), np.uint32))
+        arguments = q, k, v, out, workspace, arrivals, starts, lengths, tables, scale
+        bench.launch(plan.launch, *plan.arguments(*arguments))
 
     seen = seqs * sum(context + 1 + query for query in range(queries))  # keys that queries see
     rows = tokens * num_heads * head_dim * size

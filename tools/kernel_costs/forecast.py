@@ -124,8 +124,8 @@ def modelled(model: GpuModel) -> dict[str, Band]:
 
     def prefill_ms(timing: Timing) -> tuple[float, str]:
         products = sum(product(2048, n, k, timing, is_dependent=True).seconds for n, k in QWEN3_8B.values())
-        activations = 2 * 2048 * (2 * 2 * 4096 + 6144 + 4096 + 2048)  # of the norms, and of what prepares q, k and v
-        small = 3 * timing.small_s(is_dependent=True) + activations / timing.of("cache_bandwidth")
+        activations = 2 * 2048 * (6144 + 4096 + 2048)  # of what prepares q, k and v
+        small = timing.small_s(is_dependent=True) + activations / timing.of("cache_bandwidth")
         head = Launched("gemv", blocks=4748, threads=256, is_dependent=True, weight_bytes=2 * 151936 * 4096)
         layer = products + prefill(2048, 32, 8, 128, timing).seconds + small
         return 1e3 * (36 * layer + streamed(head, timing).seconds), "tensor cores"
@@ -163,4 +163,4 @@ def decode_attention(seqs: int, length: int, model: GpuModel, facts_of: FactsOf 
         head_dim=128, table_width=length // 16, dtype="bf16", block_size=16, num_sms=model.num_sms, arch=model.arch,
         num_blocks=seqs * length // 16,
     )  # fmt: skip
-    return launched_of(plan.attend, {}, facts_of=facts_of), 2.0 * 2 * seqs * length * 8 * 128
+    return launched_of(plan.launch, {}, facts_of=facts_of), 2.0 * 2 * seqs * length * 8 * 128

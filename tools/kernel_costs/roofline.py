@@ -146,7 +146,7 @@ def launch_s(timing: Timing, launched: Launched, context: Context) -> float:
         return product(*launched.product, timing, is_dependent=launched.is_dependent).seconds
     if launched.weight_bytes:
         return streamed(launched, timing).seconds
-    if launched.name.startswith("attention") and "combine" not in launched.name:
+    if launched.name.startswith("attention"):
         return timing.attention_s(launched, context.kv_bytes)
     if launched.name.startswith("sampling"):
         return timing.draw_s(launched, context.draw_instructions)

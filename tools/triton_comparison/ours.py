@@ -67,7 +67,7 @@ def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int
     product = gemm.Product(work.m, work.n, work.k, "bf16")
     launch = gemm.plan(product, gemm.machine_of(num_multiprocessors=1), "tensor_core")
     assert launch is not None
-    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
+    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0, *gemm.NO_SQUARES)
     tile = str(launch.specialisation.constants["tile"]).split("_")[0]  # "128x128x32_s5"
     return launch.specialisation, tuple(map(int, tile.split("x")))
 
@@ -76,7 +76,7 @@ def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specia
     epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
     product = gemm.Product(work.m, work.n, work.k, "bf16", epilogue=epilogue)
     launch = hopper.plan_tile(product, gemm.machine_of(hopper.ARCH), tile)
-    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0)
+    bench.launch(launch, work.x, work.weight, 0, 0, work.y, work.m, work.n, work.k, 0, *gemm.NO_SQUARES)
     return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
 
 
@@ -89,11 +89,11 @@ def _flash(tier: str, bench: Bench, work: Prefill) -> tuple[Specialisation, tupl
     )  # fmt: skip
     starts = bench.put(np.array([0, work.length], np.int32))
     lengths = bench.put(np.array([work.length], np.int32))
-    arguments = (work.q, work.k, work.v, work.out, 0, starts, lengths, work.block_tables, work.head_dim**-0.5)
-    bench.launch(plan.attend, *plan.attend_arguments(*arguments))
+    arguments = (work.q, work.k, work.v, work.out, 0, 0, starts, lengths, work.block_tables, work.head_dim**-0.5)
+    bench.launch(plan.launch, *plan.arguments(*arguments))
     if tier == "flash_hopper":
-        return plan.attend.specialisation, (hopper_tiles.NUM_ROWS, hopper_tiles.hopper_tiles(work.head_dim).num_keys)
-    kernel = plan.attend.specialisation
+        return plan.launch.specialisation, (hopper_tiles.NUM_ROWS, hopper_tiles.hopper_tiles(work.head_dim).num_keys)
+    kernel = plan.launch.specialisation
     return kernel, (kernel.constants["num_rows"], kernel.constants["num_keys"])
 
 

@@ -16,7 +16,9 @@ A ladder of tiers, each in its own file, which says what it changes against the 
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 
-    x, weight, bias, residual, y, m, n, k, bias_is_f32
+    x, weight, bias, residual, y, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares
+
+The last four normalise x, and prepare y to be normalised (`epilogue`); `NO_SQUARES` where nothing is.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from types import ModuleType
 
 from numba_kernels.cuda import tables
 from numba_kernels.cuda.gemm import few_rows, gemv, hopper, naive, register, segments, tensor_core, tiled
+from numba_kernels.cuda.gemm.epilogue import NO_SQUARES
 from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
-    "INSTEAD", "TIERS", "Epilogue", "Machine", "Product", "candidates", "choose", "machine_of", "plan",
+    "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "candidates", "choose", "machine_of", "plan",
     "specialisations",
 ]  # fmt: skip
 
@@ -52,7 +55,6 @@ TIERS: dict[str, ModuleType] = {
 and perhaps
 
     tiles(product, machine) -> tuple[str, ...]  names worth measuring; then `plan` takes one, too
-    plan_gated(product, machine, plain)         for an epilogue with an activation
 
 Of tiers that take the same time, the first is chosen."""
 
@@ -92,10 +94,17 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
     both = replace(product, n=2 * product.n, epilogue=Epilogue())
     name, tile = (_choose(both, machine) if tier == "auto" else (_able(tier, both, machine), ""))
-    if not hasattr(TIERS[name], "plan_gated") or TIERS[name].why_not(product, machine):
+    chosen = TIERS[name]
+    if chosen.why_not(product, machine):
         return None
-    plain = plan(both, machine, name, tile)
-    return TIERS[name].plan_gated(product, machine, plain)
+    return chosen.plan(product, machine, tile) if tile else chosen.plan(product, machine)
+
+
+def square_columns(launch: Launch, n: int) -> int:
+    """How many of its n columns a launch adds up in each sum of squares that it can leave, where y, bias and residual
+    begin on 16-byte bounds; 0: it can leave none."""
+    columns: int = launch.specialisation.constants.get("square_columns", 0)
+    return 0 if not columns or n % (4 * columns) else columns
 
 
 def _able(tier: str, product: Product, machine: Machine) -> str:

@@ -1,4 +1,10 @@
-"""What every tier does with a finished sum: add bias and residual in float32, round once, store.
+"""What every tier does with a finished sum: scale its row, add bias and residual in float32, round once, store.
+
+A row is scaled where x is to be normalised first (RMSNorm, whose weights the matrix has taken in): the sums of x's row
+as it is, times ``1 / sqrt(mean of the row's squares + eps)``. `x_squares` is the address of float32 [m, x_parts] whose
+rows add up to the rows' sums of squares (0: nothing is scaled); 4 divides `x_parts`. In turn a tier whose kernels have
+"square_columns" among their constants leaves such an array for its output at `squares` (0: it does not), a sum for each
+so many columns. Every sum is added up in an order that depends on the sizes alone.
 
 Bias and residual are addresses, 0 where there is none. The residual has the output's dtype and may be the output
 itself: the thread that writes an element is the one that has read it. The bias is float32 or of the weight's dtype,
@@ -10,17 +16,26 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import types
+from numba import cuda, float32, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, quad_storer
+from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal, reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.warp import warp_sum
 
 DTYPE_PAIRS = (("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32"))
 """Of x and weight, and of the output."""
 
-# x, weight, bias, residual, out, m, n, k, bias_is_f32: the arguments of every kernel of the family.
-ARGUMENT_TYPES = (types.uint64,) * 5 + (types.uint32,) * 4
+scale_element = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
+"""``(element, its row's scale) -> product``, which joins no addition behind it: the same bits in all kernels."""
+
+# The arguments of every kernel of the family:
+# x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares.
+ARGUMENT_TYPES = (types.uint64,) * 5 + (types.uint32,) * 4 + (types.uint64, types.uint32, types.float32, types.uint64)
+NO_SQUARES = (0, 0, 0.0, 0)
+"""The last four where no row is scaled and no squares are left."""
 
 
 @functools.cache
@@ -66,22 +81,8 @@ def _element_storer(dtype: str) -> Any:
 
 
 @functools.cache
-def _quad_storer(dtype: str) -> Any:
-    if dtype == "f32":
-        return memory.store_4xf32
-    pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
-    store = memory.store_2xb32
-
-    @device_function
-    def store_quad(address, values):
-        store(address, (pack(values[0], values[1]), pack(values[2], values[3])))
-
-    return store_quad
-
-
-@functools.cache
 def finisher(dtype: str, out_dtype: str) -> Any:
-    """A device function that finishes the element at ``[row, column]`` of ``out [m, n]``."""
+    """A device function that finishes the element at ``[row, column]`` of ``out [m, n]``, and returns it unrounded."""
     load_bias, load_bias_f32 = element_loader(dtype), memory.load_f32
     load_residual, store = element_loader(out_dtype), _element_storer(out_dtype)
     bias_bytes, out_bytes = types.uint64(ITEM_BYTES[dtype]), types.uint64(ITEM_BYTES[out_dtype])
@@ -98,15 +99,17 @@ def finisher(dtype: str, out_dtype: str) -> Any:
         if residual != uint64(0):
             value += load_residual(residual + place)
         store(out + place, value)
+        return value
 
     return finish
 
 
 @functools.cache
 def quad_finisher(dtype: str, out_dtype: str) -> Any:
-    """A device function that finishes 4 neighbours of a row, where `can_finish_quads` holds and 4 divides `column`."""
+    """A device function that finishes 4 neighbours of a row, where `can_finish_quads` holds and 4 divides `column`. It
+    returns the sum of their squares."""
     load_bias, load_bias_f32 = quad_loader(dtype), memory.load_4xf32
-    load_residual, store = quad_loader(out_dtype), _quad_storer(out_dtype)
+    load_residual, store = quad_loader(out_dtype), quad_storer(out_dtype)
     bias_bytes, out_bytes = types.uint64(ITEM_BYTES[dtype]), types.uint64(ITEM_BYTES[out_dtype])
     uint64 = types.uint64
 
@@ -130,6 +133,7 @@ def quad_finisher(dtype: str, out_dtype: str) -> Any:
             c += before[2]
             d += before[3]
         store(out + place, (a, b, c, d))
+        return (a * a + b * b) + (c * c + d * d)
 
     return finish_quad
 
@@ -138,3 +142,115 @@ def quad_finisher(dtype: str, out_dtype: str) -> Any:
 def can_finish_quads(bias, residual, out, n):
     """Whether rows may be finished 4 elements at a time: 4 divides their length, and all lies on 16-byte bounds."""
     return (n & types.uint32(3)) | types.uint32((bias | residual | out) & types.uint64(15)) == types.uint32(0)
+
+
+@device_function
+def norm_scale(total, k, eps):
+    """The scale of a row of k elements from the sum of their squares."""
+    return reciprocal_sqrt(total * reciprocal(float32(k)) + eps)  # a division would be a call
+
+
+@device_function
+def scale_of_row(x_squares, row, x_parts, k, eps):
+    """By one thread alone; 1 where nothing is scaled."""
+    scale = float32(1.0)
+    if x_squares != types.uint64(0):
+        total = float32(0.0)
+        at = x_squares + types.uint64(row) * types.uint64(x_parts) * types.uint64(4)
+        part = types.uint32(0)
+        while part < x_parts:
+            a, b, c, d = memory.load_4xf32(at)
+            total += (a + b) + (c + d)
+            at += types.uint64(16)
+            part = types.uint32(part + types.uint32(4))
+        scale = norm_scale(total, k, eps)
+    return scale
+
+
+@functools.cache
+def scales_leaver(rows_at_once: int) -> Any:
+    """A device function that leaves the scales of ``rows`` rows from `first_row` on at a shared address, float32.
+
+    `num_warps` whole warps call it, each of which loads parts of that many rows at once. Those who read the scales wait
+    for a barrier first.
+    """
+    uint32, uint64 = types.uint32, types.uint64
+    load, store = memory.load_4xf32, memory.shared_store_f32
+
+    @device_function
+    def leave_scales(target, x_squares, first_row, rows, m, x_parts, k, eps, warp, num_warps, lane):
+        values = cuda.local.array((rows_at_once, 4), float32)
+        totals = cuda.local.array(rows_at_once, float32)
+        row = uint32(warp * uint32(32) + lane)
+        if x_squares == uint64(0):
+            while row < rows:
+                store(uint32(target + row * uint32(4)), float32(1.0))
+                row = uint32(row + num_warps * uint32(32))
+        else:
+            row = warp
+            while row < rows:
+                for i in range(rows_at_once):
+                    totals[i] = float32(0.0)
+                part = uint32(lane * uint32(4))
+                while part < x_parts:
+                    for i in range(rows_at_once):
+                        for e in range(4):
+                            values[i, e] = float32(0.0)
+                        inside = uint32(row + uint32(i) * num_warps)
+                        if inside < rows and uint32(first_row + inside) < m:
+                            place = uint64(uint32(first_row + inside)) * uint64(x_parts) + uint64(part)
+                            loaded = load(x_squares + place * uint64(4))
+                            for e in range(4):
+                                values[i, e] = loaded[e]
+                    for i in range(rows_at_once):
+                        totals[i] += (values[i, 0] + values[i, 1]) + (values[i, 2] + values[i, 3])
+                    part = uint32(part + uint32(128))
+                for i in range(rows_at_once):
+                    scale = norm_scale(warp_sum(totals[i]), k, eps)
+                    inside = uint32(row + uint32(i) * num_warps)
+                    if lane == uint32(0) and inside < rows:
+                        store(uint32(target + inside * uint32(4)), scale)
+                row = uint32(row + uint32(rows_at_once) * num_warps)
+
+    return leave_scales
+
+
+@device_function
+def _silu_gated(gate, up):
+    return gate * reciprocal(float32(1) + exp(-gate)) * up
+
+
+@device_function
+def _gelu_tanh_gated(gate, up):
+    twice = float32(2 * 0.7978845608028654)
+    return gate * reciprocal(float32(1) + exp(-gate * fma(gate * gate, twice * float32(0.044715), twice))) * up
+
+
+GATED = {"silu": _silu_gated, "gelu_tanh": _gelu_tanh_gated}
+"""Of a gated unit: device functions ``(gate, up) -> f(gate) * up``."""
+
+
+@functools.cache
+def quad_gater(activation: str) -> Any:
+    """A device function ``(4 gates, 4 ups, scale of both) -> 4 elements of a gated unit``."""
+    gated = GATED[activation]
+
+    @device_function
+    def gate_quad(gates, ups, scale):
+        return (
+            gated(scale_element(gates[0], scale), scale_element(ups[0], scale)),
+            gated(scale_element(gates[1], scale), scale_element(ups[1], scale)),
+            gated(scale_element(gates[2], scale), scale_element(ups[2], scale)),
+            gated(scale_element(gates[3], scale), scale_element(ups[3], scale)),
+        )
+
+    return gate_quad
+
+
+@device_function
+def scale_quad(values, scale):
+    """4 elements times their row's scale."""
+    return (
+        scale_element(values[0], scale), scale_element(values[1], scale),
+        scale_element(values[2], scale), scale_element(values[3], scale),
+    )  # fmt: skip

@@ -15,7 +15,8 @@ on their way count, and how few instructions bring them. So
   used: 16 loads of 16 bytes a lane, 8 KB a warp, which eight warps a multiprocessor make 64 KB on their way;
 - few columns leave too few warps. The sum over K is split into 1 to 8 streams of whole groups of 128, a warp each;
   warps of one stream and other columns share its x. At the end the sums meet in shared memory, and are added in the
-  order of the streams.
+  order of the streams;
+- of a gated unit a warp has 16 rows of the gate's half of the weight and the 16 of up's that belong to them.
 
 How K is split depends on (N, K) alone, and a row of x never meets another one: its sums have the same bits in any
 company of up to 64 rows. They are not those of the other tiers.
@@ -31,7 +32,18 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    GATED,
+    can_finish_quads,
+    finisher,
+    quad_finisher,
+    quad_gater,
+    scale_element,
+    scale_quad,
+    scales_leaver,
+)
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -39,6 +51,7 @@ from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -51,6 +64,7 @@ STEP = 32  # elements of K that a lane's 16 bytes are a quarter of
 STEPS = 4  # in registers
 GROUP = STEP * STEPS
 BLOCK_WARPS = 8
+SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
 MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
 
 
@@ -60,14 +74,18 @@ def _num_stages(row_tiles: int) -> int:
 
 
 def shared_bytes(row_tiles: int, num_streams: int) -> int:
-    """Bytes of a block's shared memory: x on its way in, or all warps' sums on their way out."""
+    """Bytes of a block's shared memory: scales of rows, and x on its way in, or all warps' sums on their way out."""
     staged_x = num_streams * _num_stages(row_tiles) * row_tiles * 16 * STEP * 2
-    return max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
+    return SCALES_BYTES + max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
+def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") -> Specialisation:
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
+    leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
+    is_gated = activation != ""
+    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
+    columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
     load_quad, load_sum, store_pair = memory.shared_load_4xf32, memory.shared_load_f32, memory.shared_store_2xf32
     num_stages = _num_stages(row_tiles)
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
@@ -144,12 +162,38 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
         if num_teams > uint32(1):
             sync_named(uint32(rank + uint32(1)), uint32(num_teams * uint32(32)))
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
-        shared = memory.shared_address(cuda.shared.array(0, uint32))
+    @device_function
+    def sum_quads(at, num_streams):
+        """Of 4 neighbours, over the streams."""
+        a, b, c, d = load_quad(at)
+        index = uint32(1)
+        while index < num_streams:
+            at = uint32(at + uint32(sums_bytes))
+            more = load_quad(at)
+            a += more[0]
+            b += more[1]
+            c += more[2]
+            d += more[3]
+            index += uint32(1)
+        return a, b, c, d
+
+    @device_function
+    def sum_elements(at, num_streams):
+        total = load_sum(at)
+        index = uint32(1)
+        while index < num_streams:
+            at = uint32(at + uint32(sums_bytes))
+            total += load_sum(at)
+            index += uint32(1)
+        return total
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        scales = memory.shared_address(cuda.shared.array(0, uint32))
+        shared = uint32(scales + uint32(SCALES_BYTES))
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         num_streams, num_teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         g, t = lane >> uint32(2), lane & uint32(3)
-        first_column = uint32(uint32(cuda.blockIdx.x) * uint32(num_teams * uint32(COLUMNS)))
+        first_column = uint32(uint32(cuda.blockIdx.x) * uint32(num_teams * uint32(columns)))
         row_bytes = uint64(k) * uint64(2)
 
         # This stream's part of K: whole groups, but for the last one of all.
@@ -161,7 +205,10 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
         # Rows of the weight beyond the last repeat it: their sums are never stored.
         rows = cuda.local.array(4, uint64)
         for r in range(4):
-            row = minimum_u32(uint32(first_column + team * uint32(COLUMNS) + uint32(8 * r) + g), uint32(n - uint32(1)))
+            row = uint32(first_column + team * uint32(columns) + uint32(8 * r % columns) + g)
+            row = minimum_u32(row, uint32(n - uint32(1)))
+            if 8 * r >= columns:
+                row = uint32(row + n)  # up's
             rows[r] = weight + uint64(row) * row_bytes + uint64(position * uint32(2) + t * uint32(16))
         weights = cuda.local.array(num_words, uint32)
         column = uint32(position + t * uint32(8))
@@ -185,6 +232,9 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
             copy_now_1(place, tile_step, x_stages, column, end, num_tiles, chosen)
             copy_now_2(place, tile_step, x_stages, column, end, num_tiles, chosen)
         launch_dependents()
+        warp = uint32(rank + num_streams * team)
+        if leaves_early:
+            leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
 
         x_words = cuda.local.array(num_x_words, uint32)
         sums = cuda.local.array(num_sums, float32)
@@ -214,6 +264,8 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
             place += uint64(GROUP * 2)
 
         wait_for_all()
+        if not leaves_early:
+            leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
         sync_block()
         tile = shared + (team * num_streams + rank) * uint32(sums_bytes) + g * uint32(COLUMNS * 4)
         for r in range(4):
@@ -223,49 +275,55 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int) -> Specialisation:
                     pair = sums[4 * (4 * j + r) + 2 * e], sums[4 * (4 * j + r) + 2 * e + 1]
                     store_pair(uint32(at + uint32((16 * j + 8 * e) * COLUMNS * 4)), pair)
         sync_block()
-        thread = lane + (rank + num_streams * team) * uint32(32)
-        block_columns = num_teams * uint32(COLUMNS)
+        block_columns = num_teams * uint32(columns)
         in_quads = can_finish_quads(bias, residual, out, n)
         item_columns = uint32(4) if in_quads else uint32(1)
         num_items = divide_u32(m * block_columns, item_columns)
-        item = thread
-        while item < num_items:
-            index = item * item_columns
+        first_item = uint32(warp * uint32(32))
+        while first_item < num_items:
+            item = uint32(first_item + lane)
+            index = uint32(item * item_columns)
             row, inside = divide_u32(index, block_columns), index & uint32(block_columns - uint32(1))
-            at = shared + (inside >> uint32(5)) * num_streams * uint32(sums_bytes) + row * uint32(COLUMNS * 4)
-            at += ((inside & uint32(31)) ^ flip_of(row)) << uint32(2)
-            if first_column + inside >= n:
-                pass
-            elif in_quads:
-                a, b, c, d = load_quad(uint32(at))
-                index = uint32(1)
-                while index < num_streams:
-                    at += uint32(sums_bytes)
-                    more = load_quad(uint32(at))
-                    a += more[0]
-                    b += more[1]
-                    c += more[2]
-                    d += more[3]
-                    index += uint32(1)
-                finish_quad(bias, bias_is_f32, residual, out, n, row, first_column + inside, (a, b, c, d))
-            else:
-                total = load_sum(uint32(at))
-                index = uint32(1)
-                while index < num_streams:
-                    at += uint32(sums_bytes)
-                    total += load_sum(uint32(at))
-                    index += uint32(1)
-                finish(bias, bias_is_f32, residual, out, n, row, first_column + inside, total)
-            item += uint32(BLOCK_WARPS * 32)
+            stream = shared + divide_u32(inside, uint32(columns)) * num_streams * uint32(sums_bytes)
+            at_row = uint32(stream + row * uint32(COLUMNS * 4))
+            place, flip = inside & uint32(columns - 1), flip_of(row)
+            at, at_up = uint32(at_row + ((place ^ flip) << uint32(2))), uint32(0)
+            if is_gated:
+                at_up = uint32(at_row + (((place + uint32(columns)) ^ flip) << uint32(2)))
+            column, total = uint32(first_column + inside), float32(0.0)
+            if item < num_items and column < n:
+                scale = load_sum(uint32(scales + row * uint32(4)))
+                if in_quads:
+                    values = sum_quads(at, num_streams)
+                    if is_gated:
+                        values = gate_quad(values, sum_quads(at_up, num_streams), scale)
+                    else:
+                        values = scale_quad(values, scale)
+                    total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
+                else:
+                    value = scale_element(sum_elements(at, num_streams), scale)
+                    if is_gated:
+                        value = gated(value, scale_element(sum_elements(at_up, num_streams), scale))
+                    finish(bias, bias_is_f32, residual, out, n, row, column, value)
+            if not is_gated and squares != uint64(0):
+                for i in range(3):  # 8 lanes have 32 columns
+                    total += shuffle_xor_f32(total, uint32(1 << i))
+                if (lane & uint32(7)) == uint32(0) and item < num_items:
+                    part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
+                    memory.store_f32(squares + part * uint64(4), total)
+            first_item = uint32(first_item + uint32(BLOCK_WARPS * 32))
 
     return Specialisation(
-        name=f"gemm_few_rows_{dtype}_{out_dtype}_{16 * row_tiles}",
+        name=f"gemm_few_rows_{dtype}_{out_dtype}_{16 * row_tiles}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 else 1,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "row_tiles": row_tiles},
-    )
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
+            "square_columns": 0 if is_gated else COLUMNS,
+        },
+    )  # fmt: skip
 
 
 def split(n: int, k: int) -> int:
@@ -278,7 +336,7 @@ def split(n: int, k: int) -> int:
 
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product; "" if it can."""
-    can_read = product.is_plain and product.x != "f32" and product.is_weight_layout and product.is_aligned
+    can_read = product.weight == product.x != "f32" and product.is_weight_layout and product.is_aligned
     if can_read and not product.exact and product.m <= MAX_ROWS:
         return ""
     return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
@@ -305,11 +363,11 @@ def seconds(product: Product, machine: Machine) -> float:
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     row_tiles = next(tiles for tiles in ROW_TILES if 16 * tiles >= product.m)
-    num_streams = split(product.n, product.k)
+    num_streams = split(product.weight_rows, product.k)
     num_teams = BLOCK_WARPS // num_streams
     return Launch(
-        _kernel(product.x, product.out, row_tiles),
-        (-(-product.n // (COLUMNS * num_teams)), 1, 1),
+        _kernel(product.x, product.out, row_tiles, product.epilogue.activation),
+        (-(-product.weight_rows // (COLUMNS * num_teams)), 1, 1),
         (32, num_streams, num_teams),
         shared_bytes=shared_bytes(row_tiles, num_streams),
     )
@@ -320,4 +378,5 @@ def specialisations() -> Iterator[Specialisation]:
     for dtype, out_dtype in DTYPE_PAIRS:
         if dtype != "f32":
             for row_tiles in ROW_TILES:
-                yield _kernel(dtype, out_dtype, row_tiles)
+                for activation in ("", *GATED) if out_dtype == dtype else ("",):
+                    yield _kernel(dtype, out_dtype, row_tiles, activation)

@@ -12,6 +12,9 @@ The more warps a team has, the more the sum over K is split; few columns need it
 the other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
 (`few_rows`).
 
+Of a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
+them, whose sums a shuffle brings to the gate's lanes. Squares of x's row are added up by the whole block.
+
 Threads: x lanes, y the warps of a team, z the teams of a block.
 """
 
@@ -23,13 +26,21 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    GATED,
+    element_loader,
+    finisher,
+    norm_scale,
+    scale_element,
+)
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -91,19 +102,21 @@ def _exchange(distance: int, num_sums: int) -> Any:
 
 @functools.cache
 def _kernel(
-    dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS))
+    dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS)), activation: str = ""
 ) -> Specialisation:
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
-    load_x, load_element = vector_loader(dtype), element_loader(dtype)
+    load_x, load_element, load_parts = vector_loader(dtype), element_loader(dtype), memory.load_4xf32
     *loaders, widen = _weight_loader(dtype)
     load_early, load_later = (loaders[which] for which in LOADS[loads])
-    columns = COLUMNS[rows]
+    columns, is_gated, gated = COLUMNS[rows], activation != "", GATED.get(activation)
+    out_columns = columns // 2 if is_gated else columns
+    leaves_squares = dtype != "f32" and not is_gated
     turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
     word = uint32 if is_aligned and dtype != "f32" else float32
     num_sums = rows * columns
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (_exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
-    partial_floats = BLOCK_WARPS * num_sums
+    partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
 
     def turn_loader(load_weights):
         @device_function
@@ -121,11 +134,12 @@ def _kernel(
 
     load_first_turn, load_turn = turn_loader(load_early), turn_loader(load_later)
 
-    def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
+        partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         team_warps = uint32(cuda.blockDim.y)
-        first_column = (uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.z) + team) * uint32(columns)
+        first_column = (uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.z) + team) * uint32(out_columns)
         row_bytes = uint64(k) * uint64(item_bytes)
         position = rank * uint32(TURNS * turn) + lane * uint32(width)
         step = team_warps * uint32(TURNS * turn)
@@ -133,7 +147,10 @@ def _kernel(
         # Beyond the last row or column, the last one is computed again, and not stored.
         weight_rows = cuda.local.array(columns, uint64)
         for c in range(columns):
-            weight_rows[c] = weight + uint64(min(first_column + uint32(c), n - uint32(1))) * row_bytes + start_bytes
+            row = min(first_column + uint32(c % out_columns), n - uint32(1))
+            if c >= out_columns:
+                row = uint32(row + n)  # up's
+            weight_rows[c] = weight + uint64(row) * row_bytes + start_bytes
         loaded = cuda.local.array((TURNS, columns, words), word)
         for i in range(TURNS):
             for c in range(columns):
@@ -147,6 +164,16 @@ def _kernel(
         x_rows = cuda.local.array(rows, uint64)
         for r in range(rows):
             x_rows[r] = x + uint64(min(uint32(r), m - uint32(1))) * row_bytes + start_bytes
+        # The first of this thread's parts of the squares, added up behind the loop.
+        first_part = uint32(uint32(lane + rank * uint32(32) + team * team_warps * uint32(32)) * uint32(4))
+        parts = cuda.local.array((rows, 4), float32)
+        for r in range(rows):
+            for e in range(4):
+                parts[r, e] = float32(0.0)
+            if x_squares != uint64(0) and first_part < x_parts and uint32(r) < m:
+                loaded_parts = load_parts(x_squares + (uint64(r) * uint64(x_parts) + uint64(first_part)) * uint64(4))
+                for e in range(4):
+                    parts[r, e] = loaded_parts[e]
         sums = cuda.local.array(num_sums, float32)
         for i in range(num_sums):
             sums[i] = float32(0.0)
@@ -184,30 +211,63 @@ def _kernel(
         exchange_4(sums, lane)
         exchange_2(sums, lane)
         exchange_1(sums, lane)
-        total = sums[0]
-        if team_warps > uint32(1):
-            first = team * team_warps * uint32(num_sums) + lane
-            if lane < uint32(num_sums):
-                partial[first + rank * uint32(num_sums)] = total
+        total, scale = sums[0], float32(1.0)
+        first = team * team_warps * uint32(num_sums) + lane
+        if x_squares != uint64(0):
+            for r in range(rows):
+                squared = (parts[r, 0] + parts[r, 1]) + (parts[r, 2] + parts[r, 3])
+                part = uint32(first_part + uint32(BLOCK_WARPS * 32 * 4))
+                while part < x_parts and uint32(r) < m:
+                    a, b, c, d = load_parts(x_squares + (uint64(r) * uint64(x_parts) + uint64(part)) * uint64(4))
+                    squared += (a + b) + (c + d)
+                    part += uint32(BLOCK_WARPS * 32 * 4)
+                squared = warp_sum(squared)
+                if lane == uint32(0):
+                    partial_squares[(rank + team * team_warps) * uint32(rows) + uint32(r)] = squared
+        if team_warps > uint32(1) and lane < uint32(num_sums):
+            partial[first + rank * uint32(num_sums)] = total
+        if team_warps > uint32(1) or x_squares != uint64(0):
             sync_block()
-            if rank == uint32(0) and lane < uint32(num_sums):
+        if rank == uint32(0):
+            row = lane // uint32(columns)
+            if lane < uint32(num_sums):
                 i = uint32(1)
                 while i < team_warps:
                     total += partial[first + i * uint32(num_sums)]
                     i += uint32(1)
-        row, column = lane // uint32(columns), first_column + lane % uint32(columns)
-        if rank == uint32(0) and row < m and column < n:
-            finish(bias, bias_is_f32, residual, out, n, row, column, total)
+                if x_squares != uint64(0):
+                    squared = partial_squares[row]
+                    for warp in range(1, BLOCK_WARPS):
+                        squared += partial_squares[row + uint32(warp * rows)]
+                    scale = norm_scale(squared, k, eps)
+            total = scale_element(total, scale)
+            inside = lane % uint32(columns)
+            column = first_column + inside
+            if is_gated:
+                total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
+            value = float32(0.0)
+            if row < m and column < n and inside < uint32(out_columns):
+                value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
+            if leaves_squares and squares != uint64(0):
+                squared = value * value
+                for i in range(2):
+                    squared += shuffle_xor_f32(squared, uint32(1 << i))
+                if inside == uint32(0) and row < m and column < n:
+                    part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
+                    memory.store_f32(squares + part_at * uint64(4), squared)
 
     alignment = "aligned" if is_aligned else "any"
     suffix = "" if loads == next(iter(LOADS)) else f"_{loads}"
     return Specialisation(
-        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{suffix}",
+        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{'_' if is_gated else ''}{activation}{suffix}",
         kernel=cuda.jit(gemv),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "rows": rows, "is_aligned": is_aligned},
-    )
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "rows": rows, "is_aligned": is_aligned, "activation": activation,
+            "square_columns": columns if leaves_squares else 0,
+        },
+    )  # fmt: skip
 
 
 def _team_warps(n: int, k: int, width: int) -> int:
@@ -225,9 +285,11 @@ def _team_warps(n: int, k: int, width: int) -> int:
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product; "" if it can."""
     most = MAX_ROWS[product.x]
-    if product.is_plain and product.is_weight_layout and not product.exact and product.m <= most:
+    can_gate = product.x != "f32" or not product.epilogue.activation
+    can_read = product.weight == product.x and product.is_weight_layout and can_gate
+    if can_read and not product.exact and product.m <= most:
         return ""
-    return f"takes at most {most} rows of {product.x}, the weight layout, and is not exact"
+    return f"takes at most {most} rows of {product.x}, the weight layout, and is not exact; f32 is not gated"
 
 
 def seconds(product: Product, machine: Machine) -> float:
@@ -239,16 +301,18 @@ def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     dtype, is_aligned = product.x, product.is_aligned
     rows = next(rows for rows in COLUMNS if rows >= product.m) if is_aligned else MAX_ROWS[dtype]
-    warps = _team_warps(product.n, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
+    warps = _team_warps(product.weight_rows, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
-    blocks = -(-product.n // (COLUMNS[rows] * teams))
-    return Launch(_kernel(dtype, product.out, rows, is_aligned), (blocks, 1, 1), (32, warps, teams))
+    blocks = -(-product.weight_rows // (COLUMNS[rows] * teams))
+    kernel = _kernel(dtype, product.out, rows, is_aligned, activation=product.epilogue.activation)
+    return Launch(kernel, (blocks, 1, 1), (32, warps, teams))
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype, out_dtype in DTYPE_PAIRS:
-        for rows in COLUMNS:
-            if rows <= MAX_ROWS[dtype]:
-                yield _kernel(dtype, out_dtype, rows, True)
-        yield _kernel(dtype, out_dtype, MAX_ROWS[dtype], False)
+        for activation in ("", *GATED) if out_dtype == dtype != "f32" else ("",):
+            for rows in COLUMNS:
+                if rows <= MAX_ROWS[dtype]:
+                    yield _kernel(dtype, out_dtype, rows, True, activation=activation)
+            yield _kernel(dtype, out_dtype, MAX_ROWS[dtype], False, activation=activation)

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm import few_rows, hopper_split
-from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS
-from numba_kernels.cuda.gemm.hopper_out import residual_loader, row_finisher, tile_storer
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED
+from numba_kernels.cuda.gemm.hopper_out import SQUARE_COLUMNS, load_scales, residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
     GROUP_ROWS,
@@ -65,8 +65,8 @@ STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
 ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
-more for each of `GATES`, of a weight whose upper half is the gate's: by the TMA, too (`plan_gated`)."""
-GATES = ("silu", "gelu_tanh")
+more for each of `GATES`, of a weight whose first half is the gate's: by the TMA, too."""
+GATES = tuple(GATED)
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
     num_sums, num_pieces = block_n // 2, 8 * tile.num_consumers
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
-    ask_ahead, load_tile, wait_until_read_by_all = tile_loader(tile)
+    ask_ahead, load_tile, wait_until_read_by_all = tile_loader(tile, is_gated=way_out in GATES)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
     moves_registers = num_sums > 64  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
@@ -88,7 +88,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     )
     is_phase_moved = block_n // PIECE_COLUMNS // 2 % 2  # of a residual's barrier, from one tile to the next
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -120,19 +120,17 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             if moves_registers:
                 fewer_registers()
             if thread == uint32(0):
-                # Its part of the weight's tile; with SwiGLU the gate's for one block, up's for the other.
-                part = uint32(rank * n) if is_gated else uint32(rank * uint32(block_n // blocks))
                 phase = uint32(1)
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)
-                part_row = uint32(column_tile * uint32(columns) + part)
-                num_asked = ask_ahead(weight, shared, full, rank, part_row, uint32(0), k)
+                column = uint32(column_tile * uint32(columns))
+                num_asked = ask_ahead(weight, shared, full, rank, column, n, uint32(0), k)
                 wait_for_previous_grid()
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m))
-                    part_row = uint32(column_tile * uint32(columns) + part)
+                    column = uint32(column_tile * uint32(columns))
                     stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, num_asked, rank, row, part_row, uint32(0), k
+                        x, weight, shared, full, empty, stage, phase, num_asked, rank, row, column, n, uint32(0), k
                     )  # fmt: skip
                     num_asked = uint32(0)
                     index = uint32(index + step)
@@ -159,16 +157,18 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 column = uint32(column_tile * uint32(columns))
                 if has_residual and lane == uint32(0):
                     load_residual(piece, arrived, residual, row, column)
+                scales = load_scales(x_squares, row, m, x_parts, k, eps, lane)
                 stage, phase = multiply_tile(
                     sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
                 )  # fmt: skip
                 if stores_tiles:
                     store_tile(
-                        sums, piece, arrived, residual_phase, lane, bias, bias_is_f32, residual, out, n, row, column
-                    )
+                        sums, scales, piece, arrived, residual_phase, lane, bias, bias_is_f32, residual, out, squares,
+                        m, n, row, column,
+                    )  # fmt: skip
                     residual_phase ^= uint32(is_phase_moved)
                 else:
-                    finish_rows(sums, piece, lane, bias, bias_is_f32, residual, out, m, n, row, column)
+                    finish_rows(sums, scales, piece, lane, bias, bias_is_f32, residual, out, m, n, row, column)
                 index = uint32(index + step)
             if stores_tiles and lane == uint32(0):
                 wait_until_read()
@@ -178,13 +178,16 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         kernel=cuda.jit(gemm),
         argument_types=(
             TENSOR_MAP, TENSOR_MAP, uint64, TENSOR_MAP if has_residual else uint64,
-            TENSOR_MAP if stores_tiles else uint64, *(uint32,) * 4,
+            TENSOR_MAP if stores_tiles else uint64, *ARGUMENT_TYPES[5:],
         ),
         max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
         needs_arch_features=True,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out},
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out,
+            "square_columns": SQUARE_COLUMNS if has_residual else 0,
+        },
     )  # fmt: skip
 
 
@@ -218,8 +221,8 @@ def why_not(product: Product, machine: Machine) -> str:
         return "reads 16-bit factors of one type in the weight layout, in rows on 16-byte bounds"
     if product.num_segments:
         return "takes K in steps that segments do not end at"
-    if product.epilogue.activation and (product.exact or product.n % 8):
-        return "gates columns in eights, not exactly"
+    if product.epilogue.activation and (product.exact or product.n % 8 or product.out != product.x):
+        return "gates columns in eights, to x's type, and not exactly"
     return ""
 
 
@@ -254,25 +257,28 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
     """A launch for a product that it can compute and that is not empty. A tile that is named takes K whole."""
     named, parts = tile_named(TILES, tile), 1
     if named is None:
-        named, parts = choose(product.m, product.n, product.k, machine, exact=product.exact)
+        named, parts = choose(product.m, product.weight_rows, product.k, machine, exact=product.exact)
     return plan_tile(product, machine, named, parts)
 
 
 def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) -> Launch:
     """As `plan`, by one of `TILES` or, with K in several parts, of `SPLIT_TILES`."""
     m, n, k, dtype, out_dtype, epilogue = product.m, product.n, product.k, product.x, product.out, product.epilogue
-    tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
+    activation, width = epilogue.activation, product.weight_rows
+    tiles = -(-m // (tile.block_m * tile.cluster)) * -(-width // tile.block_n)
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
-    weight_map = TensorMapLayout(dtype, (k, n), (k * 2,), (BLOCK_K, tile.block_n // tile.cluster), 128)
+    part_rows = tile.block_n // (2 if activation else tile.cluster)
+    weight_map = TensorMapLayout(dtype, (k, width), (k * 2,), (BLOCK_K, part_rows), 128)
     maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
     way_out = "rows"
     if parts > 1:
-        kernel, blocks, cluster_blocks = hopper_split.kernel(dtype, out_dtype, tile), tiles * parts, parts
+        kernel = hopper_split.kernel(dtype, out_dtype, tile, activation)
+        blocks, cluster_blocks = tiles * parts, parts
     else:
-        if out_dtype == dtype and epilogue.is_aligned and n % 8 == 0:
+        if activation or (out_dtype == dtype and epilogue.is_aligned and n % 8 == 0):
             out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
-            maps, way_out = (*maps, (4, out_map)), "tiles"
-            if epilogue.has_residual:
+            maps, way_out = (*maps, (4, out_map)), activation or "tiles"
+            if epilogue.has_residual and not activation:
                 maps, way_out = (*maps, (3, out_map)), "tiles_residual"
         kernel, cluster_blocks = _kernel(dtype, out_dtype, tile, way_out), tile.cluster
         blocks = min(tiles, machine.clusters_at_once(tile.cluster)) * tile.cluster
@@ -281,35 +287,14 @@ def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) ->
     )
 
 
-def plan_gated(product: Product, machine: Machine, plain: Launch) -> Launch | None:
-    """A launch for a product with an activation that it can compute, where `plain`, that of both halves of the weight
-    without it, takes the large tile; else None. y begins on a 16-byte bound; there is neither bias nor residual."""
-    tile = LARGE
-    if plain.specialisation.constants.get("tile") != str(tile):
-        return None
-    m, n, k, dtype = product.m, product.n, product.k, product.x
-    columns = tile.block_n // 2
-    tiles = -(-m // (tile.block_m * tile.cluster)) * -(-n // columns)
-    maps = (
-        (0, TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)),
-        (1, TensorMapLayout(dtype, (k, 2 * n), (k * 2,), (BLOCK_K, columns), 128)),
-        (4, TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)),
-    )
-    blocks = min(tiles, machine.clusters_at_once(tile.cluster)) * tile.cluster
-    kernel = _kernel(dtype, dtype, tile, product.epilogue.activation)
-    cluster_size = (tile.cluster, 1, 1)
-    return Launch(kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster_size, maps=maps)
-
-
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype, out_dtype in DTYPE_PAIRS:
         if dtype != "f32":
+            activations = GATES if out_dtype == dtype else ()
             for tile in TILES:
-                for way_out in WAYS_OUT if out_dtype == dtype else WAYS_OUT[:1]:
+                for way_out in (*WAYS_OUT, *activations) if out_dtype == dtype else WAYS_OUT[:1]:
                     yield _kernel(dtype, out_dtype, tile, way_out)
-            if out_dtype == dtype:
-                for activation in GATES:
-                    yield _kernel(dtype, dtype, LARGE, activation)
             for tile in SPLIT_TILES:
-                yield hopper_split.kernel(dtype, out_dtype, tile)
+                for activation in ("", *activations):
+                    yield hopper_split.kernel(dtype, out_dtype, tile, activation)

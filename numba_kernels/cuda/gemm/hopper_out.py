@@ -5,16 +5,60 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import types
+from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    GATED,
+    can_finish_quads,
+    finisher,
+    norm_scale,
+    quad_finisher,
+    scale_element,
+    scale_quad,
+)
 from numba_kernels.cuda.gemm.hopper_ring import PIECE_BYTES, PIECE_COLUMNS
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal
-from numba_kernels.cuda.intrinsics.warp import sync_warp
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_f32, shuffle_xor_f32, sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+SQUARE_COLUMNS = 2 * PIECE_COLUMNS  # whose squares are added up in one sum
+_PARTS_AT_ONCE = 4  # vectors of parts of a row's squares that a lane has on their way
+
+
+@device_function
+def load_scales(x_squares, first_row, m, x_parts, k, eps, lane):
+    """The scales of the two rows, lane / 4 and 8 further on, that a lane of a warp has sums of; 1 where there are none.
+    Four lanes add up the parts of a row."""
+    upper, lower = float32(1.0), float32(1.0)
+    if x_squares != uint64(0):
+        values = cuda.local.array((_PARTS_AT_ONCE, 2, 4), float32)
+        totals = cuda.local.array(2, float32)
+        for j in range(2):
+            totals[j] = float32(0.0)
+        row = uint32(first_row + (lane >> uint32(2)))
+        part = uint32((lane & uint32(3)) * uint32(4))
+        while part < x_parts:
+            for i in range(_PARTS_AT_ONCE):
+                at = uint32(part + uint32(16 * i))
+                for j in range(2):
+                    for e in range(4):
+                        values[i, j, e] = float32(0.0)
+                    if at < x_parts and uint32(row + uint32(8 * j)) < m:
+                        place = uint64(uint32(row + uint32(8 * j))) * uint64(x_parts) + uint64(at)
+                        loaded = memory.load_4xf32(x_squares + place * uint64(4))
+                        for e in range(4):
+                            values[i, j, e] = loaded[e]
+            for i in range(_PARTS_AT_ONCE):
+                for j in range(2):
+                    totals[j] += (values[i, j, 0] + values[i, j, 1]) + (values[i, j, 2] + values[i, j, 3])
+            part = uint32(part + uint32(16 * _PARTS_AT_ONCE))
+        for j in range(2):
+            totals[j] += shuffle_xor_f32(totals[j], uint32(1))
+            totals[j] += shuffle_xor_f32(totals[j], uint32(2))
+        upper, lower = norm_scale(totals[0], k, eps), norm_scale(totals[1], k, eps)
+    return upper, lower
 
 
 @functools.cache
@@ -30,7 +74,14 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int) -> Any:
     width, quads = PIECE_COLUMNS, PIECE_COLUMNS // 4
 
     @device_function
-    def finish_rows(sums, piece, lane, bias, bias_is_f32, residual, out, m, n, first_row, first_column):
+    def scale_of(scales, row):
+        """Of a row of the 16, out of the lane that has it; all lanes call this."""
+        lane = uint32((row & uint32(7)) << uint32(2))
+        upper, lower = shuffle_index_f32(scales[0], lane), shuffle_index_f32(scales[1], lane)
+        return upper if row < uint32(8) else lower
+
+    @device_function
+    def finish_rows(sums, scales, piece, lane, bias, bias_is_f32, residual, out, m, n, first_row, first_column):
         is_by_quads = can_finish_quads(bias, residual, out, n)
         pair = uint32(piece + ((lane >> uint32(2)) * uint32(width) + (lane & uint32(3)) * uint32(2)) * uint32(4))
         flip = uint32(flip_of(lane >> uint32(2)) * uint32(4))
@@ -47,8 +98,10 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int) -> Any:
             if is_by_quads:
                 while item < uint32(16 * quads):
                     row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
+                    scale = scale_of(scales, row)
                     if first_row + row < m and part_column + column < n:
                         values = load_4(uint32(piece + (row * uint32(width) + (column ^ flip_of(row))) * uint32(4)))
+                        values = scale_quad(values, scale)
                         finish_quad(
                             bias, bias_is_f32, residual, out, n, first_row + row, part_column + column, values
                         )  # fmt: skip
@@ -56,8 +109,10 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int) -> Any:
             else:
                 while item < uint32(16 * width):
                     row, column = item // uint32(width), item % uint32(width)
+                    scale = scale_of(scales, row)
                     if first_row + row < m and part_column + column < n:
                         value = load_1(uint32(piece + (row * uint32(width) + (column ^ flip_of(row))) * uint32(4)))
+                        value = scale_element(value, scale)
                         finish(bias, bias_is_f32, residual, out, n, first_row + row, part_column + column, value)
                     item = uint32(item + uint32(32))
 
@@ -98,18 +153,107 @@ def residual_loader() -> Any:
     return begin
 
 
-@device_function
-def _silu_gated(gate, up):
-    return gate * reciprocal(float32(1) + exp(-gate)) * up
+@functools.cache
+def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bool, activation: str) -> Any:
+    """A device function that gives the TMA a warp's piece of that number, as `tile_storer` says. It takes the sums of
+    squares of the piece before and returns them with its own."""
+    pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
+    load_bias = _pair_loader(dtype)
+    load_matrices, store_matrices = mma.load_matrix_x4, mma.store_matrix_x4
+    load, store, wait_read = tma.load(2), tma.store(2), tma.store_wait_read(0)
+    half_bytes, first_sum = PIECE_BYTES // 2, number * (PIECE_COLUMNS // 2)
+    has_two_behind = number + 2 < num_columns // PIECE_COLUMNS
+    wait_until_free = tma.store_wait_read(1 if num_columns > PIECE_COLUMNS else 0)
+    is_gated, gated = activation != "", GATED.get(activation)
+
+    @device_function
+    def store_piece(
+        sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row, column
+    ):  # fmt: skip
+        s, t = scales
+        upper_square, lower_square = squared
+        place = uint32((lane & uint32(15)) * uint32(128) + (((lane >> uint32(4)) ^ (lane & uint32(7))) << uint32(4)))
+        target = uint32(piece + uint32(number % 2 * half_bytes))
+        if has_residual:
+            mbarrier.wait(uint32(barriers + uint32(number % 2 * 8)), phase ^ uint32(number // 2 % 2))
+        else:
+            if lane == uint32(0):
+                wait_until_free()
+            sync_warp()
+        for i in range(PIECE_COLUMNS // 16):
+            at = uint32(target + (place ^ uint32(32 * i)))
+            e = first_sum + 8 * i
+            if is_gated:
+                u = e + num_columns // 2
+                upper_left = gated(sums[e] * s, sums[u] * s), gated(sums[e + 1] * s, sums[u + 1] * s)
+                lower_left = gated(sums[e + 2] * t, sums[u + 2] * t), gated(sums[e + 3] * t, sums[u + 3] * t)
+                upper_right = gated(sums[e + 4] * s, sums[u + 4] * s), gated(sums[e + 5] * s, sums[u + 5] * s)
+                lower_right = gated(sums[e + 6] * t, sums[u + 6] * t), gated(sums[e + 7] * t, sums[u + 7] * t)
+            else:
+                a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+                pair_column = uint32(column + uint32(16 * i) + (lane & uint32(3)) * uint32(2))
+                if bias != uint64(0):
+                    if pair_column < n:
+                        a, b = load_bias(bias, bias_is_f32, pair_column)
+                    if pair_column + uint32(8) < n:
+                        c, d = load_bias(bias, bias_is_f32, uint32(pair_column + uint32(8)))
+                upper_left, upper_right = (
+                    (sums[e] * s + a, sums[e + 1] * s + b), (sums[e + 4] * s + c, sums[e + 5] * s + d)
+                )  # fmt: skip
+                lower_left, lower_right = (
+                    (sums[e + 2] * t + a, sums[e + 3] * t + b), (sums[e + 6] * t + c, sums[e + 7] * t + d)
+                )  # fmt: skip
+            if has_residual:
+                before = load_matrices(at)
+                pair = unpack(before[0])
+                upper_left = (upper_left[0] + pair[0], upper_left[1] + pair[1])
+                pair = unpack(before[1])
+                lower_left = (lower_left[0] + pair[0], lower_left[1] + pair[1])
+                pair = unpack(before[2])
+                upper_right = (upper_right[0] + pair[0], upper_right[1] + pair[1])
+                pair = unpack(before[3])
+                lower_right = (lower_right[0] + pair[0], lower_right[1] + pair[1])
+                upper_square += upper_left[0] * upper_left[0] + upper_left[1] * upper_left[1]
+                upper_square += upper_right[0] * upper_right[0] + upper_right[1] * upper_right[1]
+                lower_square += lower_left[0] * lower_left[0] + lower_left[1] * lower_left[1]
+                lower_square += lower_right[0] * lower_right[0] + lower_right[1] * lower_right[1]
+            store_matrices(
+                at,
+                (
+                    pack(upper_left[0], upper_left[1]), pack(lower_left[0], lower_left[1]),
+                    pack(upper_right[0], upper_right[1]), pack(lower_right[0], lower_right[1]),
+                ),
+            )  # fmt: skip
+        tma.fence_shared()
+        sync_warp()
+        if lane == uint32(0):
+            store(target, out, column, row)
+            tma.store_commit()
+            if has_residual and has_two_behind:
+                wait_read()
+                barrier = uint32(barriers + uint32(number % 2 * 8))
+                mbarrier.arrive_expecting(barrier, uint32(half_bytes))
+                load(target, residual, barrier, uint32(column + uint32(2 * PIECE_COLUMNS)), row)
+        return upper_square, lower_square
+
+    return store_piece
 
 
 @device_function
-def _gelu_tanh_gated(gate, up):
-    twice = float32(2 * 0.7978845608028654)
-    return gate * reciprocal(float32(1) + exp(-gate * fma(gate * gate, twice * float32(0.044715), twice))) * up
-
-
-_GATED = {"silu": _silu_gated, "gelu_tanh": _gelu_tanh_gated}
+def _leave_squares(squares, squared, lane, m, n, first_row, column):
+    """Of a warp's 16 rows and the `SQUARE_COLUMNS` from `column` on, added up over the lanes of a row."""
+    upper, lower = squared
+    for i in range(2):
+        upper += shuffle_xor_f32(upper, uint32(1 << i))
+        lower += shuffle_xor_f32(lower, uint32(1 << i))
+    row, parts = uint32(first_row + (lane >> uint32(2))), n // uint32(SQUARE_COLUMNS)
+    if squares != uint64(0) and (lane & uint32(3)) == uint32(0) and column < n:
+        place = squares + (uint64(row) * uint64(parts) + uint64(column // uint32(SQUARE_COLUMNS))) * uint64(4)
+        if row < m:
+            memory.store_f32(place, upper)
+        if row + uint32(8) < m:
+            memory.store_f32(place + uint64(8) * uint64(parts) * uint64(4), lower)
 
 
 @functools.cache
@@ -119,75 +263,44 @@ def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, act
     `PIECE_COLUMNS` 16-bit columns are 128 bytes: a piece lies swizzled over them in shared memory, where `stmatrix`
     writes it and the TMA reads it without conflicts, and what lies beyond the output is not written. Each warp has two
     pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into the same place
-    (`residual_loader`), and `ldmatrix` reads it as `stmatrix` writes.
+    (`residual_loader`), and `ldmatrix` reads it as `stmatrix` writes; what is stored then may leave its squares.
 
     With an `activation` f there are twice as many sums, f(first) * second is stored, and there is no bias or residual.
     """
-    pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
-    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
-    load_bias = _pair_loader(dtype)
-    load_matrices, store_matrices = mma.load_matrix_x4, mma.store_matrix_x4
-    load, store, wait_but_one, wait_read = tma.load(2), tma.store(2), tma.store_wait_read(1), tma.store_wait_read(0)
-    num_parts, half_bytes = num_columns // PIECE_COLUMNS, PIECE_BYTES // 2
-    is_gated, gated = activation != "", _GATED.get(activation)
+    num_pieces = num_columns // PIECE_COLUMNS
+    # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
+    pieces = [
+        _piece_storer(dtype, num_columns, min(number, num_pieces - 1), has_residual=has_residual, activation=activation)
+        for number in range(4)
+    ]
+    store_0, store_1, store_2, store_3 = pieces
+    step = PIECE_COLUMNS
 
     @device_function
-    def store_tile(sums, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, first_row, first_column):
-        place = uint32((lane & uint32(15)) * uint32(128) + (((lane >> uint32(4)) ^ (lane & uint32(7))) << uint32(4)))
-        for part in range(num_parts):
-            target = uint32(piece + uint32(part % 2 * half_bytes))
-            part_column = uint32(first_column + uint32(part * PIECE_COLUMNS))
+    def store_tile(
+        sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
+    ):  # fmt: skip
+        squared = store_0(
+            sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual, out,
+            n, row, column,
+        )  # fmt: skip
+        if num_pieces > 1:
+            squared = store_1(
+                sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
+                uint32(column + uint32(step)),
+            )  # fmt: skip
             if has_residual:
-                mbarrier.wait(uint32(barriers + uint32(part % 2 * 8)), phase ^ uint32(part // 2 % 2))
-            else:
-                if lane == uint32(0):
-                    wait_but_one()
-                sync_warp()
-            for i in range(PIECE_COLUMNS // 16):
-                at = uint32(target + (place ^ uint32(32 * i)))
-                e = part * (PIECE_COLUMNS // 2) + 8 * i
-                if is_gated:
-                    u = e + num_columns // 2
-                    upper_left = gated(sums[e], sums[u]), gated(sums[e + 1], sums[u + 1])
-                    lower_left = gated(sums[e + 2], sums[u + 2]), gated(sums[e + 3], sums[u + 3])
-                    upper_right = gated(sums[e + 4], sums[u + 4]), gated(sums[e + 5], sums[u + 5])
-                    lower_right = gated(sums[e + 6], sums[u + 6]), gated(sums[e + 7], sums[u + 7])
-                else:
-                    a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-                    column = uint32(part_column + uint32(16 * i) + (lane & uint32(3)) * uint32(2))
-                    if bias != uint64(0):
-                        if column < n:
-                            a, b = load_bias(bias, bias_is_f32, column)
-                        if column + uint32(8) < n:
-                            c, d = load_bias(bias, bias_is_f32, uint32(column + uint32(8)))
-                    upper_left, upper_right = (sums[e] + a, sums[e + 1] + b), (sums[e + 4] + c, sums[e + 5] + d)
-                    lower_left, lower_right = (sums[e + 2] + a, sums[e + 3] + b), (sums[e + 6] + c, sums[e + 7] + d)
-                if has_residual:
-                    before = load_matrices(at)
-                    pair = unpack(before[0])
-                    upper_left = (upper_left[0] + pair[0], upper_left[1] + pair[1])
-                    pair = unpack(before[1])
-                    lower_left = (lower_left[0] + pair[0], lower_left[1] + pair[1])
-                    pair = unpack(before[2])
-                    upper_right = (upper_right[0] + pair[0], upper_right[1] + pair[1])
-                    pair = unpack(before[3])
-                    lower_right = (lower_right[0] + pair[0], lower_right[1] + pair[1])
-                store_matrices(
-                    at,
-                    (
-                        pack(upper_left[0], upper_left[1]), pack(lower_left[0], lower_left[1]),
-                        pack(upper_right[0], upper_right[1]), pack(lower_right[0], lower_right[1]),
-                    ),
-                )  # fmt: skip
-            tma.fence_shared()
-            sync_warp()
-            if lane == uint32(0):
-                store(target, out, part_column, first_row)
-                tma.store_commit()
-                if has_residual and part + 2 < num_parts:
-                    wait_read()
-                    barrier = uint32(barriers + uint32(part % 2 * 8))
-                    mbarrier.arrive_expecting(barrier, uint32(half_bytes))
-                    load(target, residual, barrier, uint32(part_column + uint32(2 * PIECE_COLUMNS)), first_row)
+                _leave_squares(squares, squared, lane, m, n, row, column)
+        if num_pieces > 2:
+            squared = store_2(
+                sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual,
+                out, n, row, uint32(column + uint32(2 * step)),
+            )  # fmt: skip
+            squared = store_3(
+                sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
+                uint32(column + uint32(3 * step)),
+            )  # fmt: skip
+            if has_residual:
+                _leave_squares(squares, squared, lane, m, n, row, uint32(column + uint32(2 * step)))
 
     return store_tile

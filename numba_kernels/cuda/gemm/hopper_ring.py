@@ -68,9 +68,13 @@ class Tile:
         return self.pieces_at + 4 * self.num_consumers * PIECE_BYTES
 
     @property
+    def scales_at(self) -> int:
+        """Where the barriers end and the scales of rows begin, which hopper_split.py leaves there."""
+        return self.barriers_at + 8 * (2 * self.num_stages + 2 * 4 * self.num_consumers)
+
+    @property
     def shared_bytes(self) -> int:
-        num_barriers = 2 * self.num_stages + 2 * 4 * self.num_consumers
-        return 1024 + self.barriers_at + 8 * num_barriers  # 1024: to begin on such a bound
+        return 1024 + self.scales_at + 4 * self.block_m  # 1024: to begin on such a bound
 
     def __str__(self) -> str:
         shared = f"_c{self.cluster}" if self.cluster > 1 else ""
@@ -114,11 +118,12 @@ def ring_starter(tile: Tile) -> Any:
 
 
 @functools.cache
-def tile_loader(tile: Tile) -> Any:
+def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
     """Three device functions for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
 
     `load_tile` waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The
-    weight's tile is loaded by all blocks of the cluster, a part each, from row `part_row` on, for all of them.
+    weight's tile, from row `first` on, is loaded by all blocks of the cluster, a part each, for all of them. Of a gated
+    unit half of its rows are of the gate's half of the weight, and half as many rows as it has behind them: `up` rows.
 
     `ask_ahead` comes before a block's first tile: it asks for the weight's part of as many stages as there are, and
     returns how many. Nobody writes to weights, so that this need not wait for the grid in front.
@@ -127,37 +132,43 @@ def tile_loader(tile: Tile) -> Any:
     nobody reaches for this block's shared memory any more.
     """
     num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
-    part_rows = tile.block_n // blocks
+    num_parts = 2 if is_gated else blocks  # of the weight's tile
+    part_rows = tile.block_n // num_parts
+    part_bytes = part_rows * BLOCK_K * 2
+    loads_all = blocks < num_parts
     load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
 
     @device_function
-    def load_weight(weight, shared, full, stage, rank, part_row, start):
+    def load_weight(weight, shared, full, stage, rank, first, up, start):
         barrier = uint32(full + stage * uint32(8))
         mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
-        part_at = uint32(uint32(x_bytes) + rank * uint32(part_rows * BLOCK_K * 2))
-        target = uint32(shared + stage * uint32(stage_bytes) + part_at)
+        target = uint32(shared + stage * uint32(stage_bytes) + uint32(x_bytes) + rank * uint32(part_bytes))
+        behind = up if is_gated else uint32(part_rows)
         if blocks > 1:
-            load_for_all(target, weight, barrier, uint16((1 << blocks) - 1), start, part_row)
+            row = uint32(first + rank * behind)
+            load_for_all(target, weight, barrier, uint16((1 << blocks) - 1), start, row)
         else:
-            load(target, weight, barrier, start, part_row)
+            load(target, weight, barrier, start, first)
+            if loads_all:
+                load(uint32(target + uint32(part_bytes)), weight, barrier, start, uint32(first + behind))
 
     @device_function
-    def ask_ahead(weight, shared, full, rank, part_row, start, end):
+    def ask_ahead(weight, shared, full, rank, first, up, start, end):
         stage = uint32(0)
         while start < end and stage < uint32(num_stages):
-            load_weight(weight, shared, full, stage, rank, part_row, start)
+            load_weight(weight, shared, full, stage, rank, first, up, start)
             stage = uint32(stage + uint32(1))
             start = uint32(start + uint32(BLOCK_K))
         return stage
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, rank, row, part_row, start, end):
+    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, rank, row, first, up, start, end):
         while start < end:
             if num_asked > uint32(0):
                 num_asked = uint32(num_asked - uint32(1))
             else:
                 mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-                load_weight(weight, shared, full, stage, rank, part_row, start)
+                load_weight(weight, shared, full, stage, rank, first, up, start)
             target = uint32(shared + stage * uint32(stage_bytes))
             load(target, x, uint32(full + stage * uint32(8)), start, row)
             stage = uint32(stage + uint32(1))

@@ -5,6 +5,9 @@ multiplies a run of K, all of them the same tile, and leaves its sums in its own
 Then each block finishes some of the tile's rows: it reads their parts from all blocks, adds them in the blocks' order,
 and stores them. There is no workspace in device memory, no second launch, and no atomic: the same bits each time.
 
+The warps that wait while one loads find the scales of the rows that their block finishes. Of a gated unit a tile has
+as many columns of the gate as of up.
+
 The split depends on (M, N, K) and on how many clusters the device runs at once.
 """
 
@@ -14,9 +17,18 @@ import functools
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    can_finish_quads,
+    finisher,
+    quad_finisher,
+    quad_gater,
+    scale_quad,
+    scales_leaver,
+)
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
 from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
@@ -24,27 +36,44 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp, warp_sum
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
-uint32, float32 = types.uint32, types.float32
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MAX_PARTS = 8
 LEAST_STEPS = 4  # stages that each block has at least: below, filling the ring takes longer than using it
 
 
 @functools.cache
-def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
+def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Specialisation:
     """Of a tile that is no cluster's; the launch's cluster is the number of parts, each of at least one stage."""
     block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
-    num_warps, quads = 4 * num_consumers, block_n // 4
+    is_gated, gate_quad = activation != "", quad_gater(activation) if activation else None
+    columns = block_n // 2 if is_gated else block_n  # of the output, a tile
+    num_warps, quads = 4 * num_consumers, columns // 4
+    scales_at, leave_scales = tile.scales_at, scales_leaver(8)
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
-    ask_ahead, load_tile, _ = tile_loader(tile)
+    ask_ahead, load_tile, _ = tile_loader(tile, is_gated=is_gated)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    @device_function
+    def sum_parts(at, parts):
+        """4 neighbours of the tile, of all blocks."""
+        a, b, c, d = cluster.load_4xf32(cluster.address_in(at, uint32(0)))
+        part = uint32(1)
+        while part < parts:
+            more = cluster.load_4xf32(cluster.address_in(at, part))
+            a += more[0]
+            b += more[1]
+            c += more[2]
+            d += more[3]
+            part = uint32(part + uint32(1))
+        return a, b, c, d
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -61,19 +90,28 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
         index = divide_u32(uint32(cuda.blockIdx.x), parts)
         column_tile = divide_u32(index, tiles_m)
         first_row = uint32((index - column_tile * tiles_m) * uint32(block_m))
-        first_column = uint32(column_tile * uint32(block_n))
+        first_column = uint32(column_tile * uint32(columns))
+        row, last = divide_u32(uint32(block_m) * rank, parts), divide_u32(uint32(block_m) * (rank + 1), parts)
+        scales = uint32(shared + uint32(scales_at))  # of the rows that this block finishes
         num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
         start, end = divide_u32(uint32(num_steps * rank), parts), divide_u32(uint32(num_steps * (rank + 1)), parts)
         if warp < uint32(4):
             if thread == uint32(0):
-                first, last = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
-                num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, first, last)
+                first, last_k = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
+                num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, n, first, last_k)
                 wait_for_previous_grid()
                 load_tile(
                     x, weight, shared, full, empty, uint32(0), uint32(1), num_asked, uint32(0), first_row,
-                    first_column, first, last,
+                    first_column, n, first, last_k,
                 )  # fmt: skip
                 launch_dependents()
+            elif warp > uint32(0):
+                wait_for_previous_grid()
+                leave_scales(
+                    scales, x_squares, uint32(first_row + row), uint32(last - row), m, x_parts, k, eps,
+                    uint32(warp - uint32(1)), uint32(3), lane,
+                )  # fmt: skip
+                cluster.release_shared()
             sync_warp()
             cluster.arrive_relaxed()
             cluster.wait()
@@ -87,9 +125,9 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
                 sums, x_part, weight_part, full, empty, uint32(0), uint32(0), lane, uint32(end - start)
             )  # fmt: skip
             sync_named(uint32(1), uint32(128 * num_consumers))  # all have read the stages
-            row = uint32(warp * uint32(16) + (lane >> uint32(2)))
-            pair = uint32(shared + (row * uint32(block_n) + (lane & uint32(3)) * uint32(2)) * uint32(4))
-            flip = uint32(flip_of(row) * uint32(4))
+            own_row = uint32(warp * uint32(16) + (lane >> uint32(2)))
+            pair = uint32(shared + (own_row * uint32(block_n) + (lane & uint32(3)) * uint32(2)) * uint32(4))
+            flip = uint32(flip_of(own_row) * uint32(4))
             for i in range(block_n // 8):
                 at = uint32(pair + (uint32(i * 32) ^ flip))
                 store_pair(at, (sums[4 * i], sums[4 * i + 1]))
@@ -98,26 +136,25 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
             cluster.arrive_relaxed()
             cluster.wait()
             is_by_quads = can_finish_quads(bias, residual, out, n)
-            row, last = divide_u32(uint32(block_m) * rank, parts), divide_u32(uint32(block_m) * (rank + 1), parts)
+            first_finished = row
             row, last = uint32(row + warp), minimum_u32(last, uint32(m - first_row))
             while row < last:
-                quad = lane
+                scale = memory.shared_load_f32(uint32(scales + (row - first_finished) * uint32(4)))
+                quad, total = lane, float32(0.0)
                 while quad < uint32(quads) and first_column + quad * uint32(4) < n:
-                    column = uint32(quad * uint32(4))
-                    at = uint32(shared + (row * uint32(block_n) + (column ^ flip_of(row))) * uint32(4))
-                    a, b, c, d = cluster.load_4xf32(cluster.address_in(at, uint32(0)))
-                    part = uint32(1)
-                    while part < parts:
-                        more = cluster.load_4xf32(cluster.address_in(at, part))
-                        a += more[0]
-                        b += more[1]
-                        c += more[2]
-                        d += more[3]
-                        part = uint32(part + uint32(1))
+                    column, flip = uint32(quad * uint32(4)), flip_of(row)
+                    place = uint32(shared + row * uint32(block_n * 4))
+                    values = sum_parts(uint32(place + (column ^ flip) * uint32(4)), parts)
+                    if is_gated:
+                        at = uint32(place + (uint32(column + uint32(columns)) ^ flip) * uint32(4))
+                        values = gate_quad(values, sum_parts(at, parts), scale)
+                    else:
+                        values = scale_quad(values, scale)
                     at_row, at_column = first_row + row, first_column + column
                     if is_by_quads:
-                        finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, (a, b, c, d))
+                        total += finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, values)
                     else:
+                        a, b, c, d = values
                         finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
                         if at_column + uint32(1) < n:
                             finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
@@ -126,18 +163,26 @@ def kernel(dtype: str, out_dtype: str, tile: Tile) -> Specialisation:
                         if at_column + uint32(3) < n:
                             finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
                     quad = uint32(quad + uint32(32))
+                if not is_gated and squares != uint64(0):
+                    total = warp_sum(total)
+                    if lane == uint32(0):
+                        part = uint64(first_row + row) * uint64(n // uint32(block_n)) + uint64(column_tile)
+                        memory.store_f32(squares + part * uint64(4), total)
                 row = uint32(row + uint32(num_warps))
         sync_warp()
         cluster.arrive_relaxed()  # nobody leaves while others read its sums: what was read has been stored by now
         cluster.wait()
 
     return Specialisation(
-        name=f"gemm_hopper_split_{dtype}_{out_dtype}_{tile}",
+        name=f"gemm_hopper_split_{dtype}_{out_dtype}_{tile}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=(TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:]),
         max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
         needs_arch_features=True,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "tile": str(tile)},
-    )
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "activation": activation,
+            "square_columns": 0 if is_gated else block_n,
+        },
+    )  # fmt: skip

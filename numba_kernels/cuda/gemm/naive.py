@@ -17,7 +17,14 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    element_loader,
+    finisher,
+    scale_element,
+    scale_of_row,
+)
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES
@@ -33,7 +40,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = F
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         row_tile = uint32(cuda.blockIdx.x) % ((m + uint32(BLOCK - 1)) // uint32(BLOCK))
         column_tile = uint32(cuda.blockIdx.x) // ((m + uint32(BLOCK - 1)) // uint32(BLOCK))
         row = row_tile * uint32(BLOCK) + uint32(cuda.threadIdx.y)
@@ -59,6 +66,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = F
                 x_row += uint64(item_bytes)
                 weight_column += step
                 i += uint32(1)
+            total = scale_element(total, scale_of_row(x_squares, row, x_parts, k, eps))
             finish(bias, bias_is_f32, residual, out, n, row, column, total)
 
     layout = "nk" if is_weight_layout else "kn"

@@ -99,9 +99,14 @@ class Product:
         return replace(self, m=1, n=n, k=k, whole=None)
 
     @property
+    def weight_rows(self) -> int:
+        """n, or for a gated unit twice that."""
+        return 2 * self.n if self.epilogue.activation else self.n
+
+    @property
     def weight_bytes(self) -> int:
         """Of a weight of x's dtype."""
-        return ITEM_BYTES[self.x] * self.n * self.k
+        return ITEM_BYTES[self.x] * self.weight_rows * self.k
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ from numba_kernels.cuda.gemm.epilogue import (
     element_loader,
     finisher,
     quad_finisher,
+    scale_element,
+    scale_of_row,
+    scale_quad,
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
@@ -169,7 +172,7 @@ def _kernel(
     load_weight = load_along_k if is_weight_layout else load_across_k
     store_weight = store_along_k if is_weight_layout else store_across_k
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         # Two buffers, each a tile of x and one of the weight.
         shared = memory.shared_address(cuda.shared.array(shared_floats, float32))
         thread = uint32(cuda.threadIdx.x)
@@ -225,16 +228,18 @@ def _kernel(
         index = uint32(0)
         while index < uint32(per_thread):
             row = first_row + row_quad + (index >> uint32(2)) * uint32(64) + (index & uint32(3))
+            scale = scale_of_row(x_squares, row, x_parts, k, eps) if row < m else float32(1.0)
             for q in range(quads):
                 column = first_column + column_quad + uint32(64 * q)
                 if row < m and column < n:
                     if in_quads:
                         values = (sums[0, 4 * q], sums[0, 4 * q + 1], sums[0, 4 * q + 2], sums[0, 4 * q + 3])
+                        values = scale_quad(values, scale)
                         finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
                     else:
                         for j in range(4):
                             if column + uint32(j) < n:
-                                value = sums[0, 4 * q + j]
+                                value = scale_element(sums[0, 4 * q + j], scale)
                                 finish(bias, bias_is_f32, residual, out, n, row, column + uint32(j), value)
             for i in range(per_thread - 1):
                 for j in range(per_thread):

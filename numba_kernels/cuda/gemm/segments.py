@@ -23,16 +23,18 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import DTYPES
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 from numba_kernels.segments import SEGMENTS, STEP
 
-uint32, uint64 = types.uint32, types.uint64
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 NUM_SUMS = (2, 4, 8)
 WORKSPACE_BYTES = 32 << 20  # of sums at a time, if that is not too few rows
 LEAST_ROWS = 128
 _THREADS = 128
 _COLUMNS = 4 * _THREADS  # of a block
+SQUARE_COLUMNS = 128  # of a warp: whose squares are added up in one sum
 
 
 @device_function
@@ -80,7 +82,7 @@ def _kernel(count: int, out_dtype: str) -> Specialisation:
     finish, finish_quad = finisher("f32", out_dtype), quad_finisher("f32", out_dtype)
     tree, tree_of_quads = _tree(count, 1), _tree(count, 4)
 
-    def add(sums, bias, residual, out, m, n):
+    def add(sums, bias, residual, out, m, n, squares):
         wait_for_previous_grid()
         launch_dependents()
         blocks = uint32(uint32(n + uint32(_COLUMNS - 1)) // uint32(_COLUMNS))
@@ -92,8 +94,14 @@ def _kernel(count: int, out_dtype: str) -> Specialisation:
         column = uint32(column + (thread * uint32(4) if in_quads else thread))
         at = sums + (uint64(row) * uint64(n) + uint64(column)) * uint64(4)
         if in_quads:
+            total = float32(0.0)
             if column < n:
-                finish_quad(bias, uint32(1), residual, out, n, row, column, tree_of_quads(at, stride))
+                total = finish_quad(bias, uint32(1), residual, out, n, row, column, tree_of_quads(at, stride))
+            if squares != uint64(0):
+                total = warp_sum(total)
+                if thread & uint32(31) == uint32(0) and column < n:
+                    part = uint64(row) * uint64(n // uint32(SQUARE_COLUMNS)) + uint64(column // uint32(SQUARE_COLUMNS))
+                    memory.store_f32(squares + part * uint64(4), total)
         else:
             for _ in range(4):
                 if column < n:
@@ -104,15 +112,16 @@ def _kernel(count: int, out_dtype: str) -> Specialisation:
     return Specialisation(
         name=f"gemm_segments_{count}_{out_dtype}",
         kernel=cuda.jit(add),
-        argument_types=(types.uint64,) * 4 + (types.uint32,) * 2,
+        argument_types=(types.uint64,) * 4 + (types.uint32,) * 2 + (types.uint64,),
         max_threads=_THREADS,
-        constants={"count": count, "out_dtype": out_dtype},
+        constants={"count": count, "out_dtype": out_dtype, "square_columns": SQUARE_COLUMNS},
     )
 
 
 def plan_add(count: int, m: int, n: int, out_dtype: str) -> Launch:
     """Adds ``sums [count, m, n]`` float32 in pairs, then ``bias [n]`` float32 and ``residual [m, n]`` (addresses; 0 =
-    none), and rounds to ``out [m, n]``. Arguments: sums, bias, residual, out, m, n; m and n at least 1."""
+    none), and rounds to ``out [m, n]``; m and n at least 1. Arguments: sums, bias, residual, out, m, n, squares (0:
+    none)."""
     return Launch(_kernel(count, out_dtype), (m * -(-n // _COLUMNS), 1, 1), (_THREADS, 1, 1))
 
 

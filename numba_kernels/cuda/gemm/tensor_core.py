@@ -12,6 +12,8 @@ Against the register tier it changes
 - the way out: sums pass through shared memory, each warp by itself, 16 rows at a time, so that bias, residual and
   output are read and written along rows, four elements a lane; there, too, a swizzle (`mma.accumulator_flip`) keeps
   lanes out of each other's banks;
+- of a gated unit half of a warp's columns are of the gate's half of the weight, the others those of up's that belong to
+  them;
 - the order of blocks: groups of 8 row tiles share a column tile's weights while these are in the second-level cache.
 
 The weight [N, K] is the "col" operand of `mma.sync` as it lies; a plain B [K, N] is transposed by `ldmatrix.trans`.
@@ -32,14 +34,25 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    GATED,
+    can_finish_quads,
+    finisher,
+    quad_finisher,
+    quad_gater,
+    scale_element,
+    scale_quad,
+    scales_leaver,
+)
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import sync_warp
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -71,9 +84,14 @@ class Tile:
         return (self.block_m + self.block_n) * self.block_k * 2
 
     @property
+    def scales_bytes(self) -> int:
+        """Of the scales of rows, in front of the stages."""
+        return max(128, 4 * self.block_m)
+
+    @property
     def shared_bytes(self) -> int:
         staged = self.num_warps * 16 * self.warp_n * 4  # sums on their way out
-        return max(self.num_stages * self.stage_bytes, staged)
+        return self.scales_bytes + max(self.num_stages * self.stage_bytes, staged)
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}_s{self.num_stages}"
@@ -178,8 +196,12 @@ def _passes(tile: Tile, rows: int, columns: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _kernel(
-    dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False
-) -> Specialisation:
+    dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False,
+    activation: str = "",
+) -> Specialisation:  # fmt: skip
+    is_gated = activation != ""
+    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
+    leave_scales, scales_bytes, num_warps = scales_leaver(4), tile.scales_bytes, tile.num_warps
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
@@ -193,7 +215,9 @@ def _kernel(
     a_row_bytes, b_row_bytes = a_chunks * 16, b_chunks * 16
     a_bytes, stage_bytes, all_stages_bytes = block_m * block_k * 2, tile.stage_bytes, tile.num_stages * tile.stage_bytes
     ahead = tile.num_stages - 1
-    quads, flip_of = warp_n // 4, mma.accumulator_flip(warp_n)
+    columns_out, block_columns = (warp_n // 2, block_n // 2) if is_gated else (warp_n, block_n)
+    quads, flip_of = columns_out // 4, mma.accumulator_flip(warp_n)
+    square_shifts = quads.bit_length() - 1  # quads lanes in a row have the squares of a part
     num_sums, num_a_words, num_b_words = m_tiles * n_pairs * 8, m_tiles * 4, n_pairs * 4  # registers of a lane
     pass_sums = n_pairs * 8
     multiply = multiply_all(
@@ -235,21 +259,22 @@ def _kernel(
         flip = row & uint32(7) if chunks >= uint32(8) else (row >> uint32(1)) & uint32(3)
         return (row * chunks + (chunk ^ flip)) << uint32(4)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
-        shared = memory.shared_address(cuda.shared.array(0, uint32))
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        scales = memory.shared_address(cuda.shared.array(0, uint32))
+        shared = uint32(scales + uint32(scales_bytes))
         thread = uint32(cuda.threadIdx.x)
         lane, warp = thread & uint32(31), thread >> uint32(5)
 
         # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
         tiles_m = (m + uint32(block_m - 1)) // uint32(block_m)
-        tiles_n = (n + uint32(block_n - 1)) // uint32(block_n)
+        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
         block = uint32(cuda.blockIdx.x)
         group = block // (uint32(GROUP_ROWS) * tiles_n)
         inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
         group_rows = min(uint32(GROUP_ROWS), tiles_m - group * uint32(GROUP_ROWS))
         column_tile = inside // group_rows
         first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(block_m)
-        first_column = column_tile * uint32(block_n)
+        first_column = column_tile * uint32(block_columns)
 
         length = k
         if is_cut:
@@ -269,7 +294,15 @@ def _kernel(
         b_rows = cuda.local.array(b_passes, uint64)
         if is_weight_layout:
             for i in range(b_passes):
-                row = min(first_column + b_row + uint32(i * b_step), n - uint32(1))
+                inside = b_row + uint32(i * b_step)
+                if is_gated:
+                    column = inside % uint32(warp_n)
+                    row = first_column + inside // uint32(warp_n) * uint32(columns_out) + column % uint32(columns_out)
+                    row = min(row, n - uint32(1))
+                    if column >= uint32(columns_out):
+                        row += n  # up's
+                else:
+                    row = min(first_column + inside, n - uint32(1))
                 b_rows[i] = weight + uint64(row) * uint64(k) * uint64(2) + uint64(b_chunk) * uint64(16)
         k_column, n_column = a_chunk * uint32(8), first_column + b_chunk * uint32(8)
 
@@ -297,6 +330,10 @@ def _kernel(
             )  # fmt: skip
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
+        if not is_cut:
+            leave_scales(
+                scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(num_warps), lane
+            )  # fmt: skip
         start = uint32(0)
         while start < length:
             wait_for_next()
@@ -330,7 +367,8 @@ def _kernel(
         pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
         flip = flip_of(lane >> uint32(2)) * uint32(4)
         first_row += warp_row
-        first_column += warp_column
+        first_column += warp_column // uint32(warp_n) * uint32(columns_out)
+        scales = uint32(scales + warp_row * uint32(4))
         if is_cut:  # not sooner: the sums need all registers
             out = sums_of_segment(out, m, n)
         in_quads = can_finish_quads(bias, residual, out, n)
@@ -348,31 +386,56 @@ def _kernel(
             if in_quads:
                 while item < uint32(16 * quads):
                     row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
+                    total = float32(0.0)
                     if first_row + row < m and first_column + column < n:
-                        values = load_4(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
-                        finish_quad(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values)
+                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
+                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
+                        values = load_4(uint32(at_row + (column ^ row_flip) * uint32(4)))
+                        if is_gated:
+                            ups = load_4(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
+                            values = gate_quad(values, ups, scale)
+                        elif not is_cut:
+                            values = scale_quad(values, scale)
+                        total = finish_quad(
+                            bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
+                        )  # fmt: skip
+                    if not (is_gated or is_cut) and squares != uint64(0):
+                        for i in range(square_shifts):
+                            total += shuffle_xor_f32(total, uint32(1 << i))
+                        if column == uint32(0) and first_row + row < m and first_column < n:
+                            part = uint64(first_row + row) * uint64(n // uint32(warp_n))
+                            part += uint64(first_column // uint32(warp_n))
+                            memory.store_f32(squares + part * uint64(4), total)
                     item += uint32(32)
             else:
-                while item < uint32(16 * warp_n):
-                    row, column = item // uint32(warp_n), item % uint32(warp_n)
+                while item < uint32(16 * columns_out):
+                    row, column = item // uint32(columns_out), item % uint32(columns_out)
                     if first_row + row < m and first_column + column < n:
-                        value = load_1(staged + (row * uint32(warp_n) + (column ^ flip_of(row))) * uint32(4))
+                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
+                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
+                        value = scale_element(load_1(uint32(at_row + (column ^ row_flip) * uint32(4))), scale)
+                        if is_gated:
+                            up = load_1(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
+                            value = gated(value, scale_element(up, scale))
                         finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
                     item += uint32(32)
+            if not is_cut:
+                scales = uint32(scales + uint32(64))
             sync_warp()
             first_row += uint32(16)
             passed += uint32(1)
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
+    variant = "_segments" if is_cut else f"_{activation}" if is_gated else ""
     return Specialisation(
-        name=f"gemm_tensor_core_{dtype}_{out_dtype}_{tile}_{layout}_{alignment}{'_segments' if is_cut else ''}",
+        name=f"gemm_tensor_core_{dtype}_{out_dtype}_{tile}_{layout}_{alignment}{variant}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
         min_blocks=_min_blocks(tile) if is_aligned else 0,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned,
-            "is_cut": is_cut,
+            "is_cut": is_cut, "activation": activation, "square_columns": 0 if is_cut or is_gated else warp_n,
         },
     )  # fmt: skip
 
@@ -402,7 +465,9 @@ def choose_tile(
 
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product; "" if it can."""
-    return "" if product.is_plain and product.x != "f32" else "multiplies 16-bit factors of one type"
+    if product.weight != product.x or product.x == "f32":
+        return "multiplies 16-bit factors of one type"
+    return "gates in the weight layout" if product.epilogue.activation and not product.is_weight_layout else ""
 
 
 def seconds(product: Product, machine: Machine) -> float:
@@ -428,11 +493,15 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
         raise ValueError(f"gemm: tile is {tile!r}: tier tensor_core with these arrays has none to choose from")
     parts = max(1, product.num_segments)
     chosen = tile_named(TILES, tile) or choose_tile(
-        product.m, product.n, is_weight_layout, is_aligned, machine.num_multiprocessors, parts
+        product.m, product.weight_rows, is_weight_layout, is_aligned, machine.num_multiprocessors, parts
     )
+    if product.epilogue.activation and chosen is LARGE:
+        chosen = MEDIUM  # a thread of a large one has no registers left for the gate
     return Launch(
-        _kernel(product.x, product.out, chosen, is_weight_layout, is_aligned, parts > 1),
-        (-(-product.m // chosen.block_m) * -(-product.n // chosen.block_n), parts, 1),
+        _kernel(
+            product.x, product.out, chosen, is_weight_layout, is_aligned, parts > 1, product.epilogue.activation
+        ),
+        (-(-product.m // chosen.block_m) * -(-product.weight_rows // chosen.block_n), parts, 1),
         (chosen.num_warps * 32, 1, 1),
         shared_bytes=chosen.shared_bytes,
     )
@@ -442,8 +511,11 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype, out_dtype in DTYPE_PAIRS:
         if dtype != "f32":
-            for tile in TILES:
-                yield _kernel(dtype, out_dtype, tile, True, True)
+            for activation in ("", *GATED) if out_dtype == dtype else ("",):
+                for tile in TILES[:3] if activation else TILES:
+                    yield _kernel(dtype, out_dtype, tile, True, True, activation=activation)
+                if activation:
+                    yield _kernel(dtype, out_dtype, SMALL, True, False, activation=activation)
             for is_weight_layout, is_aligned in ((True, False), (False, True), (False, False)):
                 yield _kernel(dtype, out_dtype, SMALL, is_weight_layout, is_aligned)
     for dtype in ("f16", "bf16"):

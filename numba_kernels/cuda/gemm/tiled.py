@@ -17,7 +17,14 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, element_loader, finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    element_loader,
+    finisher,
+    scale_element,
+    scale_of_row,
+)
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES
@@ -36,7 +43,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = F
     item_bytes = ITEM_BYTES[dtype]
     weight_stride = ACROSS_STRIDE if is_weight_layout else TILE
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         x_tile = cuda.shared.array((TILE, TILE), float32)  # [row, k]
         weight_tile = cuda.shared.array((TILE, weight_stride), float32)  # [k, column]
         tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -75,6 +82,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = F
             sync_block()
             start += uint32(TILE)
         if row < m and column < n:
+            total = scale_element(total, scale_of_row(x_squares, row, x_parts, k, eps))
             finish(bias, bias_is_f32, residual, out, n, row, column, total)
 
     layout = "nk" if is_weight_layout else "kn"

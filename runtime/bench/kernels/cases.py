@@ -137,7 +137,7 @@ def product_case(tier: str, m: int, n: int, k: int, dtype: str) -> Case:
         launch = gemm.plan(product, machine, tier)
         out = inputs.empty(m * n * size)
         operands = inputs.put(x), inputs.put(weight)
-        run = inputs.bind((launch, (*operands, 0, 0, out, m, n, k, 0)))
+        run = inputs.bind((launch, (*operands, 0, 0, out, m, n, k, 0, *gemm.NO_SQUARES)))
         rows = sampled(m)
         expected = x[rows].astype(np.float32) @ weight.astype(np.float32).T
 
@@ -175,17 +175,13 @@ def attention_case(
         )  # fmt: skip
         out = inputs.empty(tokens * heads * head_dim * size)
         workspace = inputs.empty(plan.workspace_bytes) if plan.workspace_bytes else 0
-        run = inputs.bind(
-            (
-                plan.attend,
-                plan.attend_arguments(
-                    inputs.put(q), inputs.put(_paged(k, table)), inputs.put(_paged(v, table)), out, workspace,
-                    inputs.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries)),
-                    inputs.put(np.full(seqs, length, np.int32)), inputs.put(table), scale,
-                ),
-            ),
-            (plan.combine, plan.combine_arguments(workspace, out) if plan.combine is not None else ()),
+        arguments = plan.arguments(
+            inputs.put(q), inputs.put(_paged(k, table)), inputs.put(_paged(v, table)), out, workspace,
+            inputs.put(np.zeros(max(1, plan.num_arrivals), np.uint32)),
+            inputs.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries)),
+            inputs.put(np.full(seqs, length, np.int32)), inputs.put(table), scale,
         )  # fmt: skip
+        run = inputs.bind((plan.launch, arguments))
 
         def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
             rows = np.ascontiguousarray(q.reshape(seqs, queries, heads, head_dim).transpose(0, 2, 1, 3))

@@ -75,7 +75,7 @@ def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
         launch = gemm.plan(product, gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters))
         x, weight = inputs.put(inputs.normal((1, k), "bf16")), inputs.put(inputs.normal((n, k), "bf16", 0.05))
         outs.append((inputs.empty(2 * n), 2 * n))
-        bound.append(inputs.bind((launch, (x, weight, 0, 0, outs[-1][0], 1, n, k, 0))))
+        bound.append(inputs.bind((launch, (x, weight, 0, 0, outs[-1][0], 1, n, k, 0, *gemm.NO_SQUARES))))
 
     def step() -> None:
         for _ in range(num_layers):

@@ -65,7 +65,7 @@ class Case:
                 held.append(put(gpu, term))
             addresses.append(0 if term is None else held[-1].address)
         is_f32 = self.bias is not None and self.bias.dtype == np.float32
-        gpu.launch(launch, *addresses, out.address, m, n, k, int(is_f32))
+        gpu.launch(launch, *addresses, out.address, m, n, k, int(is_f32), *gemm.NO_SQUARES)
         return get(gpu, out, (m, n), out_dtype)
 
     def check(self, actual: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import few_rows
 from tests.numba_kernels.cuda.gemm_cases import case, plan
@@ -86,7 +87,7 @@ def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier, k):
     x, weight, out = put(gpu, product.x), put(gpu, product.weight), empty(gpu, (m, n), "bf16")
     gpu.declare_immutable(weight)
     launch = dataclasses.replace(plan(tier, m, n, k, "bf16"), is_dependent=True)
-    gpu.launch(launch, x.address, weight.address, 0, 0, out.address, m, n, k, 0)
+    gpu.launch(launch, x.address, weight.address, 0, 0, out.address, m, n, k, 0, *gemm.NO_SQUARES)
     product.check(get(gpu, out, (m, n), "bf16"))
 
 
@@ -96,8 +97,9 @@ def test_writes_nothing_beyond_its_output(gpu):
     guarded = put(gpu, np.full((m + 2, n), 7, numpy_dtype("bf16")))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
     gpu.launch(
-        plan("few_rows", m, n, k, "bf16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0
-    )
+        plan("few_rows", m, n, k, "bf16"), x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0,
+        *gemm.NO_SQUARES,
+    )  # fmt: skip
     out = get(gpu, guarded, (m + 2, n), "bf16")
     assert (out[[0, -1]] == 7).all()
     product.check(out[1:-1])

@@ -136,7 +136,7 @@ def test_residual_may_be_the_output(gpu, tier):
     m, n, k = product.sizes
     x, weight, target = put(gpu, product.x), put(gpu, product.weight), put(gpu, product.residual)
     launch = plan(tier, m, n, k, "bf16")
-    gpu.launch(launch, x.address, weight.address, 0, target.address, target.address, m, n, k, 0)
+    gpu.launch(launch, x.address, weight.address, 0, target.address, target.address, m, n, k, 0, *gemm.NO_SQUARES)
     product.check(get(gpu, target, (m, n), "bf16"))
 
 
@@ -148,7 +148,7 @@ def test_writes_nothing_beyond_its_output(gpu, tier):
     guarded = put(gpu, np.full((m + 2, n), 7, np.float16))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
     launch = plan(tier, m, n, k, "f16")
-    gpu.launch(launch, x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0)
+    gpu.launch(launch, x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0, *gemm.NO_SQUARES)
     out = get(gpu, guarded, (m + 2, n), "f16")
     assert (out[[0, -1]] == 7).all()
     product.check(out[1:-1])
@@ -163,7 +163,7 @@ def test_factors_on_no_16_byte_bounds(gpu, tier, dtype):
     )
     out, item = empty(gpu, (m, n), dtype), product.x.itemsize
     launch = plan(tier, m, n, k, dtype, is_aligned=False)
-    gpu.launch(launch, x.address + item, weight.address + item, 0, 0, out.address, m, n, k, 0)
+    gpu.launch(launch, x.address + item, weight.address + item, 0, 0, out.address, m, n, k, 0, *gemm.NO_SQUARES)
     product.check(get(gpu, out, (m, n), dtype))
 
 

@@ -13,8 +13,7 @@ from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import hopper
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cuda.gemm_cases import Case, case, plan
-from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, put
-from tests.oracles import dense
+from tests.numba_kernels.cuda.harness import assert_equal, get, put
 
 pytestmark = pytest.mark.emulator
 TILES = pytest.mark.parametrize("tile", hopper.TILES, ids=str)
@@ -77,7 +76,7 @@ def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_
     guarded = put(gpu, np.concatenate([np.ones((8, n)), product.residual, np.ones((70, n))]).astype(product.x.dtype))
     out = guarded.address + 8 * n * 2
     launch = planned(product, tile, is_out_aligned=is_by_tma)
-    gpu.launch(launch, x.address, weight.address, 0, out, out, m, n, k, 0)
+    gpu.launch(launch, x.address, weight.address, 0, out, out, m, n, k, 0, *gemm.NO_SQUARES)
     found = get(gpu, guarded, (m + 78, n), "bf16")
     assert (np.delete(found, slice(8, m + 8), 0) == 1).all()
     product.check(found[8 : m + 8])
@@ -114,37 +113,6 @@ def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     found = product.run_launch(gpu, launch)
     product.check(found)
     assert_equal(product.run_launch(gpu, dataclasses.replace(launch, is_dependent=True)), found)
-
-
-@pytest.mark.parametrize(
-    ("activation", "dtype", "sizes"),
-    [
-        ("silu", "bf16", (300, 200, 136)),
-        ("gelu_tanh", "bf16", (129, 200, 72)),
-        pytest.param("silu", "f16", (257, 264, 72), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_glu_of_both_halves(gpu, activation, dtype, sizes):
-    """f(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
-    m, n, k = sizes
-    both = case((m, 2 * n, k), dtype, bias=None, residual=False)
-    both.x *= both.x.dtype.type(0.25)
-    product = (both.x.astype(np.float64) @ both.weight.astype(np.float64).T).T
-    gate, up = product[:n].T, product[n:].T
-    held = put(gpu, both.x), put(gpu, both.weight), empty(gpu, (m, n), both.x.dtype)
-    launch = plan("auto", m, n, k, dtype, activation=activation, arch="sm_90a", num_multiprocessors=2)
-    gpu.launch(launch, held[0].address, held[1].address, 0, 0, held[2].address, m, n, k, 0)
-    roundoff = 2.0 ** (-8 if dtype == "bf16" else -11)
-    expected = dense.glu(np.concatenate([gate, up], 1), activation)
-    assert_close(get(gpu, held[2], (m, n), dtype), expected, rtol=1.01 * roundoff, atol=1e-3)
-
-
-def test_when_glu_is_two_launches():
-    options = {"arch": "sm_90a", "num_multiprocessors": 4}
-    assert plan("auto", 512, 512, 64, "bf16", activation="silu", **options) is not None
-    for m, n, more in ((512, 512, {"exact": True}), (512, 512, {"arch": "sm_80"}), (512, 516, {}), (8, 512, {})):
-        assert plan("auto", m, n, 64, "bf16", activation="silu", **options | more) is None
-    assert plan("tensor_core", 512, 512, 64, "bf16", activation="silu", **options) is None
 
 
 def test_what_is_split():

@@ -29,7 +29,7 @@ def test_each_segment_is_a_product_of_its_own(gpu, tier, dtype):
         launch = plan(tier, m, n, k, dtype, "f32", exact=True, has_residual=False, num_segments=count)
         held = [put(gpu, whole.x), put(gpu, whole.weight)]
         out = empty(gpu, (count, m, n), "f32")
-        gpu.launch(launch, *(block.address for block in held), 0, 0, out.address, m, n, k, 0)
+        gpu.launch(launch, *(block.address for block in held), 0, 0, out.address, m, n, k, 0, *gemm.NO_SQUARES)
         sums = get(gpu, out, (count, m, n), "f32")
         for found, first, end in zip(sums, places := borders(k, count), places[1:], strict=False):
             part = case((m, n, end - first), dtype, "f32", bias=None, residual=False)
@@ -47,7 +47,7 @@ def test_all_tiles_give_the_same_segments(gpu, tile):
     for name in (str(tensor_core.SMALL), tile):
         launch = plan("tensor_core", m, n, k, "bf16", "f32", tile=name, has_residual=False, num_segments=8)
         out = empty(gpu, (8, m, n), "f32")
-        gpu.launch(launch, *(block.address for block in held), 0, 0, out.address, m, n, k, 0)
+        gpu.launch(launch, *(block.address for block in held), 0, 0, out.address, m, n, k, 0, *gemm.NO_SQUARES)
         found.append(get(gpu, out, (8, m, n), "f32"))
     assert_equal(found[1], found[0])
 
@@ -69,7 +69,7 @@ def test_the_tree(gpu, count, out_dtype):
         held = [put(gpu, sums), put(gpu, bias), put(gpu, residual)]
         addresses = [held[0].address, held[1].address if has_bias else 0, held[2].address if has_residual else 0]
         launch = segments.plan_add(count, m, n, out_dtype)
-        gpu.launch(launch, *addresses, held[2].address, m, n)
+        gpu.launch(launch, *addresses, held[2].address, m, n, 0)
         assert_equal(get(gpu, held[2], (m, n), out_dtype), total.astype(numpy_dtype(out_dtype)))
 
 
