@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from models.base import Model
@@ -21,10 +23,13 @@ from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
+from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
 NormKind = Literal["none", "head", "row"]
+Choices = Mapping[str, Any]
+NONE: Choices = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +100,29 @@ class Decoder(Model):
             x = layer(x, batch, kv_cache)
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
-    def attention(self, index: int, maker: Maker, **choices: Any) -> Attention:
-        """The attention of a layer, from what stands under `self_attn`; `choices` are `Attention`'s."""
-        return Attention(self.config, index, maker.under("self_attn"), self.rope_of(index), **choices)
+    def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Attention:
+        """The attention of a layer, from what stands under `self_attn`, behind the norm of that name; `choices` are
+        `Attention`'s."""
+        norm = self._input_norm(maker, input_norm)
+        return Attention(
+            self.config, index, maker.under("self_attn"), self.rope_of(index), input_norm=norm, **choices
+        )
 
-    def mlp(self, maker: Maker, **choices: Any) -> GatedMlp:
-        """The MLP of a layer, from what stands under `mlp`; `choices` are `GatedMlp`'s."""
-        return GatedMlp(self.config, maker.under("mlp"), **choices)
+    def mlp(self, maker: Maker, *, input_norm: str = "", **choices: Any) -> GatedMlp:
+        """The MLP of a layer, from what stands under `mlp`, behind the norm of that name; `choices` are
+        `GatedMlp`'s."""
+        norm = self._input_norm(maker, input_norm)
+        return GatedMlp(self.config, maker.under("mlp"), input_norm=norm, **choices)
+
+    def _input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
+        if not name:
+            return None
+        weight = maker.vector(f"{name}.weight", self.config.hidden_size, add=self.norm_offset)
+        return RmsNorm(weight, self.config.norm_eps)
 
 
 class Attention:
-    """Causal grouped-query attention between its projections."""
+    """Causal grouped-query attention between its projections, behind a norm if it has one."""
 
     def __init__(
         self,
@@ -115,6 +132,7 @@ class Attention:
         rope: RopeTable | None,
         *,
         qkv: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        input_norm: RmsNorm | None = None,
         norm: NormKind = "none",
         norm_offset: float = 0.0,
         softcap: float | None = None,
@@ -128,8 +146,9 @@ class Attention:
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
         self.norm_eps = config.norm_eps
         self.qkv_proj = maker.linear(
-            qkv, outputs=(q_size, kv_size, kv_size), inputs=hidden, has_bias=config.attention_bias, split="outputs"
-        )
+            qkv, outputs=(q_size, kv_size, kv_size), inputs=hidden, has_bias=config.attention_bias, split="outputs",
+            norm=input_norm,
+        )  # fmt: skip
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
         if norm == "row" and maker.options.num_ranks > 1:
@@ -170,7 +189,7 @@ class Attention:
 
 
 class GatedMlp:
-    """`down(f(gate(x)) * up(x))`."""
+    """`down(f(gate(x)) * up(x))`, behind a norm if it has one."""
 
     def __init__(
         self,
@@ -178,13 +197,14 @@ class GatedMlp:
         maker: Maker,
         *,
         gate_up: str | tuple[str, ...] = ("gate_proj", "up_proj"),
+        input_norm: RmsNorm | None = None,
         activation: ops.GluActivation = "silu",
     ) -> None:
         """`gate_up` names the maps, or the one of both, gate first."""
         hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation: ops.GluActivation = activation
         self.gate_up_proj = maker.linear(
-            gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
+            gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm
         )
         self.down_proj = maker.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
 
@@ -195,14 +215,16 @@ class GatedMlp:
 class PreNormLayer:
     """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as Llama has it."""
 
-    def __init__(self, config: DecoderConfig, maker: Maker, attention: Attention, mlp: GatedMlp) -> None:
-        self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
-        self.attention_norm = maker.vector("input_layernorm.weight", config.hidden_size)
-        self.mlp_norm = maker.vector("post_attention_layernorm.weight", config.hidden_size)
+    def __init__(
+        self, model: Decoder, index: int, maker: Maker, *, attention: Choices = NONE, mlp: Choices = NONE
+    ) -> None:
+        """`attention` and `mlp` are choices of these parts."""
+        self.attention = model.attention(index, maker, input_norm="input_layernorm", **attention)
+        self.mlp = model.mlp(maker, input_norm="post_attention_layernorm", **mlp)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        x = self.attention(ops.rms_norm(x, self.attention_norm, self.eps), batch, kv_cache, residual=x)
-        return self.mlp(ops.rms_norm(x, self.mlp_norm, self.eps), residual=x)
+        x = self.attention(x, batch, kv_cache, residual=x)
+        return self.mlp(x, residual=x)
 
 
 class SandwichLayer:

@@ -23,6 +23,7 @@ from runtime import ops
 from runtime.dtype import DType, float16, float32
 from runtime.linear.format import GGML_FORMATS, WeightFormat
 from runtime.linear.linear import Linear
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.weight import BlockRows, LinearWeight, packed_bytes
 from runtime.ops import RopeTable
@@ -55,7 +56,7 @@ class LinearDeclaration:
     """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
 
     `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole. `is_segmented`: ranks add up
-    K in the order of `numba_kernels.segments`.
+    K in the order of `numba_kernels.segments`. `norm` is that of its inputs.
     """
 
     names: tuple[str, ...]
@@ -67,6 +68,7 @@ class LinearDeclaration:
     rank: int
     num_ranks: int
     is_segmented: bool
+    norm: RmsNorm | None
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
@@ -148,13 +150,16 @@ class Maker(ABC):
         has_bias: bool = False,
         is_transposed: bool = False,
         split: Split | None = None,
+        norm: RmsNorm | None = None,
     ) -> Linear:
         """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
         `has_bias`, `name.bias [outputs]`.
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
-        `split` says which side is cut between ranks; sizes are then this rank's, and the stored ones larger.
+        `split` says which side is cut between ranks; sizes are then this rank's, and the stored ones larger. `norm`
+        goes in front of it.
         """
+        assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names
         declaration = LinearDeclaration(
             names=tuple(self._prefix + name for name in names),
@@ -166,6 +171,7 @@ class Maker(ABC):
             rank=self.options.rank,
             num_ranks=self.options.num_ranks,
             is_segmented=self.options.num_segments(split) > 0,
+            norm=norm,
         )
         weight = self._linear(declaration)
         self._sizes.append(weight.size_bytes)
@@ -177,7 +183,7 @@ class Maker(ABC):
                 f"{', '.join(declaration.names)}: a rank would have {inputs} inputs, but {weight.format.name} is cut"
                 f" at multiples of {unit}{mode}"
             )
-        return Linear(weight, self.options.communicator if is_added else None)
+        return Linear(weight, self.options.communicator if is_added else None, norm)
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
@@ -318,8 +324,9 @@ class LoadingMaker(Maker):
             if declaration.adds_bias:
                 biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
         packed = ops.prepare_linear(
-            weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None
-        )
+            weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None,
+            norm=declaration.norm,
+        )  # fmt: skip
         del weights, whole_rows
         for name, _ in declaration.stored_shapes:
             self._source.release(name)

@@ -34,8 +34,8 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
-    "embedding", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids",
+    "draw", "embedding", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu",
     "take_decode_inputs",
 ]  # fmt: skip
@@ -84,12 +84,20 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
-def linear(x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``."""
+def linear(
+    x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None,
+    norm_eps: float | None = None,
+) -> Tensor:  # fmt: skip
+    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``.
+
+    A weight that a norm's weights are multiplied into needs ``norm_eps``: rows of x are first divided by
+    ``sqrt(mean(x^2) + norm_eps)``.
+    """
     backend = _check_factors("linear", x, weight)
+    scaled = _check_norm("linear", weight, norm_eps)
     if residual is not None or out is not None:
         _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
-    return backend.linear(x, weight, residual, out, x.dtype)  # type: ignore[no-any-return]
+    return backend.linear(x, weight, residual, out, x.dtype, *scaled)  # type: ignore[no-any-return]
 
 
 def _check_addends(
@@ -138,14 +146,17 @@ def _check_segments(op: str, weight: LinearWeight) -> None:
         raise fail(op, "weight", "must be exact and split over its inputs")
 
 
-def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation) -> Tensor:
+def linear_glu(
+    x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm_eps: float | None = None
+) -> Tensor:
     """``glu(linear(x, weight), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
 
-    One launch where that is faster, and then rounded once.
+    One launch where a kernel can, and then rounded once.
     """
     backend = _check_factors("linear_glu", x, weight)
+    scaled = _check_norm("linear_glu", weight, norm_eps)
     _check_glu("linear_glu", "weight", weight.shape[0], activation)
-    return backend.linear_glu(x, weight, activation)  # type: ignore[no-any-return]
+    return backend.linear_glu(x, weight, activation, *scaled)  # type: ignore[no-any-return]
 
 
 def logits_linear(
@@ -156,6 +167,7 @@ def logits_linear(
     With ``softcap`` c a logit l becomes ``c tanh(l / c)``.
     """
     backend = _check_factors("logits_linear", x, weight)
+    _check_norm("logits_linear", weight, None)
     _check_softcap("logits_linear", softcap)
     logits = backend.linear(x, weight, None, None, float32)
     if (scale != 1.0 or softcap is not None) and logits.size:
@@ -173,6 +185,14 @@ def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
         raise fail(op, "weight", f"must be a LinearWeight from prepare_linear on {x.device}, not {what}")
     check(op, "x", x, x.device, weight.activations, (None, weight.shape[1]))
     return backend
+
+
+def _check_norm(op: str, weight: LinearWeight, norm_eps: float | None) -> tuple[float, ...]:
+    """What a product takes of the norm in front of it."""
+    if (norm_eps is not None) != weight.is_normed:
+        words = "a norm's weights are multiplied into the weight" if weight.is_normed else "the weight has no norm's"
+        raise fail(op, "norm_eps", f"is {norm_eps}, but {words}")
+    return () if norm_eps is None else (norm_eps,)
 
 
 def _check_written(

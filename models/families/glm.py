@@ -15,8 +15,7 @@ _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_la
 
 class GlmModel(Decoder):
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        mlp = self.mlp(maker, gate_up="gate_up_proj")
-        return PreNormLayer(self.config, maker, self.attention(index, maker), mlp)
+        return PreNormLayer(self, index, maker, mlp={"gate_up": "gate_up_proj"})
 
 
 class Glm4Model(Decoder):

@@ -32,23 +32,21 @@ class GraniteModel(Decoder):
         self.logits_scale = 1.0 / config.logits_scaling
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        attention, mlp = self.attention(index, maker), self.mlp(maker)
         if self.config.residual_multiplier == 1.0:
-            return PreNormLayer(self.config, maker, attention, mlp)
-        return GraniteLayer(self.config, maker, attention, mlp)
+            return PreNormLayer(self, index, maker)
+        return GraniteLayer(self, index, maker)
 
 
 class GraniteLayer(PreNormLayer):
     """`x = x + m attention(norm(x));  x = x + m mlp(norm(x))`."""
 
-    def __init__(self, config: GraniteConfig, *parts: object) -> None:
-        super().__init__(config, *parts)  # type: ignore[arg-type]
-        self.multiplier = config.residual_multiplier
+    def __init__(self, model: GraniteModel, index: int, maker: Maker) -> None:
+        super().__init__(model, index, maker)
+        self.multiplier = model.config.residual_multiplier
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        attended = self.attention(ops.rms_norm(x, self.attention_norm, self.eps), batch, kv_cache)
-        x = ops.add_scaled(x, attended, self.multiplier)
-        return ops.add_scaled(x, self.mlp(ops.rms_norm(x, self.mlp_norm, self.eps)), self.multiplier)
+        x = ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier)
+        return ops.add_scaled(x, self.mlp(x), self.multiplier)
 
 
 def read_granite(fields: Fields) -> GraniteConfig:

@@ -36,8 +36,7 @@ class LlamaModel(Decoder):
     config: LlamaConfig
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        attention = self.attention(index, maker, norm="head" if self.config.qk_norm else "none")
-        return PreNormLayer(self.config, maker, attention, self.mlp(maker))
+        return PreNormLayer(self, index, maker, attention={"norm": "head" if self.config.qk_norm else "none"})
 
 
 def read_llama(fields: Fields) -> LlamaConfig:

@@ -22,8 +22,7 @@ from models.rope_config import parse_rope
 
 class Phi3Model(Decoder):
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        attention = self.attention(index, maker, qkv="qkv_proj")
-        return PreNormLayer(self.config, maker, attention, self.mlp(maker, gate_up="gate_up_proj"))
+        return PreNormLayer(self, index, maker, attention={"qkv": "qkv_proj"}, mlp={"gate_up": "gate_up_proj"})
 
 
 def read_phi3(fields: Fields) -> DecoderConfig:

@@ -12,7 +12,7 @@ from models.rope_config import parse_rope
 
 class SmolLM3Model(Decoder):
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        return PreNormLayer(self.config, maker, self.attention(index, maker), self.mlp(maker))
+        return PreNormLayer(self, index, maker)
 
 
 def read_smollm3(fields: Fields) -> DecoderConfig:

@@ -12,91 +12,30 @@ import numpy as np
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import embedding as _embedding
-from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
-from numba_kernels.cuda.specialisation import Launch
-from runtime.backends import cuda_cublas, cuda_segments
 from runtime.backends.checks import check, fail
-from runtime.backends.cuda_tensor import alignment, id_flag, upload
+from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
+from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.weight import RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
+
+__all__ = [
+    "ACTIVATIONS", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding", "add_partials", "add_scaled",
+    "attention", "embedding", "gather_rows", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "page_shape", "qkv_prepare", "rms_norm", "scale_logits",
+]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
 WEIGHT = TABLE = RowWeight
 NORM_WEIGHTS = float32
 
 # ------------------------------------------------------------------------------------------ linear, embedding
-
-
-def linear(x: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None, dtype: DType) -> Tensor:
-    """See `ops.linear`; `dtype` is that of the result."""
-    gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
-    result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
-    if weight.tier == "cublas":
-        cuda_cublas.product(gpu, x, weight, residual, result)
-    elif weight.num_segments > 1:
-        cuda_segments.product(gpu, x, weight, weight.bias_address, 0 if residual is None else residual.address, result)
-    elif rows and width:
-        matrix, bias, added = weight.address, weight.bias_address, 0 if residual is None else residual.address
-        key = rows, dtype, added != 0, (x.address | matrix) & 15, (result.address | added | bias) & 15
-        launch = weight.plans.get(key)
-        if launch is None:
-            epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
-            launch = _plan(gpu, weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
-            assert launch is not None
-            weight.keep_plan(key, launch)
-        gpu.launch(launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1)
-    return result
-
-
-def linear_partial(x: Tensor, weight: RowWeight) -> Tensor:
-    """See `ops.linear_partial`."""
-    result = Tensor.empty((x.shape[0], weight.shape[0]), float32, x.device)
-    cuda_segments.product(Gpu.of(x.device), x, weight, 0, 0, result)
-    return result
-
-
-def add_partials(partials: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """See `ops.add_partials`."""
-    result = Tensor.empty(partials.shape[1:], weight.activations, partials.device) if out is None else out
-    added = 0 if residual is None else residual.address
-    cuda_segments.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
-    return result
-
-
-def linear_glu(x: Tensor, weight: RowWeight, activation: str) -> Tensor:
-    """See `ops.linear_glu`."""
-    gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
-    key = rows, activation, (x.address | weight.address) & 15
-    if key not in weight.plans:
-        launch = None
-        if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
-            epilogue = _gemm.Epilogue(has_residual=False, activation=activation)
-            launch = _plan(gpu, weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
-        weight.keep_plan(key, launch)
-    launch = weight.plans[key]
-    if launch is None:
-        return glu(linear(x, weight, None, None, x.dtype), activation)
-    result = Tensor.empty((rows, both // 2), x.dtype, x.device)
-    gpu.launch(launch, x.address, weight.address, 0, 0, result.address, rows, both // 2, depth, 0)
-    return result
-
-
-def _plan(
-    gpu: Gpu, weight: RowWeight, rows: int, width: int, dtype: DType, epilogue: _gemm.Epilogue, *, is_aligned: bool
-) -> Launch | None:
-    """Chooses the kernel of a product; see `gemm.plan`."""
-    product = _gemm.Product(
-        rows, width, weight.shape[1], weight.activations.ptx, weight.format.element.ptx, dtype.ptx, epilogue,
-        is_aligned=is_aligned, exact=weight.exact, whole=weight.whole_shape,
-    )  # fmt: skip
-    return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters), weight.tier)
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
@@ -196,20 +135,6 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     return result
 
 
-def glu(gate_up: Tensor, activation: str) -> Tensor:
-    """See `ops.glu`."""
-    rows, both = gate_up.shape
-    width = both // 2
-    result = Tensor.empty((rows, width), gate_up.dtype, gate_up.device)
-    if rows and width:
-        addresses = gate_up.address, result.address
-        launch, accesses = _activation.plan_glu(
-            activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses)
-        )
-        Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)
-    return result
-
-
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -264,7 +189,6 @@ def attention(
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
     op, gpu = "attention", Gpu.of(q.device)
     (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
-    sink_address = 0 if sinks is None else sinks.address
     seqs = batch.num_seqs
     tables = batch.query_start, batch.seq_lens, batch.block_tables[group]
     query_start, seq_lens, table = (tensor.address for tensor in tables)
@@ -288,12 +212,12 @@ def attention(
             num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
-    work_address = 0 if workspace is None else workspace.address
-    arguments = plan.attend_arguments(
-        q.address, k_cache.address, v_cache.address, result.address, work_address, query_start, seq_lens, table, scale,
-        sink_address,
+    gpu.launch(
+        plan.launch,
+        *plan.arguments(
+            q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
+            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start, seq_lens, table, scale,
+            0 if sinks is None else sinks.address,
+        ),
     )  # fmt: skip
-    gpu.launch(plan.attend, *arguments)
-    if plan.combine is not None:
-        gpu.launch(plan.combine, *plan.combine_arguments(work_address, result.address, sink_address))
     return result

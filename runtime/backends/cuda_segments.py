@@ -6,6 +6,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import segments
 from numba_kernels.cuda.specialisation import Launch
 from runtime.device.gpu import Gpu
+from runtime.dtype import float32
 from runtime.linear.weight import RowWeight
 from runtime.tensor.tensor import Tensor
 
@@ -17,6 +18,8 @@ def product(gpu: Gpu, x: Tensor, weight: RowWeight, bias: int, residual: int, re
     if not result.size:
         return
     most = segments.most_rows(count, width)
+    if count > 1:
+        _leave_squares(bias, residual, result)
     sums = None if count == 1 else gpu.allocate(count * min(rows, most) * width * 4)
     for first in range(0, rows, most):
         num_rows = min(most, rows - first)
@@ -24,19 +27,40 @@ def product(gpu: Gpu, x: Tensor, weight: RowWeight, bias: int, residual: int, re
         multiply = _multiplication(gpu, weight, num_rows, is_aligned=(start | weight.address) & 15 == 0)
         target = result.address + skipped
         if sums is None:
-            gpu.launch(multiply, start, weight.address, 0, 0, target, num_rows, width, depth, 0)
+            gpu.launch(multiply, start, weight.address, 0, 0, target, num_rows, width, depth, 0, *gemm.NO_SQUARES)
             continue
-        gpu.launch(multiply, start, weight.address, 0, 0, sums.address, num_rows, width, depth, 0)
-        add = segments.plan_add(count, num_rows, width, result.dtype.ptx)
-        gpu.launch(add, sums.address, bias, residual + skipped if residual else 0, target, num_rows, width)
+        gpu.launch(multiply, start, weight.address, 0, 0, sums.address, num_rows, width, depth, 0, *gemm.NO_SQUARES)
+        _add(gpu, count, sums.address, bias, residual, result, first, num_rows)
 
 
 def add(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) -> None:
     """``result [T, N]`` from ``partials [R, T, N]``, which are added in pairs; bias and residual as in `product`."""
-    count, rows, width = partials.shape
+    count, rows, _ = partials.shape
     if result.size:
-        launch = segments.plan_add(count, rows, width, result.dtype.ptx)
-        gpu.launch(launch, partials.address, bias, residual, result.address, rows, width)
+        _leave_squares(bias, residual, result)
+        _add(gpu, count, partials.address, bias, residual, result, 0, rows)
+
+
+def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
+    """Makes room for the result's squares, where a residual says that a norm may follow."""
+    rows, width = result.shape
+    is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * segments.SQUARE_COLUMNS) == 0
+    result.row_squares = None
+    if residual and is_aligned:
+        result.row_squares = Tensor.empty((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
+
+
+def _add(
+    gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int
+) -> None:
+    """Adds the sums of some rows of the result, from `first` on, and leaves their squares where there is room."""
+    width, squares = result.shape[1], result.row_squares
+    skipped = first * width * result.dtype.itemsize
+    launch = segments.plan_add(count, num_rows, width, result.dtype.ptx)
+    gpu.launch(
+        launch, sums, bias, residual + skipped if residual else 0, result.address + skipped, num_rows, width,
+        0 if squares is None else squares.address + first * squares.shape[1] * 4,
+    )  # fmt: skip
 
 
 def _multiplication(gpu: Gpu, weight: RowWeight, rows: int, *, is_aligned: bool) -> Launch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from runtime import ops
 from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
+from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
 
@@ -15,13 +16,17 @@ class Linear:
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
         communicator: to the ranks whose results are added, where the matrix is split over its inputs; else None.
+        norm: of the rows that it multiplies; None if there is none, as where it is split over its inputs.
     """
 
-    __slots__ = ("communicator", "weight")
+    __slots__ = ("communicator", "norm", "weight")
 
-    def __init__(self, weight: LinearWeight, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, weight: LinearWeight, communicator: Communicator | None = None, norm: RmsNorm | None = None
+    ) -> None:
         self.weight = weight
         self.communicator = communicator
+        self.norm = norm
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -36,18 +41,27 @@ class Linear:
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
         if self.communicator is None:
-            return ops.linear(x, self.weight, residual=residual, out=out)
+            x, norm_eps = self._normalised(x)
+            return ops.linear(x, self.weight, residual=residual, out=out, norm_eps=norm_eps)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
             return ops.add_partials(partials, self.weight, residual=residual, out=out)
         added = residual if self.communicator.rank == 0 else None
         result = ops.linear(x, self.weight, residual=added, out=out)
         self.communicator.all_reduce(result)
+        result.row_squares = None  # were those of this rank's part
         return result
 
     def glu(self, x: Tensor, activation: ops.GluActivation) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
-        return ops.linear_glu(x, self.weight, activation)
+        x, norm_eps = self._normalised(x)
+        return ops.linear_glu(x, self.weight, activation, norm_eps=norm_eps)
+
+    def _normalised(self, x: Tensor) -> tuple[Tensor, float | None]:
+        """What the product takes: x and what it shall be scaled by, where the weight has the norm's weights in it."""
+        if self.norm is None or self.weight.is_normed:
+            return x, None if self.norm is None else self.norm.eps
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps), None
 
     def logits(self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:
         """``[T, K]`` -> ``[T, N]`` float32; see `ops.logits_linear`."""

@@ -17,12 +17,14 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
 _BLOCK_CLASSES = {block.name: stored for stored, block in BLOCKS.items()}
+_ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
 
@@ -52,9 +54,12 @@ class LinearWeight:
         size_bytes: of matrix, scales and bias, padding included.
         activations: the type of the rows that it multiplies.
         num_segments: in how many segments K is added up (`numba_kernels.segments`); 0: it is not cut.
+        is_normed: whether the weights of the norm in front of it are multiplied into its columns: products then scale
+            rows alone.
     """
 
     activations: DType
+    is_normed = False
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
     def __init__(
@@ -130,7 +135,9 @@ class RowWeight(LinearWeight):
         plans: launches of products with it, by what they depend on.
     """
 
-    __slots__ = ("activations", "address", "bias", "bias_address", "exact", "plans", "tier", "weight", "whole_shape")
+    __slots__ = (
+        "activations", "address", "bias", "bias_address", "exact", "is_normed", "plans", "tier", "weight", "whole_shape"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -141,7 +148,9 @@ class RowWeight(LinearWeight):
         exact: bool = False,
         whole_shape: tuple[int, int] | None = None,
         num_segments: int = 0,
+        is_normed: bool = False,
     ) -> None:
+        self.is_normed = is_normed
         shape = weight.shape[0], weight.shape[1]
         self.weight = weight
         self.bias = bias
@@ -204,6 +213,7 @@ def prepare_linear(
     *,
     split: Split | None = None,
     whole_rows: Sequence[Tensor] | None = None,
+    norm: RmsNorm | None = None,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
     several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
@@ -212,6 +222,9 @@ def prepare_linear(
     ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
     ranks' inputs.
+
+    ``norm`` is what products normalise their rows by. On a GPU its weights are multiplied into the matrix's columns,
+    unless another library multiplies with it.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
@@ -245,12 +258,17 @@ def prepare_linear(
     for part in on_device:
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
+    num_segments, is_normed = options.num_segments(split), norm is not None and options.gemm != "cublas"
+    if norm is not None and is_normed:
+        for first in range(0, shape[0], _ROWS_AT_ONCE):
+            some = slice(first, first + _ROWS_AT_ONCE)
+            rows[some] = rows[some] * norm.weight
     rows.storage.freeze()
     has_bias = any(part is not None for part in biases)
     device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
     return RowWeight(
         rows, device_bias, options.gemm, exact=options.exact, whole_shape=options.whole_shape(shape, split),
-        num_segments=options.num_segments(split),
+        num_segments=num_segments, is_normed=is_normed,
     )  # fmt: skip
 
 

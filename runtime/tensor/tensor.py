@@ -66,9 +66,14 @@ class Tensor:
         array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
             field. DeviceError on any other device.
         address: where the first element lies, on whichever device, kept likewise: what a kernel is given.
+        row_squares: of a matrix ``[T, N]`` on a GPU, float32 ``[T, parts]`` whose rows add up to its rows' sums of
+            squares, where the kernel that wrote it has left them; else None. Who writes to it again sets it anew.
     """
 
-    __slots__ = ("__weakref__", "_share", "address", "array", "dtype", "offset", "shape", "storage", "strides")
+    __slots__ = (
+        "__weakref__", "_share", "address", "array", "dtype", "offset", "row_squares", "shape", "storage",
+        "strides",
+    )  # fmt: skip
 
     __array_ufunc__ = None  # numpy leaves `array + tensor` to us
     __hash__ = object.__hash__  # `==` compares elements; a tensor as a key is itself
@@ -80,6 +85,7 @@ class Tensor:
     offset: int
     array: NDArray
     address: int
+    row_squares: Tensor | None
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, strides: Shape, offset: int = 0) -> None:
         self.storage = storage
@@ -91,8 +97,10 @@ class Tensor:
 
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
-        def __getattr__(self, name: str) -> NDArray | int:
+        def __getattr__(self, name: str) -> NDArray | int | None:
             """Called only while a field is missing: `array` and `address` are, until their first use."""
+            if name == "row_squares":
+                return None
             if name == "address":
                 if self.storage.address:
                     self.address = self.storage.address + self.offset * self.dtype.itemsize

@@ -9,6 +9,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 
 shuffle_xor_f32 = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "f r")
 shuffle_xor_b32 = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
+shuffle_index_f32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "f r")
 shuffle_index_b32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
 shuffle_up_b32 = instruction("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "r", "r r")  # the lowest lanes: their own
 or_b32 = instruction("redux.sync.or.b32 $0, $1, 0xffffffff;", "r", "r")  # over all lanes, in each

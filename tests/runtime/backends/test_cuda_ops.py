@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numba_kernels.cuda.gemm import hopper
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.oracles.dense import relative_error
@@ -172,22 +172,62 @@ def test_what_the_cpu_gives(dtype: str) -> None:
     assert pairs[1][0].dtype.name == "float32"
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_linear_glu(is_fused: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one launch where Hopper's tile for many rows is chosen, else in two; with a bias always in two."""
-    if is_fused:
-        monkeypatch.setattr(hopper, "choose", lambda *sizes, **options: (hopper.LARGE, 1))
+def test_linear_glu(launched: list[str]) -> None:
+    """In one launch, but with a bias."""
     rng = np.random.default_rng(5)
     x, matrix = (Tensor.from_numpy(rng.standard_normal(size).astype(np.float32)) for size in ((130, 72), (48, 72)))
     x, matrix = x.to("bfloat16"), matrix.to("bfloat16")
     for bias in (None, Tensor.from_numpy(rng.standard_normal(48).astype(np.float32))):
         ours = ops.prepare_linear(matrix, bias, LoadOptions(device=Device("emulated:sm_90a")))
         launched.clear()
-        parts = ["gemm", "glu"]
         actual = ops.linear_glu(x.to("emulated:sm_90a"), ours, "silu")
-        assert [name.split("_")[0] for name in launched] == (["gemm"] if is_fused and bias is None else parts)
+        assert [name.split("_")[0] for name in launched] == (["gemm"] if bias is None else ["gemm", "glu"])
         expected = ops.linear_glu(x.to("float32"), ops.prepare_linear(matrix.to("float32"), bias), "silu")
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
+    """The product in front leaves its rows' squares, and the one behind scales by them. A launch adds them up for rows
+    of which nobody has. In exact mode a row has the same bits alone."""
+    rng, device = np.random.default_rng(6), Device("emulated:sm_90a")
+    x, first, second, weights, residual = (
+        Tensor.from_numpy(rng.standard_normal(size).astype(np.float32) + np.float32(size == (512,)))
+        for size in ((20, 72), (512, 72), (48, 512), (512,), (20, 512))
+    )
+    x, first, second, residual = (tensor.to("bfloat16") for tensor in (x, first, second, residual))
+    options = LoadOptions(device=device, exact=exact)
+    norm = RmsNorm(weights.to(device), 1e-5)
+    ours = ops.prepare_linear(first, options=options, split="inputs")
+    behind = ops.prepare_linear(second, options=options, norm=norm)
+
+    def run(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = ops.linear(x.to(device), ours, residual=residual.to(device))
+        return hidden, ops.linear_glu(hidden, behind, "silu", norm_eps=norm.eps)
+
+    launched.clear()
+    hidden, gated = run(x, residual)
+    assert [name for name in launched if "norm" in name or "squares" in name or "glu" in name] == []
+    assert len(launched) == 2 + exact
+    if exact:
+        alone = run(x[3:4].clone(), residual[3:4].clone())[1]
+        np.testing.assert_array_equal(alone.to("cpu").array, gated.to("cpu").array[3:4])
+    launched.clear()
+    copied = hidden.to("cpu").to(device)
+    again = ops.linear(copied, behind, norm_eps=norm.eps)
+    assert launched[0] == "row_squares_bf16_x8"
+    assert len(launched) == 2
+    ops.linear(copied, behind, norm_eps=norm.eps)
+    assert len(launched) == 3  # they are kept with the rows
+    wide = [tensor.to("float32") for tensor in (x, first, second, residual)]
+    theirs = ops.rms_norm(ops.linear(wide[0], ops.prepare_linear(wide[1]), residual=wide[3]), weights, norm.eps)
+    for actual, expected in (
+        (gated, ops.linear_glu(theirs, ops.prepare_linear(wide[2]), "silu")),
+        (again, ops.linear(theirs, ops.prepare_linear(wide[2]))),
+    ):
+        assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
+    with pytest.raises(InvalidArgumentError, match="norm_eps is None, but a norm's weights are multiplied"):
+        ops.linear(hidden, behind)
 
 
 def test_a_tier_that_the_device_has_not() -> None:

@@ -29,15 +29,16 @@ def test_the_bundled_models_kernels() -> None:
     for family in (
         "embedding",
         "rms_norm",
+        "row_squares",
         "qkv_prepare",
         "attention_decode",
         "attention_flash",
-        "glu",
         "gemv",
         "gemm",
         "sampling",
     ):
         assert any(name.startswith(family) for name in found), family
+    assert any(name.endswith("_silu") for name in found)
     assert not any("_f16_" in name for name in found)  # its weights are bfloat16
     rare = found - {each.name for each in specialisations()}
     assert all("_d32_" in f"{name}_" for name in rare)  # its head dim; a build of everything covers the rest

@@ -1,0 +1,167 @@
+"""How many kernels a model launches: counted on a device that does nothing, for layers of Qwen3-8B's sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as bindings
+
+import models.dummy
+from models.families.llama import LlamaModel
+from numba_kernels.cuda.gemm.segments import most_rows
+from numba_kernels.segments import SEGMENTS
+from runtime.batch import Batch
+from runtime.device import gpu as gpu_module
+from runtime.device.driver import Driver
+from runtime.device.emulator.driver.dry_driver import DryDriver
+from runtime.device.gpu import Device, Gpu
+from runtime.device.kernel_list import KernelList
+from runtime.engine.make_engine import build_engine
+from tests.runtime.engine.fakes import request
+
+pytestmark = pytest.mark.emulator
+
+NUM_LAYERS = 36
+MOST_LAUNCHES_A_LAYER, MOST_NODES = 6, 230
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128, "vocab_size": 512, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 40960, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class CountingDriver(DryDriver):
+    """Notes the kernels that are launched, and what is recorded into graphs.
+
+    Attributes:
+        launched: names of kernels.
+        recordings: for each one the names of its kernels, and "copy" or "fill" for the rest.
+    """
+
+    def __init__(self, arch: str) -> None:
+        super().__init__(arch)
+        self._names: dict[int, str] = {}
+        self._recorded: list[str] | None = None
+        self.launched: list[str] = []
+        self.recordings: list[list[str]] = []
+
+    def _note(self, name: str) -> tuple[Any]:
+        (self.launched if self._recorded is None else self._recorded).append(name)
+        return (bindings.CUresult.CUDA_SUCCESS,)
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, int]:  # type: ignore[override]
+        status, function = self._new()
+        self._names[function] = name.decode()
+        return status, function
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, *_: Any) -> tuple[Any]:  # type: ignore[override]
+        return self._note(self._names[int(function)])
+
+    def _copy(self, *_: Any) -> tuple[Any]:
+        return (bindings.CUresult.CUDA_SUCCESS,) if self._recorded is None else self._note("copy")
+
+    cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemcpyBatchAsync = cuMemsetD8Async = _copy  # type: ignore[assignment]
+
+    def cuStreamBeginCapture(self, *arguments: Any) -> Any:  # type: ignore[override]
+        self._recorded = []
+        return super().cuStreamBeginCapture(*arguments)
+
+    def cuStreamEndCapture(self, *arguments: Any) -> Any:  # type: ignore[override]
+        assert self._recorded is not None
+        self.recordings.append(self._recorded)
+        self._recorded = None
+        return super().cuStreamEndCapture(*arguments)
+
+
+class Counted:
+    """What a model of so many layers launches.
+
+    Attributes:
+        prompts: kernels of forward passes, by (sequences, tokens).
+        graphs: those of steps of decodes, recorded, and whatever else their graphs do.
+        is_exact: whether it is in exact mode.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, *, exact: bool) -> None:
+        monkeypatch.setattr(gpu_module, "_opened", {})
+        monkeypatch.setattr(models.dummy.DummyCheckpoint, "array", _zeros)
+        (folder / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": num_layers}))
+        driver = CountingDriver("sm_90a")
+        opened = Driver(driver, bindings, arch="sm_90a")
+        opened.call("cuInit", 0)
+        Gpu(Device("emulated:sm_90a"), opened, kernel_cache=KernelList()).install()
+        self.is_exact = exact
+        self.prompts: dict[tuple[int, int], list[str]] = {}
+        self.graphs = driver.recordings
+        forward = LlamaModel.forward
+
+        def counted(model: LlamaModel, batch: Batch, kv_cache: Any) -> Any:
+            before = len(driver.launched)
+            result = forward(model, batch, kv_cache)
+            if len(driver.launched) > before:  # else it was recorded
+                self.prompts[batch.num_seqs, batch.token_ids.shape[0]] = driver.launched[before:]
+            return result
+
+        monkeypatch.setattr(LlamaModel, "forward", counted)
+        engine = build_engine(
+            folder, device="emulated:sm_90a", load_format="dummy", max_model_len=4096, kv_cache_bytes=1 << 32,
+            max_num_seqs=256, exact=exact,
+        )  # fmt: skip
+        for count, length in ((1, 10), (1, 2000), (2, 200), (5, 8), (40, 8), (256, 8)):
+            for number in range(count):
+                engine.add(request(f"{length}-{number}", [1] * length, max_tokens=4, ignore_eos=True))
+            while engine.has_work:
+                engine.step()
+        engine.close()
+        monkeypatch.undo()
+
+
+def _zeros(checkpoint: models.dummy.DummyCheckpoint, name: str) -> np.ndarray:
+    return np.zeros(checkpoint._shapes[name], checkpoint._dtype.numpy)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "exact"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Counted, Counted]:
+    """The model with one layer and with two."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        one, two = (Counted(folder, monkeypatch, count, exact=request.param) for count in (1, 2))
+    return one, two
+
+
+def kernels_of_a_layer(one: list[str], two: list[str]) -> list[str]:
+    """Those that a second layer adds, which stand behind the first one's."""
+    added = len(two) - len(one)
+    behind = next(place for place, name in enumerate(two) if place >= len(one) or name != one[place])
+    layer = two[behind : behind + added]
+    assert one[:behind] + layer + one[behind:] == two
+    return layer
+
+
+def test_decode_steps(pair: tuple[Counted, Counted]) -> None:
+    """Graphs of batches from one sequence to 256. In exact mode the two maps that are split over their inputs are two
+    launches each."""
+    one, two = pair
+    assert len(one.graphs) == len(two.graphs) > 4
+    for fewer, more in zip(one.graphs, two.graphs, strict=True):
+        layer = kernels_of_a_layer(fewer, more)
+        assert len(layer) == MOST_LAUNCHES_A_LAYER + 2 * one.is_exact, layer
+        num_nodes = len(fewer) + (NUM_LAYERS - 1) * len(layer)
+        assert one.is_exact or num_nodes <= MOST_NODES, f"{num_nodes} nodes: {fewer}"
+
+
+def test_prompts(pair: tuple[Counted, Counted]) -> None:
+    one, two = pair
+    assert one.prompts.keys() == two.prompts.keys()
+    assert max(num_tokens for _, num_tokens in one.prompts) > 1000
+    for batch, fewer in one.prompts.items():
+        if one.is_exact and batch[1] > most_rows(SEGMENTS, 4096):
+            continue  # sums of segments of so many rows come one after another
+        layer = kernels_of_a_layer(fewer, two.prompts[batch])
+        assert len(layer) == MOST_LAUNCHES_A_LAYER + 2 * one.is_exact, layer
+        assert sum("qkv_prepare" in name for name in layer) == sum("attention" in name for name in layer) == 1
