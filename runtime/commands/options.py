@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from runtime.engine.config import Batching, DecodeGraphsMode, EngineConfig, Policy, Preemption, Quantization, Victim
+from runtime.engine.config import (
+    Batching,
+    DecodeGraphsMode,
+    DecodeKernels,
+    EngineConfig,
+    Policy,
+    Preemption,
+    Quantization,
+    Victim,
+)
 from runtime.engine.errors import RequestError
 from runtime.sampling_table import COLUMNS
 
@@ -114,6 +123,10 @@ class EngineOptions:
         DecodeGraphsMode,
         typer.Option(help="Record decode steps as graphs and replay them; auto: on."),
     ] = _CONFIG.decode_graphs
+    decode: Annotated[
+        DecodeKernels,
+        typer.Option(help="Decode one sequence layer by layer, or a dense model by one kernel (an experiment)."),
+    ] = _CONFIG.decode
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults.

@@ -33,6 +33,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
+DecodeKernels = Literal["layers", "megakernel"]
 Quantization = Literal["none", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -63,6 +64,7 @@ class EngineSettings(TypedDict, total=False):
     exact: bool
     overlap: Overlap
     decode_graphs: DecodeGraphsMode
+    decode: DecodeKernels
     device: str
     dtype: str
     load_format: LoadFormat
@@ -115,6 +117,8 @@ class EngineConfig:
     exact                   the same tokens and log probabilities in any batch
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
     decode_graphs           record decode steps as graphs and replay them: "on", "off", "auto" (on)
+    decode                  what a graph of one sequence launches: kernels layer by layer ("layers"), or one for all of
+                            a dense model's layers ("megakernel", an experiment on GPUs)
     device                  "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype                   of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     load_format             "auto" (as stored), "safetensors", or "dummy": random weights, by the seed
@@ -146,6 +150,7 @@ class EngineConfig:
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
+    decode: DecodeKernels = "layers"
     device: str = "auto"
     dtype: str = "auto"
     load_format: LoadFormat = "auto"
@@ -168,6 +173,13 @@ class EngineConfig:
         check_one_of("victim", self.victim, VICTIMS)
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
+        check_one_of("decode", self.decode, get_args(DecodeKernels))
+        if self.decode == "megakernel" and (self.exact or self.decode_graphs == "off"):
+            raise RequestError(
+                "decode is 'megakernel': it adds up in an order of its own and runs in decode graphs, so that neither "
+                "exact nor decode_graphs 'off' go with it",
+                param="decode",
+            )
         check_one_of("quantization", self.quantization, get_args(Quantization))
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
@@ -236,6 +248,7 @@ class EngineLimits:
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
+    decode: DecodeKernels = "layers"
 
 
 def resolve(
@@ -316,6 +329,7 @@ def resolve(
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,
+        decode=config.decode,
     )
 
 

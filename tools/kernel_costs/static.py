@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from numba_kernels.cuda import logprobs, sampling
+from numba_kernels.cuda import logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import few_rows, hopper, tensor_core
 from numba_kernels.cuda.registry import specialisations
@@ -140,6 +140,8 @@ def can_depend(arch: str) -> bool:
 def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
+    if name.startswith("megakernel"):  # of a model of 8,192 inner columns
+        return megakernel.shared_bytes(constants["head_dim"], 8192)
     if name.startswith("gemm_tensor_core"):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_few_rows"):

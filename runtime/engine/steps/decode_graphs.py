@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -33,6 +34,9 @@ from runtime.engine.steps.step_input import StepInput
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
+
+if TYPE_CHECKING:
+    from runtime.engine.steps.megakernel import Megakernel
 
 logger = logging.getLogger("xserv.engine")
 
@@ -136,6 +140,11 @@ class DecodeGraphs:
         self._has_given_up = False  # of graphs of decodes
         self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
+        self._megakernel: Megakernel | None = None
+        if limits.decode == "megakernel":
+            from runtime.engine.steps.megakernel import Megakernel  # brings the kernels of GPUs
+
+            self._megakernel = Megakernel(model, kv_cache, limits)
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that drew it last
         self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
         self._running: DecodeRun | None = None
@@ -148,7 +157,9 @@ class DecodeGraphs:
     @property
     def reserved_bytes(self) -> int:
         """Bytes on the device, for all that is recorded and its arrays."""
-        return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
+        arrays, whole = self._arrays, self._megakernel
+        shared = (0 if arrays is None else arrays.size_bytes) + (0 if whole is None else whole.size_bytes)
+        return self._runs_on.graph_bytes + shared
 
     def apply(self, step: StepInput) -> None:
         """Forget what the step changes in the rows; to be called before it is written to them."""
@@ -310,7 +321,10 @@ class DecodeGraphs:
         arrays = self._arrays
         assert arrays is not None
         arrays.take_inputs(key.num_places)
-        hidden = self._model.forward(arrays.batch(key.num_places, key.max_seq_len), self._kv_cache)
-        logits = self._model.compute_logits(hidden)
+        batch = arrays.batch(key.num_places, key.max_seq_len)
+        if self._megakernel is not None and key.num_places == 1:
+            logits = self._megakernel.logits(batch)
+        else:
+            logits = self._model.compute_logits(self._model.forward(batch, self._kv_cache))
         arrays.draw(logits, has_penalties=key.has_penalties)
         return logits
