@@ -104,7 +104,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
     lowest, minus_log2_e = float32(_LOWEST), float32(-math.log2(math.e))
     row_item_bytes, layer_bytes = uint64(item_bytes), uint64(8 * len(LAYER_ADDRESSES))
     padding = page_row(head_dim) - head_dim
-    shared_quad = memory.shared_load_4xf32
+    shared_quad, one_row = memory.shared_load_4xf32, uint32(1)
 
     @device_function
     def load_turn(first, second, position, depth, loaded):
@@ -119,13 +119,16 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
                     loaded[i, 1, e] = high[e]
 
     @device_function
-    def begin(weight, pair, step, offset, rows, depth, lane, loaded, places):
-        """Asks for the first of a pair's rows: ``step * pair`` and the one `offset` behind it."""
-        row = minimum_u32(uint32(pair * step), uint32(rows - uint32(1)))
-        other = minimum_u32(uint32(row + offset), uint32(rows - uint32(1)))
-        row_bytes = uint64(depth) * row_item_bytes
-        places[0], places[1] = weight + uint64(row) * row_bytes, weight + uint64(other) * row_bytes
-        load_turn(places[0], places[1], uint32(lane * uint32(width)), depth, loaded)
+    def begin(weight, pair, step, offset, end, depth, lane, loaded, places):
+        """Asks for the first of a pair's rows, if there is such a pair: ``step * pair`` below `end`, and the one
+        `offset` behind it; the last one for a row that is not there."""
+        row = uint32(pair * step)
+        if row < end:
+            last = uint32(end - one_row) if offset == one_row else uint32(row + offset)
+            other = minimum_u32(uint32(row + offset), last)
+            row_bytes = uint64(depth) * row_item_bytes
+            places[0], places[1] = weight + uint64(row) * row_bytes, weight + uint64(other) * row_bytes
+            load_turn(places[0], places[1], uint32(lane * uint32(width)), depth, loaded)
 
     @device_function
     def multiply(staged, depth, lane, loaded, places, sums):
@@ -400,7 +403,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
                     store_f32(at, load_f32(at) + (sums[0] if lane == uint32(0) else sums[1]))
                 pair = uint32(pair + all_warps)
                 begin(o_weight, pair, two, one, hidden, q_size, lane, loaded, places)
-            begin(gate_up, first, one, inner_size, uint32(two * inner_size), hidden, lane, loaded, places)
+            begin(gate_up, first, one, inner_size, inner_size, hidden, lane, loaded, places)
             arrived = uint32(arrived + num_blocks)
             _meet(counter, arrived)
 
@@ -412,7 +415,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
                     gate = divide(sums[0], float32(1) + exp2(sums[0] * minus_log2_e))
                     store_f32(inner + uint64(pair) * uint64(4), gate * sums[1])
                 pair = uint32(pair + all_warps)
-                begin(gate_up, pair, one, inner_size, uint32(two * inner_size), hidden, lane, loaded, places)
+                begin(gate_up, pair, one, inner_size, inner_size, hidden, lane, loaded, places)
             begin(down, first, two, one, hidden, inner_size, lane, loaded, places)
             arrived = uint32(arrived + num_blocks)
             _meet(counter, arrived)

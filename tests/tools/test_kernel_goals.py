@@ -13,7 +13,14 @@ from runtime.bench.kernels.goals import GOALS
 from runtime.device.emulator.driver.architectures import H100, H200
 from tools import kernel_goals
 from tools.gpu.models import MODELS, TINY
-from tools.kernel_costs.forecast import StepForecast, context_of, draw_instructions, forecast, timings
+from tools.kernel_costs.forecast import (
+    StepForecast,
+    context_of,
+    draw_instructions,
+    forecast,
+    megakernel_forecast,
+    timings,
+)
 from tools.kernel_costs.goals import BEGIN, END, as_markdown, carried, filled, rows_of
 from tools.kernel_costs.latencies import ASSUMPTIONS, Timing
 from tools.kernel_costs.launch_lists import Launched, Step, decode_step, repeated
@@ -113,6 +120,8 @@ def test_a_forecast_lies_above_its_floor() -> None:
     band = found.tpot_ms
     assert found.floor_ms < band.fast < band.expected < band.slow
     assert found.num_launches == step.num_launches
+    whole = megakernel_forecast("qwen3-8b", H200, step, 1e5)
+    assert whole.floor_ms == found.floor_ms < whole.tpot_ms.fast < whole.tpot_ms.expected < found.tpot_ms.expected
 
 
 def test_the_table_says_what_was_not_measured() -> None:

@@ -15,11 +15,21 @@ from tools.gpu.models import MODELS
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.launch_lists import FactsOf, Launched, Step, compiled, decode_step, launched_of
-from tools.kernel_costs.roofline import Band, Context, floor_s, prefill, product, step_s, streamed
+from tools.kernel_costs.roofline import (
+    Band,
+    Context,
+    floor_s,
+    megakernel_s,
+    prefill,
+    product,
+    step_s,
+    streamed,
+)
 
 CONTEXT = 1024  # tokens of each sequence
 CUBLAS_FLOPS = 797.8e12  # bf16 8192³ on an H100 (pranjalssh/fast.cu), whose tensor cores an H200 has, too
 SDPA_FLOPS = 602e12  # FlashAttention-3, causal, 8k tokens, head dim 128 (arXiv 2407.08608)
+MOST_MEGAKERNEL_BYTES = 4e9  # of weights in bf16: below 2B parameters
 STEPS = (("qwen3-8b", H200), ("qwen3-8b", H100), ("qwen3-0.6b", H200), ("qwen3-0.6b", H100))
 
 
@@ -82,12 +92,29 @@ def forecast(name: str, model: GpuModel, step: Step, draw: float) -> StepForecas
     return StepForecast(name, model.name, step.num_launches, len(step.layer), floor, band)
 
 
+def megakernel_forecast(name: str, model: GpuModel, step: Step, draw: float) -> StepForecast:
+    """The same step by one launch for all layers, behind what completes its inputs and in front of the draw."""
+    context = context_of(MODELS[name], draw)
+    layers = step.num_layers
+    drawn = next(each for each in step.once if each.name.startswith("sampling"))
+
+    def value(timing: Timing) -> tuple[float, str]:
+        whole = megakernel_s(timing, step.weight_bytes, layers * context.kv_bytes, layers)
+        around = 2 * timing.small_s(is_dependent=False) + timing.draw_s(drawn, context.draw_instructions)
+        return 1e3 * (whole + around), ""
+
+    floor = 1e3 * floor_s(Timing(model), step, context)
+    return StepForecast(f"{name}, megakernel", model.name, 4, 0, floor, Band.of(value, timings(model)))
+
+
 def forecasts() -> list[StepForecast]:
-    """`STEPS`, of kernels that are compiled for their registers."""
+    """`STEPS`, of kernels that are compiled for their registers, and those of a small model by one launch."""
     facts = compiled("sm_90a")
     steps = {name: step_of(name, facts_of=facts) for name in dict(STEPS)}
     draw = draw_instructions(MODELS["qwen3-8b"]["vocab_size"])
-    return [forecast(name, model, steps[name], draw) for name, model in STEPS]
+    found = [forecast(name, model, steps[name], draw) for name, model in STEPS]
+    small = [(name, model) for name, model in STEPS if steps[name].weight_bytes < MOST_MEGAKERNEL_BYTES]
+    return found + [megakernel_forecast(name, model, steps[name], draw) for name, model in small]
 
 
 def modelled(model: GpuModel) -> dict[str, Band]:

@@ -37,7 +37,8 @@ _GOALS_TEXT = (
 _STEPS_TEXT = (
     f"TPOT in ms, {CONTEXT:,} tokens of context, bf16, greedy, on the device alone. The launches are read from the "
     "graph that the engine records today, so that a kernel that is saved is saved here, too. The floor is the weights, "
-    "keys and values at the sustained bandwidth."
+    "keys and values at the sustained bandwidth. \"megakernel\" is `--decode megakernel` (docs/kernels.md): a fill and "
+    "three kernels, of which one has all layers."
 )
 _ASSUMPTIONS_TEXT = (
     "A kernel is as slow as the slowest of what its counts say that it needs, at sustained rates, and to that come the "
@@ -46,8 +47,9 @@ _ASSUMPTIONS_TEXT = (
 )
 _CHECKS_TEXT = (
     "The same model on work that others timed on an H100. The rates of tensor cores were chosen after the rows of "
-    "fast.cu, the share of the softmax after another table of FlashAttention-3's paper; nothing else was fitted to "
-    f"these. A test holds all but the last to {100 * MOST_ERROR:.0f} %."
+    "fast.cu, the share of the softmax after another table of FlashAttention-3's paper, the barrier of a grid with "
+    "the megakernel's row in sight; nothing else was fitted to these. A test holds all but the last to "
+    f"{100 * MOST_ERROR:.0f} %."
 )
 
 

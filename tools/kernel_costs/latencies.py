@@ -74,6 +74,10 @@ ASSUMPTIONS = {
         "share of the exponentials of prefill that products do not hide", 0.4, 0.6, 0.9, "",
         "0.6 is FlashAttention-3's 661 TFLOP/s, and 1 its 582 without overlap (arXiv 2407.08608, table 2)",
     ),
+    "meeting": Assumption(
+        "a barrier of all blocks of a grid, from the last one's arrival on", 0.8, 1.1, 1.6, "µs",
+        "a release that reaches the second-level cache, and a poll's way there and back",
+    ),
     "cache_bandwidth": Assumption(
         "reads of the second-level cache by all multiprocessors", 7.5, 6.5, 5.5, "TB/s",
         "microbenchmarks of an H100 give 5.5 to 7; `RATES` in numba_kernels/cuda/gemm/product.py has 6.5",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numba_kernels.cuda import gemm
+from numba_kernels.cuda import gemm, megakernel
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from tools.kernel_costs.latencies import Timing
@@ -160,6 +160,15 @@ def step_s(timing: Timing, step: Step, context: Context) -> float:
         return sum(launch_s(timing, each, context) for each in launches)
 
     return total(step.once) + step.num_layers * total(step.layer)
+
+
+def megakernel_s(timing: Timing, weight_bytes: float, kv_bytes: float, num_layers: int) -> float:
+    """One launch for all layers: its phases meet at barriers, behind which the first weights are there already, but the
+    vector that they multiply has to come from the cache and be made ready."""
+    phases = num_layers * megakernel.PHASES_A_LAYER + 1
+    first = timing.gap_s(is_dependent=False) + timing.of("memory") + timing.of("ends")
+    meetings = phases * (timing.of("meeting") + timing.of("cache"))
+    return first + (weight_bytes + kv_bytes) / timing.bytes_per_s + meetings
 
 
 def floor_s(timing: Timing, step: Step, context: Context) -> float:
