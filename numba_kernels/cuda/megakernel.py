@@ -51,7 +51,8 @@ KEYS_A_PART = 32  # at least
 LAYER_ADDRESSES = (
     "attention_norm", "qkv", "q_norm", "k_norm", "k_cache", "v_cache", "o", "mlp_norm", "gate_up", "down"
 )  # fmt: skip
-"""What the table of layers holds of each, uint64; norms of queries and keys 0 where there are none."""
+"""What the table of layers holds of each, uint64; norms of queries and keys 0 where there are none, those in front of
+products 0 where their weights are in the matrix."""
 PHASES_A_LAYER = 5
 _LOWEST = -1e30
 
@@ -152,7 +153,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
 
     @device_function
     def stage_norm(x, weight, size, reciprocal_size, eps, staged, partials):
-        """The norm of x, into shared memory."""
+        """The norm of x, into shared memory; `weight` is 0 where the product's has the norm's weights in it."""
         thread = uint32(cuda.threadIdx.x)
         squares = float32(0)
         index = thread
@@ -163,7 +164,9 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
         scale = reciprocal_sqrt(block_sum(squares, partials) * reciprocal_size + eps)
         index = thread
         while index < size:
-            value = load_f32(x + uint64(index) * uint64(4)) * scale * load_f32(weight + uint64(index) * uint64(4))
+            value = load_f32(x + uint64(index) * uint64(4)) * scale
+            if weight != uint64(0):
+                value *= load_f32(weight + uint64(index) * uint64(4))
             memory.shared_store_f32(uint32(staged + index * uint32(4)), value)
             index = uint32(index + uint32(THREADS))
         sync_block()

@@ -85,9 +85,14 @@ def _addresses(layer: PreNormLayer, kv_cache: KVCache) -> list[int]:
     k_cache, v_cache = kv_cache.layer(attention.index)
     norms = [0 if norm is None else norm.address for norm in (attention.q_norm, attention.k_norm)]
     return [
-        layer.attention_norm.address, _matrix(attention.qkv_proj), *norms, k_cache.address, v_cache.address,
-        _matrix(attention.o_proj), layer.mlp_norm.address, _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj),
+        _norm(attention.qkv_proj), _matrix(attention.qkv_proj), *norms, k_cache.address, v_cache.address,
+        _matrix(attention.o_proj), _norm(mlp.gate_up_proj), _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj),
     ]  # fmt: skip
+
+
+def _norm(linear: Linear) -> int:
+    assert linear.norm is not None, "of such a layer"
+    return 0 if linear.weight.is_normed else linear.norm.weight.address
 
 
 def _matrix(linear: Linear) -> int:
