@@ -48,6 +48,7 @@ class BlockSums:
         self.num_groups = self.block.elements // self.block.group
         self.has_signs = self.block.name == "Q8_0" and DOT == "madd"  # weights are signed bytes then
         self.zero = 0 if self.has_signs else self.block.zero
+        self.short_words = {"Q8_0": 1, "Q6_K": 2}.get(self.block.name, 8)  # whose sums fit 16 bits: 2 * 127 * 15 * 8
 
     def open(self, builder):
         floats = simd.vector(F32)
@@ -130,14 +131,23 @@ class BlockSums:
             start = builder.mul(sums[r], ir.Constant(I32, -self.zero))
             for v in range(self.vectors):
                 builder.store(simd.splat(builder, start), self.whole[r, v])
+        short = {}  # sums of 16 bits, by row and vector, until they might overflow
         for word in range(words):
             weights = [self._operand(builder, each) for each in self._bytes(builder, group, word, load)]
             for r in range(self.height):
                 place = simd.offset(builder, bytes_at, (word * self.height + r) * 4)
                 value = simd.splat(builder, simd.load(builder, place, I32, 4))
                 for v in range(self.vectors):
-                    total = builder.load(self.whole[r, v])
-                    builder.store(self._dot(builder, total, weights[v], value), self.whole[r, v])
+                    if DOT == "madd":
+                        short[r, v] = self._add_pairs(builder, short.get((r, v)), weights[v], value)
+                    else:
+                        total = builder.load(self.whole[r, v])
+                        builder.store(self._dot(builder, total, weights[v], value), self.whole[r, v])
+            if (word + 1) % self.short_words == 0:
+                for place, pairs in short.items():
+                    whole = builder.add(builder.load(self.whole[place]), _joined(builder, pairs))
+                    builder.store(whole, self.whole[place])
+                short.clear()
         for v in range(self.vectors):
             scale = builder.load(self._entry(builder, self.scales, group, v))
             minimum = builder.load(self._entry(builder, self.minima, group, v)) if self.minima is not None else None
@@ -198,23 +208,33 @@ class BlockSums:
         return [builder.and_(each, simd.splat_constant(I32, 0xFF)) for each in shifted]
 
     def _dot(self, builder, total, weights, values):
-        """``total`` and the products of four bytes in each lane."""
+        """``total`` and the products of four bytes in each lane; by vpdpbusd or plainly."""
         if DOT == "vnni":
             llvm.initialize_native_asmparser()
             kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
             return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), [total, weights[0], values])
-        if DOT == "madd":
-            sums = []
-            for (weight, signs), x in zip(weights, _halves(builder, values), strict=True):
-                x = x if signs is None else _sign(builder, x, signs)
-                pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16), [weight, x])
-                ones = simd.splat_constant(I16, 1)
-                sums.append(simd.call(builder, "llvm.x86.avx2.pmadd.wd", simd.vector(I32, LANES // 2), [pairs, ones]))
-            return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES)))))
         for byte, weight in enumerate(weights):
             up = builder.shl(values, simd.splat_constant(I32, 24 - 8 * byte))
             total = builder.add(total, builder.mul(weight, builder.ashr(up, simd.splat_constant(I32, 24))))
         return total
+
+
+    @staticmethod
+    def _add_pairs(builder, sums, weights, values):
+        """The sums of 16 bits and the products of two bytes in each half lane, a vector for each half."""
+        found = []
+        for half, ((weight, signs), x) in enumerate(zip(weights, _halves(builder, values), strict=True)):
+            x = x if signs is None else _sign(builder, x, signs)
+            pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16), [weight, x])
+            found.append(pairs if sums is None else builder.add(sums[half], pairs))
+        return found
+
+
+def _joined(builder, halves):
+    """Neighbouring sums of 16 bits added up, one for each lane."""
+    ones, kind = simd.splat_constant(I16, 1), simd.vector(I32, LANES // 2)
+    sums = [simd.call(builder, "llvm.x86.avx2.pmadd.wd", kind, [half, ones]) for half in halves]
+    return builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES))))
 
 
 def _i64(value):

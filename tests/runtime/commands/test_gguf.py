@@ -16,9 +16,9 @@ from models.checkpoint import open_checkpoint
 from models.hub import BUNDLED_MODEL
 from runtime.llm import LLM
 from tests.models.gguf.files import write_gguf
-from tests.runtime.commands.running import invoke
+from tests.runtime.commands.running import STORIES, invoke, needs_stories
 from tests.server.running import serving_process
-from tests.tokenizer.gguf_metadata import byte_level_metadata
+from tests.tokenizer.gguf_metadata import byte_level_metadata, sentencepiece_metadata
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
 
@@ -118,3 +118,36 @@ def test_errors_are_one_line(whole: Path, tmp_path: Path) -> None:
     assert error.startswith("xserv: error: ")
     assert "cut.gguf: tensor 'token_embd.weight' ends at byte" in error
     assert len(error.splitlines()) == 1
+
+
+@needs_stories
+def test_a_sentencepiece_model_in_every_form(tmp_path: Path) -> None:
+    """stories260K: the same ids, and the same continuation, from float32; a story from what is smaller."""
+    config = json.loads((STORIES / "config.json").read_text())
+    config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default"})
+    checkpoint = open_checkpoint(STORIES)
+    tensors = {name: np.array(checkpoint.array(name)) for name in checkpoint.names()}
+    metadata = sentencepiece_metadata(STORIES)
+
+    def add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(metadata["tokenizer.ggml.tokens"][: config["vocab_size"]])
+        writer.add_token_scores(metadata["tokenizer.ggml.scores"].tolist()[: config["vocab_size"]])
+        writer.add_token_types(metadata["tokenizer.ggml.token_type"].tolist()[: config["vocab_size"]])
+
+    arguments = ("--temperature", "0", "--max-tokens", "40", "-p", "Once upon a time, Lily", "--json")
+    expected = json.loads(invoke("generate", "-m", str(STORIES), *arguments)[1])
+    for ggml in (Ggml.F32, Ggml.Q8_0):
+        path = tmp_path / f"stories-{ggml.name}.gguf"
+
+        def type_of(name: str, ggml: Ggml = ggml) -> Ggml:
+            return Ggml.F32 if "ffn_down" in name else ggml  # its rows are no whole blocks
+
+        write_gguf(path, config, tensors, type_of=type_of, add_metadata=add_sentencepiece)
+        status, out, error = invoke("generate", "-m", str(path), *arguments)
+        assert status == 0, error
+        found = json.loads(out)
+        assert found["prompt_token_ids"] == expected["prompt_token_ids"]
+        if ggml == Ggml.F32:
+            assert found["text"] == expected["text"]
+        assert found["text"][:20] == expected["text"][:20]
