@@ -10,13 +10,19 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMBOLS, _DYNAMIC_SYMBOLS = 2, 11  # sh_type
 _UNDEFINED = 0  # st_shndx
+_RESERVED = ".nv.reservedSmem."
+"""From sm_90 on ptxas names the shared memory that the driver keeps for itself so, in an empty kernel, too."""
 
 
 def undefined_symbols(cubin: bytes) -> list[str]:
-    """Names of symbols that are used and not defined. Raises ValueError for what is no 64-bit ELF file."""
+    """Names of symbols that are used and not defined, but for those that every driver has.
+
+    Raises ValueError for what is no 64-bit ELF file.
+    """
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no 64-bit ELF file, so no cubin")
-    return [name for name, section in symbols(cubin) if section == _UNDEFINED and name]
+    undefined = [name for name, section in symbols(cubin) if section == _UNDEFINED and name]
+    return [name for name in undefined if not name.startswith(_RESERVED)]
 
 
 def symbols(cubin: bytes) -> Iterator[tuple[str, int]]:

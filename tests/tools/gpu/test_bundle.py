@@ -139,8 +139,9 @@ def test_undefined_symbols_of_machine_code() -> None:
     from runtime.device.assemble import assemble
 
     text = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() {{ {} ret; }}"
-    plain = assemble(text.format(""), "sm_80").cubin
-    assert undefined_symbols(plain) == []
+    for arch in ("sm_90a", "sm_80"):
+        plain = assemble(text.format(""), arch).cubin
+        assert undefined_symbols(plain) == []
     assert "k" in {name for name, _ in symbols(plain)}
     declared = ".extern .func (.param .b32 r) vprintf(.param .b64 f, .param .b64 v);\n"
     call = "{{ .param .b32 r; .param .b64 f; .param .b64 v; call.uni (r), vprintf, (f, v); }}"
