@@ -151,8 +151,9 @@ class Timing:
         )
 
     def attention_s(self, launched: Launched, kv_bytes: float) -> float:
-        """Decode attention: lengths, then block tables, then keys and values."""
-        return 2 * self.of("cache") + self.streaming_s(launched, kv_bytes)
+        """Decode attention: lengths, then block tables, then keys and values; at last the count of a sequence's parts,
+        and their records, which its last block adds up."""
+        return 4 * self.of("cache") + self.streaming_s(launched, kv_bytes)
 
     def draw_s(self, launched: Launched, warp_instructions: float) -> float:
         """The draw of a step's tokens, by the instructions that its few blocks issue."""
