@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.bench.kernels.goals import GOALS
+from runtime.device import gpu as gpu_module
 from runtime.device.emulator.driver.architectures import H100, H200
 from tools import kernel_goals
 from tools.gpu.models import MODELS, TINY
@@ -30,6 +31,12 @@ from tools.kernel_goals import main
 
 FOUND = {"gemm": Band(0.9, 0.8, 0.7, "tensor cores")}
 STEPS = [StepForecast("toy", "H200", 20, 9, 1.0, Band(1.25, 1.5, 2.0, ""))]
+
+
+@pytest.fixture(autouse=True)
+def _devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that does nothing is not left to the tests behind."""
+    monkeypatch.setattr(gpu_module, "_opened", {})
 
 
 def test_a_kernel_is_as_slow_as_what_it_needs_most_and_its_latencies() -> None:
