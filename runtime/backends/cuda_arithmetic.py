@@ -164,7 +164,8 @@ def _product(left: Tensor, right: Tensor, target: Tensor, dtype: DType) -> None:
         product = _gemm.Product(rows, columns, depth, dtype.ptx, is_weight_layout=False, is_aligned=is_aligned)
         launch = _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters))
         if launch is not None:
-            gpu.launch(launch, left.address, right.address, 0, 0, target.address, rows, columns, depth, 1)
+            operands = (left.address, right.address, 0, 0, target.address)
+            gpu.launch(launch, *operands, rows, columns, depth, 1, *_gemm.NO_SQUARES)
         return
     launch, dtypes = _integer_matmul.plan(rows, columns, kernel_dtype(dtype))
     size = dtype.itemsize

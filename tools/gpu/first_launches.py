@@ -53,7 +53,7 @@ def _dependent_pair(gpu: Gpu, is_quick: bool) -> Result:
 
     def work() -> None:
         for source, target in ((first, y), (y, z)):
-            gpu.launch(launch, source, weights, 0, 0, target, 1, size, size, 0)
+            gpu.launch(launch, source, weights, 0, 0, target, 1, size, size, 0, *gemm.NO_SQUARES)
 
     graph = Graph.capture(gpu, work, is_chained=True)
     gpu.fill(y, 0xFF, 2 * size)
