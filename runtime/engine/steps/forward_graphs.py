@@ -1,8 +1,8 @@
 """Forward passes on a GPU that are recorded when a batch of their shape comes for the second time, and then replayed.
 
-Some 300 launches from Python take 7 to 9 ms, longer than a GPU takes for a few hundred tokens. While a long prompt is
-computed in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place
-for. A shape that comes once is never recorded: a recording runs the work once more and costs its launches again.
+Launching a pass from Python can take longer than a GPU takes for a few hundred tokens. While a long prompt is computed
+in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place for. A
+shape that comes once is never recorded: a recording runs the work once more and costs its launches again.
 
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
