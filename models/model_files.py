@@ -5,6 +5,7 @@ A folder in Hugging Face's form has a file for each; a GGUF file says all of it 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -68,4 +69,13 @@ class ModelFolder:
 def open_model(path: str | Path) -> ModelFiles:
     """The files of a model: of a folder, or of a GGUF file. Raises `ModelLoadError` for a file that is not readable."""
     path = Path(path)
-    return GgufModel(path) if path.is_file() else ModelFolder(path)
+    if not path.is_file():
+        return ModelFolder(path)
+    status = path.stat()
+    return _gguf_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)
+def _gguf_model(path: Path, *_identity: int) -> GgufModel:
+    """The header, which lists the vocabulary, is read once for all who open the same file."""
+    return GgufModel(path)
