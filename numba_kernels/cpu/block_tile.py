@@ -218,7 +218,6 @@ class BlockSums:
             total = builder.add(total, builder.mul(weight, builder.ashr(up, simd.splat_constant(I32, 24))))
         return total
 
-
     @staticmethod
     def _add_pairs(builder, sums, weights, values):
         """The sums of 16 bits and the products of two bytes in each half lane, a vector for each half."""
