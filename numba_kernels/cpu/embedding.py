@@ -25,6 +25,20 @@ FIELDS = Fields("*indices *table *scales *out num_rows table_rows width is_packe
 BAD_INDEX = 1
 
 
+@njit(nogil=True)
+def _rows_of(a, ticket):
+    """All indices, and the range of the ticket's rows, which is empty where one lies outside the table: the status
+    says so."""
+    indices = int32_at(a.indices, a.num_rows)
+    start = ticket * a.rows_a_ticket
+    end = min(a.num_rows, start + a.rows_a_ticket)
+    for row in range(start, end):
+        if indices[row] < 0 or indices[row] >= a.table_rows:
+            a.status = BAD_INDEX
+            return indices, start, start
+    return indices, start, end
+
+
 @functools.cache
 def embedding_kernel(stored: type) -> Kernel:
     """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored`` times ``multiplier``, added to ``out`` where
@@ -47,13 +61,7 @@ def embedding_kernel(stored: type) -> Kernel:
 
     def embedding(arguments, ticket):
         a = carray(arguments, 1)[0]
-        indices = int32_at(a.indices, a.num_rows)
-        start = ticket * a.rows_a_ticket
-        end = min(a.num_rows, start + a.rows_a_ticket)
-        for row in range(start, end):
-            if indices[row] < 0 or indices[row] >= a.table_rows:
-                a.status = BAD_INDEX
-                return
+        indices, start, end = _rows_of(a, ticket)
         width, whole_words = a.width, a.width // elements
         words = -(-width // elements)
         for row in range(start, end):
@@ -82,13 +90,7 @@ def _block_kernel(stored: type) -> Kernel:
 
     def embedding(arguments, ticket):
         a = carray(arguments, 1)[0]
-        indices = int32_at(a.indices, a.num_rows)
-        start = ticket * a.rows_a_ticket
-        end = min(a.num_rows, start + a.rows_a_ticket)
-        for row in range(start, end):
-            if indices[row] < 0 or indices[row] >= a.table_rows:
-                a.status = BAD_INDEX
-                return
+        indices, start, end = _rows_of(a, ticket)
         words = a.width // elements * block_words
         for row in range(start, end):
             index = np.int64(indices[row])

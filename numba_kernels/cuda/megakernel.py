@@ -152,6 +152,21 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
         sums[0], sums[1] = warp_sum(sums[0]), warp_sum(sums[1])
 
     @device_function
+    def multiply_rows(weight, rows, depth, out, is_added, staged, warp, all_warps, lane, loaded, places, sums):
+        """``weight [rows, depth]`` by the staged vector into ``out [rows]``, or added to it; the loads of the warp's
+        first rows are under way."""
+        one, two = uint32(1), uint32(2)
+        pair = warp
+        while pair * two < rows:
+            multiply(staged, depth, lane, loaded, places, sums)
+            if lane < two and pair * two + lane < rows:
+                at = out + uint64(pair * two + lane) * uint64(4)
+                value = sums[0] if lane == uint32(0) else sums[1]
+                store_f32(at, load_f32(at) + value if is_added else value)
+            pair = uint32(pair + all_warps)
+            begin(weight, pair, two, one, rows, depth, lane, loaded, places)
+
+    @device_function
     def stage_norm(x, weight, size, reciprocal_size, eps, staged, partials):
         """The norm of x, into shared memory; `weight` is 0 where the product's has the norm's weights in it."""
         thread = uint32(cuda.threadIdx.x)
@@ -375,14 +390,9 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             qkv_weight, o_weight = load_b64(layer + uint64(8)), load_b64(layer + uint64(48))
             gate_up, down = load_b64(layer + uint64(64)), load_b64(layer + uint64(72))
             stage_norm(x, load_b64(layer), hidden, reciprocal_hidden, eps, staged, partials)
-            pair = first
-            while pair * two < qkv_rows:
-                multiply(staged, hidden, lane, loaded, places, sums)
-                if lane < two and pair * two + lane < qkv_rows:
-                    at = qkv + uint64(pair * two + lane) * uint64(4)
-                    store_f32(at, sums[0] if lane == uint32(0) else sums[1])
-                pair = uint32(pair + all_warps)
-                begin(qkv_weight, pair, two, one, qkv_rows, hidden, lane, loaded, places)
+            multiply_rows(
+                qkv_weight, qkv_rows, hidden, qkv, False, staged, first, all_warps, lane, loaded, places, sums
+            )  # fmt: skip
             begin(o_weight, first, two, one, hidden, q_size, lane, loaded, places)
             arrived = uint32(arrived + num_blocks)
             _meet(counter, arrived)
@@ -398,14 +408,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             _meet(counter, arrived)
 
             stage_attended(parts, num_parts, num_q_heads, staged)
-            pair = first
-            while pair * two < hidden:
-                multiply(staged, q_size, lane, loaded, places, sums)
-                if lane < two and pair * two + lane < hidden:
-                    at = x + uint64(pair * two + lane) * uint64(4)
-                    store_f32(at, load_f32(at) + (sums[0] if lane == uint32(0) else sums[1]))
-                pair = uint32(pair + all_warps)
-                begin(o_weight, pair, two, one, hidden, q_size, lane, loaded, places)
+            multiply_rows(o_weight, hidden, q_size, x, True, staged, first, all_warps, lane, loaded, places, sums)
             begin(gate_up, first, one, inner_size, inner_size, hidden, lane, loaded, places)
             arrived = uint32(arrived + num_blocks)
             _meet(counter, arrived)
@@ -424,14 +427,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             _meet(counter, arrived)
 
             stage(inner, inner_size, staged)
-            pair = first
-            while pair * two < hidden:
-                multiply(staged, inner_size, lane, loaded, places, sums)
-                if lane < two and pair * two + lane < hidden:
-                    at = x + uint64(pair * two + lane) * uint64(4)
-                    store_f32(at, load_f32(at) + (sums[0] if lane == uint32(0) else sums[1]))
-                pair = uint32(pair + all_warps)
-                begin(down, pair, two, one, hidden, inner_size, lane, loaded, places)
+            multiply_rows(down, hidden, inner_size, x, True, staged, first, all_warps, lane, loaded, places, sums)
             number = uint32(number + one)
             layer += layer_bytes
             if number < num_layers:
@@ -442,14 +438,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
             _meet(counter, arrived)
 
         stage_norm(x, final_norm, hidden, reciprocal_hidden, eps, staged, partials)
-        pair = first
-        while pair * two < vocabulary:
-            multiply(staged, hidden, lane, loaded, places, sums)
-            if lane < two and pair * two + lane < vocabulary:
-                at = logits + uint64(pair * two + lane) * uint64(4)
-                store_f32(at, sums[0] if lane == uint32(0) else sums[1])
-            pair = uint32(pair + all_warps)
-            begin(head, pair, two, one, vocabulary, hidden, lane, loaded, places)
+        multiply_rows(head, vocabulary, hidden, logits, False, staged, first, all_warps, lane, loaded, places, sums)
 
     return Specialisation(
         name=f"megakernel_{dtype}_d{head_dim}_b{block_size}",

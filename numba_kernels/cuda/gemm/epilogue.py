@@ -18,10 +18,16 @@ from typing import Any
 
 from numba import cuda, float32, types
 
-from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, quad_storer
+from numba_kernels.cuda.intrinsics.element import (
+    ITEM_BYTES,
+    element_loader,
+    element_storer,
+    quad_loader,
+    quad_storer,
+)
 from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 
@@ -39,52 +45,10 @@ NO_SQUARES = (0, 0, 0.0, 0)
 
 
 @functools.cache
-def element_loader(dtype: str) -> Any:
-    """A device function ``address -> float32``."""
-    if dtype == "f32":
-        return memory.load_f32
-    widen = {"f16": convert.f32_from_f16, "bf16": convert.f32_from_bf16}[dtype]
-    load = memory.load_b16
-    return device_function(lambda address: widen(load(address)))
-
-
-@functools.cache
-def quad_loader(dtype: str) -> Any:
-    """A device function ``address -> 4 float32``; the address is a multiple of 4 elements."""
-    if dtype == "f32":
-        return memory.load_4xf32
-    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
-    load = memory.load_2xb32
-
-    @device_function
-    def load_quad(address):
-        low, high = load(address)
-        a, b = unpack(low)
-        c, d = unpack(high)
-        return a, b, c, d
-
-    return load_quad
-
-
-@functools.cache
-def _element_storer(dtype: str) -> Any:
-    if dtype == "f32":
-        return memory.store_f32
-    narrow = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}[dtype]
-    store = memory.store_b16
-
-    @device_function
-    def store_element(address, value):
-        store(address, narrow(value))
-
-    return store_element
-
-
-@functools.cache
 def finisher(dtype: str, out_dtype: str) -> Any:
     """A device function that finishes the element at ``[row, column]`` of ``out [m, n]``, and returns it unrounded."""
     load_bias, load_bias_f32 = element_loader(dtype), memory.load_f32
-    load_residual, store = element_loader(out_dtype), _element_storer(out_dtype)
+    load_residual, store = element_loader(out_dtype), element_storer(out_dtype)
     bias_bytes, out_bytes = types.uint64(ITEM_BYTES[dtype]), types.uint64(ITEM_BYTES[out_dtype])
     uint64 = types.uint64
 

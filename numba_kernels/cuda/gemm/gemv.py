@@ -30,7 +30,6 @@ from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
     GATED,
-    element_loader,
     finisher,
     norm_scale,
     scale_element,
@@ -38,7 +37,7 @@ from numba_kernels.cuda.gemm.epilogue import (
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, vector_loader
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, element_loader, vector_loader
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation

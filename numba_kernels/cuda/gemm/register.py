@@ -29,7 +29,6 @@ from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
     can_finish_quads,
-    element_loader,
     finisher,
     quad_finisher,
     scale_element,
@@ -40,7 +39,7 @@ from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH, vector_loader
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH, element_loader, vector_loader
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

@@ -20,14 +20,13 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
-    element_loader,
     finisher,
     scale_element,
     scale_of_row,
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, element_loader
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

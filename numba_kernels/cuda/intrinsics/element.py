@@ -20,12 +20,42 @@ ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
 
 
-_NARROW = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}
-_LOAD_ONE = {
-    "f32": memory.load_f32,
-    "f16": device_function(lambda address: convert.f32_from_f16(memory.load_b16(address))),
-    "bf16": device_function(lambda address: convert.f32_from_bf16(memory.load_b16(address))),
-}
+@functools.cache
+def element_loader(dtype: str) -> Any:
+    """A device function ``address -> float32``."""
+    if dtype == "f32":
+        return memory.load_f32
+    widen = {"f16": convert.f32_from_f16, "bf16": convert.f32_from_bf16}[dtype]
+    load = memory.load_b16
+    return device_function(lambda address: widen(load(address)))
+
+
+@functools.cache
+def element_storer(dtype: str) -> Any:
+    """A device function ``(address, float32) -> None``."""
+    if dtype == "f32":
+        return memory.store_f32
+    narrow = {"f16": convert.f16_from_f32, "bf16": convert.bf16_from_f32}[dtype]
+    store = memory.store_b16
+    return device_function(lambda address, value: store(address, narrow(value)))
+
+
+@functools.cache
+def quad_loader(dtype: str) -> Any:
+    """A device function ``address -> 4 float32``; the address is a multiple of 4 elements."""
+    if dtype == "f32":
+        return memory.load_4xf32
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
+    load = memory.load_2xb32
+
+    @device_function
+    def load_quad(address):
+        low, high = load(address)
+        a, b = unpack(low)
+        c, d = unpack(high)
+        return a, b, c, d
+
+    return load_quad
 
 
 @functools.cache
@@ -53,7 +83,7 @@ def elements_loader(dtype: str, width: int) -> Any:
     """A device function ``address -> tuple of `width` float32``, where `width` is 1 or `VECTOR_WIDTH`."""
     if width > 1:
         return vector_loader(dtype)
-    load = _LOAD_ONE[dtype]
+    load = element_loader(dtype)
     return device_function(lambda address: (load(address),))
 
 
@@ -62,11 +92,8 @@ def elements_storer(dtype: str, width: int) -> Any:
     """A device function ``(address, values) -> None``, where `width` is 1 or `VECTOR_WIDTH`."""
     if width > 1:
         return vector_storer(dtype)
-    if dtype == "f32":
-        store = memory.store_f32
-        return device_function(lambda address, values: store(address, values[0]))
-    store_bits, narrow = memory.store_b16, _NARROW[dtype]
-    return device_function(lambda address, values: store_bits(address, narrow(values[0])))
+    store = element_storer(dtype)
+    return device_function(lambda address, values: store(address, values[0]))
 
 
 @functools.cache
