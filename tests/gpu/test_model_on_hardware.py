@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gpu
 QUESTIONS = ["What is 17 plus 25?", "What is 81 minus 36?", "Hello!"]
 
 
-def answers(device: str, dtype: str, gemm: str = "auto") -> list[tuple[str, list[int]]]:
+def answers(device: str, dtype: str, gemm: str = "auto", decode: str = "layers") -> list[tuple[str, list[int]]]:
     """(text, token ids) of each question's greedy answer."""
-    with LLM(device=device, dtype=dtype, gemm=gemm, max_model_len=256, kv_cache_bytes=1 << 24) as llm:
+    with LLM(device=device, dtype=dtype, gemm=gemm, decode=decode, max_model_len=256, kv_cache_bytes=1 << 24) as llm:
         outputs = llm.chat(
             [[{"role": "user", "content": question}] for question in QUESTIONS],
             SamplingParams(temperature=0.0, max_tokens=12),
@@ -33,6 +33,11 @@ def test_float32_gives_the_cpus_tokens(hardware: str, gemm: str) -> None:
 @pytest.mark.parametrize("gemm", ["auto", "tensor_core", "hopper"])
 def test_bfloat16_answers_42(hardware: str, gemm: str) -> None:
     assert answers(hardware, "bfloat16", gemm)[0][0].strip() == "42"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_launch_a_step_gives_the_tokens_of_layers(hardware: str, dtype: str) -> None:
+    assert answers(hardware, dtype, decode="megakernel") == answers(hardware, dtype)
 
 
 def test_logits_equal_the_cpus(hardware: str) -> None:

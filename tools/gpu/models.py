@@ -60,9 +60,10 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
 class Model:
     """An engine that is made when it is first asked for, in a thread of its own."""
 
-    def __init__(self, options: Options, name: str, *, max_num_seqs: int) -> None:
+    def __init__(self, options: Options, name: str, *, max_num_seqs: int, decode: str = "layers") -> None:
         self.options = options
         self.name = name
+        self._decode = decode
         self._max_num_seqs = max_num_seqs
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
@@ -78,7 +79,7 @@ class Model:
         return build_engine(
             self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
             max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, max_num_seqs=self._max_num_seqs,
-            enable_prefix_caching=False, **sizes,
+            enable_prefix_caching=False, decode=self._decode, **sizes,
         )  # fmt: skip
 
     @functools.cached_property
@@ -143,6 +144,16 @@ def batch_1(options: Options, name: str) -> Iterator[Case]:
     model.close()
 
 
+def megakernel(options: Options, name: str) -> Iterator[Case]:
+    """One sequence, each of whose steps is one launch for all layers, and the same tokens as layer by layer but where
+    bfloat16's rounding decides: how many agree is told."""
+    model = Model(options, name, max_num_seqs=2, decode="megakernel")
+    yield Case("load", lambda: _load(model))
+    yield Case("batch 1", lambda: _decode(model, 1))
+    yield Case("tokens of layers", lambda: _compare(model, Model(options, name, max_num_seqs=2)))
+    model.close()
+
+
 def batches(options: Options, name: str) -> Iterator[Case]:
     """Many sequences, and long prompts."""
     counts = (2,) if options.is_quick else BATCHES
@@ -189,6 +200,15 @@ def _decode(model: Model, count: int) -> Result:
         "prefill_ms": round(1e3 * sum(step.end_s - step.start_s for step in steps if step not in decodes), 2),
         "graph_nodes": sorted(graph.num_nodes for graph in _graphs(model)),
     }  # fmt: skip
+
+
+def _compare(model: Model, other: Model) -> Result:
+    prompt_len, output_len = _sizes(model.options)
+    prompts = model.prompts(1, prompt_len)
+    (ours,), (theirs,) = model.run(prompts, output_len)[0], other.run(prompts, output_len)[0]
+    other.close()
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
+    return {"tokens": len(ours), "same_at_the_start": same}
 
 
 def _prefill(model: Model, length: int) -> Result:

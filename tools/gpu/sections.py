@@ -90,6 +90,7 @@ def sections() -> Iterator[Section]:
     yield Section("sampling", "sampling:correctness", 40, 20)
     yield Section("qwen3-8b", "models:batch_1", 120, 90, models=("qwen3-8b",), argument="qwen3-8b")
     yield Section("qwen3-0.6b", "models:batch_1", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b")
+    yield Section("megakernel", "models:megakernel", 80, 60, argument="qwen3-0.6b")
     yield Section("goals", "speed:goals", 100, 60)
     yield Section("kernels", "speed:kernels", 110, 30)
     yield Section("sampling speed", "sampling:speed", 40, 20)
