@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -60,7 +60,9 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
 class Model:
     """An engine that is made when it is first asked for, in a thread of its own."""
 
-    def __init__(self, options: Options, name: str, *, max_num_seqs: int, decode: str = "layers") -> None:
+    def __init__(
+        self, options: Options, name: str, *, max_num_seqs: int, decode: Literal["layers", "megakernel"] = "layers"
+    ) -> None:
         self.options = options
         self.name = name
         self._decode = decode
