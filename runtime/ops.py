@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from numba_kernels.cpu.recording import NotRecordableError, current
+from numba_kernels.cpu.running.recording import NotRecordableError, current
 from numba_kernels.segments import SEGMENTS
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.checks import check, fail

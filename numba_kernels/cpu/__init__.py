@@ -12,4 +12,4 @@ from pathlib import Path
 from numba_kernels.cache import folder_for, sources_digest
 from numba_kernels.cpu.target import TILES
 
-CODE_FOLDER = folder_for(f"{sources_digest(*Path(__file__).parent.glob('*.py'))} {TILES}")
+CODE_FOLDER = folder_for(f"{sources_digest(*Path(__file__).parent.rglob('*.py'))} {TILES}")

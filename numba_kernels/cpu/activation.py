@@ -19,10 +19,10 @@ from numba.core import cgutils, types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.launch import Fields, Kernel
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I64, constant_like, fma
 from numba_kernels.cpu.rows import for_each_vector
-from numba_kernels.cpu.simd import F32, I64, constant_like, fma
+from numba_kernels.cpu.running.launch import Fields, Kernel
 
 FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
 

@@ -9,7 +9,7 @@ import functools
 
 from numba import carray
 
-from numba_kernels.cpu.launch import Fields, Kernel, int32_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, int32_at
 
 FIELDS = Fields("*changes *num_changes *tables *sources *drawn *token_ids num_tokens table_entries num_drawn")
 

@@ -14,11 +14,11 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.arranged_rows import ELEMENTS_A_WORD
-from numba_kernels.cpu.blocks import BLOCKS, row_reader
-from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at
-from numba_kernels.cpu.packed_words import ZERO_POINT
-from numba_kernels.cpu.scalars import load_f32
+from numba_kernels.cpu.gemm.arranged_rows import ELEMENTS_A_WORD
+from numba_kernels.cpu.gemm.blocks import BLOCKS, row_reader
+from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
+from numba_kernels.cpu.intrinsics.scalars import load_f32
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 from numba_kernels.cpu.target import PANEL_COLUMNS
 
 FIELDS = Fields("*indices *table *scales *out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")

@@ -13,8 +13,8 @@ import math
 import numpy as np
 from numba import carray
 
-from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at
 from numba_kernels.cpu.rows import exponentials, largest_of
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 
 FIELDS = Fields("*logits *chosen *chosen_logprob *chosen_rank *top_ids *top_logprobs num_rows vocab top_n")
 

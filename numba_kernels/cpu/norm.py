@@ -15,8 +15,8 @@ import math
 import numpy as np
 from numba import carray
 
-from numba_kernels.cpu.launch import Fields, Kernel, float32_at
-from numba_kernels.cpu.scalars import load_f32
+from numba_kernels.cpu.intrinsics.scalars import load_f32
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
 FIELDS = Fields("*x *weight *added *out num_rows width rows_a_ticket", "eps")
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes

@@ -15,7 +15,18 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_kernels.cache import njit
-from numba_kernels.cpu.simd import F32, I32, I64, fma, load, offset, prefetch, reduce_sum, splat_constant, vector
+from numba_kernels.cpu.intrinsics.simd import (
+    F32,
+    I32,
+    I64,
+    fma,
+    load,
+    offset,
+    prefetch,
+    reduce_sum,
+    splat_constant,
+    vector,
+)
 from numba_kernels.cpu.target import LANES, compiled_for
 
 CHAINS = 24 if compiled_for("avx512f") else 6  # independent sums

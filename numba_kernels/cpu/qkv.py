@@ -17,8 +17,8 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.launch import Fields, Kernel, float32_at, int32_at, int64_at
-from numba_kernels.cpu.scalars import store_f32
+from numba_kernels.cpu.intrinsics.scalars import store_f32
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 
 FIELDS = Fields(
     "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *slots *q "

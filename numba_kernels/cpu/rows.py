@@ -6,8 +6,8 @@ import llvmlite.ir as ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I64
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I64
 from numba_kernels.cpu.target import LANES
 
 F64 = ir.DoubleType()

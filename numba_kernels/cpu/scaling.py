@@ -9,10 +9,10 @@ from numba import carray
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.launch import Fields, Kernel, float32_at
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import constant_like
 from numba_kernels.cpu.rows import for_each_vector
-from numba_kernels.cpu.simd import constant_like
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
 
 @intrinsic

@@ -6,7 +6,7 @@ checks what depends on its kernels.
 
 from __future__ import annotations
 
-from numba_kernels.cpu.recording import current
+from numba_kernels.cpu.running.recording import current
 from runtime.device.device import CPU, Device
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError

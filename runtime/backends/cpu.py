@@ -13,14 +13,14 @@ import numba
 import numpy as np
 
 from numba_kernels.cpu import activation as _activation
-from numba_kernels.cpu import attention as _attention
 from numba_kernels.cpu import embedding as _embedding
-from numba_kernels.cpu import linear as _linear
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu import scaling as _scaling
-from numba_kernels.cpu.launch import address_of, hold, new_array
-from numba_kernels.cpu.recording import current
+from numba_kernels.cpu.attention import kernel as _attention
+from numba_kernels.cpu.gemm import linear as _linear
+from numba_kernels.cpu.running.launch import address_of, hold, new_array
+from numba_kernels.cpu.running.recording import current
 from runtime.backends.checks import check, fail
 from runtime.batch import Batch
 from runtime.dtype import STORED, DType, float32

@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_kernels.cpu import logprobs as _logprobs
 from numba_kernels.cpu import sampling as _sampling
-from numba_kernels.cpu.launch import address_of
+from numba_kernels.cpu.running.launch import address_of
 from runtime.backends.checks import fail
 from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
 from runtime.backends.sampling_checks import SAMPLING_FIELDS

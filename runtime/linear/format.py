@@ -94,9 +94,9 @@ Q8_0, Q4_0, Q4_K, Q6_K = (
     )
     for name, elements, size_bytes in (("Q8_0", 64, 68), ("Q4_0", 64, 36), ("Q4_K", 256, 144), ("Q6_K", 256, 212))
 )  # fmt: skip
-"""Blocks of a GGUF file, whose integers and scales stay as they are (`numba_kernels.cpu.blocks`). A product rounds x by
-32 elements of K: ``out = sum over groups of (scale[x] * scale[group]) * float32(sum of integers) - (scale[x] * sum of
-x) * minimum[group] + bias``, in float32 and in the order of K."""
+"""Blocks of a GGUF file, whose integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A product rounds
+x by 32 elements of K: ``out = sum over groups of (scale[x] * scale[group]) * float32(sum of integers) - (scale[x] * sum
+of x) * minimum[group] + bias``, in float32 and in the order of K."""
 
 GGML_FORMATS = {each.name: each for each in (Q8_0, Q4_0, Q4_K, Q6_K)}
 """By the file's names."""

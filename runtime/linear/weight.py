@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cpu.blocks import BLOCKS
-from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.panels import empty_panels, largest_of_rows, pack, panel_bytes
-from numba_kernels.cpu.pool import NUM_THREADS
+from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, panel_bytes
+from numba_kernels.cpu.running.launch import address_of
+from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32
@@ -76,7 +76,7 @@ class LinearWeight:
 
 
 class PanelWeight(LinearWeight):
-    """On the cpu: panels of neighbouring columns, as the register tiles read them (`numba_kernels.cpu.panels`).
+    """On the cpu: panels of neighbouring columns, as the register tiles read them (`numba_kernels.cpu.gemm.panels`).
 
     Attributes:
         stored: the numpy class that carries an element's bits.

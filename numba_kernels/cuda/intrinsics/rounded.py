@@ -33,7 +33,7 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 @device_function
 def exp(x):
-    """e^x for x <= 0, bit by bit that of `numba_kernels.cpu.simd.exp`: the expf of the Cephes library, fused."""
+    """e^x for x <= 0, bit by bit `numba_kernels.cpu.intrinsics.simd.exp`: the expf of the Cephes library, fused."""
     bounded = x if x > float32(_EXP_LOWEST) else float32(_EXP_LOWEST)
     n = nearest_integer(multiply(bounded, float32(1.44269504088896341)))
     r = fused(n, float32(-_LN2_HIGH), x)

@@ -110,7 +110,7 @@ def _compile_elsewhere(arguments: Sequence[str]) -> None:
 
 def main(*arguments: str) -> None:
     end_with_parent()
-    from numba_kernels.cpu.ahead import kernels_of
+    from numba_kernels.cpu.running.ahead import kernels_of
     from tokenizer.warm_up import warm_up
 
     stored, is_int8, block_size, *formats = arguments

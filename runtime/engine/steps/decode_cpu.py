@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cpu.arena import Arena
-from numba_kernels.cpu.attention import SEGMENT_TOKENS
-from numba_kernels.cpu.recording import NotRecordableError, Recording, record
+from numba_kernels.cpu.attention.kernel import SEGMENT_TOKENS
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.cpu.arena import Arena
-from numba_kernels.cpu.recording import NotRecordableError, Recording, record
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime.device.device import CPU
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 _USED = """
 import sys
-from numba_kernels.cpu import ahead, launch
+from numba_kernels.cpu.running import ahead, launch
 made = set()
 class Noted(launch.CFunction):
     def __init__(self, signature, function, *arguments, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cpu import attention as kernels
+from numba_kernels.cpu.attention import kernel as kernels
 from runtime import ops
 from runtime.backends import cpu
 from runtime.errors import InvalidArgumentError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
-from numba_kernels.cpu.blocks import BLOCKS
+from numba_kernels.cpu.gemm.blocks import BLOCKS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import GGML_FORMATS

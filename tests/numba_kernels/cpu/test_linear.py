@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cpu import linear as kernels
-from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.panels import empty_panels
+from numba_kernels.cpu.gemm import linear as kernels
+from numba_kernels.cpu.gemm.panels import empty_panels
+from numba_kernels.cpu.running.launch import address_of
 from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.errors import InvalidArgumentError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import carray, cfunc, types
 
-from numba_kernels.cpu import pool
+from numba_kernels.cpu.running import pool
 
 CODE = """
 import os

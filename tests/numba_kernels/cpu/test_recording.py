@@ -9,9 +9,9 @@ import weakref
 import numpy as np
 import pytest
 
-from numba_kernels.cpu import pool
-from numba_kernels.cpu.arena import Arena
-from numba_kernels.cpu.recording import NotRecordableError, current, record
+from numba_kernels.cpu.running import pool
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import NotRecordableError, current, record
 from runtime import ops
 from runtime.batch import Batch
 from runtime.errors import InvalidArgumentError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from numba_kernels.cache import njit
-from numba_kernels.cpu.launch import address_of
-from numba_kernels.cpu.scalars import load_f32, store_f32
+from numba_kernels.cpu.intrinsics.scalars import load_f32, store_f32
+from numba_kernels.cpu.running.launch import address_of
 from numba_kernels.cpu.target import VARIABLE, available_tiles
 
 

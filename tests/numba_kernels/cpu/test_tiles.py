@@ -20,9 +20,10 @@ import pytest
 from numba import njit, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd, target
-from numba_kernels.cpu.gemm_tile import BF16Sums
-from numba_kernels.cpu.launch import address_of
+from numba_kernels.cpu import target
+from numba_kernels.cpu.gemm.float_tile import BF16Sums
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.running.launch import address_of
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", target.EMULATED_BF16]

@@ -10,8 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I8, I32, I64
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
 from numba_kernels.cpu.target import LANES
 
 GROUP = 64  # neighbours in K that share a scale where activations are quantised

@@ -21,8 +21,8 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.launch import int32_at
-from numba_kernels.cpu.scalars import load_f32
+from numba_kernels.cpu.intrinsics.scalars import load_f32
+from numba_kernels.cpu.running.launch import int32_at
 from numba_kernels.cpu.target import PANEL_COLUMNS
 
 X_GROUP = 32  # elements of x that share a scale

@@ -23,8 +23,8 @@ from typing import Protocol
 
 import numpy as np
 
-from numba_kernels.cpu import pool
-from numba_kernels.cpu.arena import Arena
+from numba_kernels.cpu.running import pool
+from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.creation_order import next_number
 
 Explain = Callable[[int], Exception]

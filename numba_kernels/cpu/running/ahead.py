@@ -18,19 +18,9 @@ def kernels_of(
     block_size  tokens in a page
     formats     ggml's, in whose blocks matrices are kept
     """
-    from numba_kernels.cpu import (  # wakes the kernels
-        activation,
-        attention,
-        blocks,
-        decode_inputs,
-        embedding,
-        linear,
-        logprobs,
-        norm,
-        panels,
-        qkv,
-        sampling,
-    )
+    from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes kernels
+    from numba_kernels.cpu.attention import kernel as attention
+    from numba_kernels.cpu.gemm import blocks, linear, panels
 
     kind = np.dtype(stored).type
     matrices = np.uint8 if is_int8 else kind

@@ -19,8 +19,7 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu import atomic
-from numba_kernels.cpu.arranged_rows import (
+from numba_kernels.cpu.gemm.arranged_rows import (
     ELEMENTS_A_WORD,
     GROUP_ROW_WORDS,
     arrange_blocks,
@@ -30,11 +29,12 @@ from numba_kernels.cpu.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.block_tile import X_ROW_WORDS
-from numba_kernels.cpu.blocks import BLOCKS, X_GROUP
-from numba_kernels.cpu.gemm_tile import gemm_tile, panels_at_once
-from numba_kernels.cpu.launch import Fields, Kernel, address, address_of, float32_at, new_array
-from numba_kernels.cpu.packed_words import GROUP_WORDS
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS
+from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
+from numba_kernels.cpu.gemm.float_tile import gemm_tile, panels_at_once
+from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
+from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
 from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
 from numba_kernels.segments import SEGMENTS
 

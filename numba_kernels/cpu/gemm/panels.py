@@ -20,9 +20,8 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.arranged_rows import ELEMENTS_A_WORD
-from numba_kernels.cpu.launch import Fields, Kernel, address_of, float32_at, int32_at, uint32_at
-from numba_kernels.cpu.packed_words import (
+from numba_kernels.cpu.gemm.arranged_rows import ELEMENTS_A_WORD
+from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
     GROUP_WORDS,
     ZERO_POINT,
@@ -36,6 +35,7 @@ from numba_kernels.cpu.packed_words import (
     scale_of,
     transpose_words,
 )
+from numba_kernels.cpu.running.launch import Fields, Kernel, address_of, float32_at, int32_at, uint32_at
 from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
 
 _HUGE_PAGE_BYTES = 2 << 20

@@ -23,8 +23,9 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import CFunction
-from numba_kernels.cpu import CODE_FOLDER, pool
-from numba_kernels.cpu.recording import Explain, current, hold, new_array
+from numba_kernels.cpu import CODE_FOLDER
+from numba_kernels.cpu.running import pool
+from numba_kernels.cpu.running.recording import Explain, current, hold, new_array
 
 __all__ = [
     "Explain", "Fields", "Kernel", "address", "address_of", "float32_at", "hold", "int32_at", "int64_at", "new_array",

@@ -19,10 +19,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from numba_kernels.cpu.block_tile import X_ROW_WORDS, X_WORDS
-from numba_kernels.cpu.blocks import BLOCKS, X_GROUP
-from numba_kernels.cpu.launch import float32_at, int32_at
-from numba_kernels.cpu.packed_words import (
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS
+from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
+from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
     GROUP_WORDS,
     ZERO_POINT,
@@ -35,6 +34,7 @@ from numba_kernels.cpu.packed_words import (
     split_pairs,
     transpose_words,
 )
+from numba_kernels.cpu.running.launch import float32_at, int32_at
 from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
 
 ELEMENTS_A_WORD = {"float32": 1, "uint16": 2, "int16": 2, "uint8": 4}

@@ -10,8 +10,8 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I8, I16, I32
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32
 from numba_kernels.cpu.target import HAS_HALF
 
 

@@ -21,9 +21,9 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.attention_tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
-from numba_kernels.cpu.launch import Fields, Kernel, address, float32_at, int32_at
-from numba_kernels.cpu.scalars import exp_f32
+from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
+from numba_kernels.cpu.intrinsics.scalars import exp_f32
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.scaling import cap_floats
 from numba_kernels.cpu.target import LANES, TILE_ROWS
 

@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import kept_njit
 from numba_kernels.cpu import CODE_FOLDER
-from numba_kernels.cpu.atomic import pause
+from numba_kernels.cpu.intrinsics.atomic import pause
 
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all

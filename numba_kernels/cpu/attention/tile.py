@@ -13,8 +13,8 @@ from numba.core import cgutils, types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.simd import F32, I64
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I64
 from numba_kernels.cpu.target import LANES, TILE_ROWS, TILE_VECTORS
 
 CHUNK_TOKENS = 64

@@ -18,9 +18,9 @@ import llvmlite.ir as ir
 import numpy as np
 from numba.core import cgutils, types
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.blocks import BLOCKS, X_GROUP
-from numba_kernels.cpu.simd import F32, I8, I16, I32, I64
+from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
 from numba_kernels.cpu.target import DOT, LANES
 
 X_WORDS = X_GROUP // 4  # of bytes
@@ -36,7 +36,7 @@ def is_block(kind):
 
 
 class BlockSums:
-    """The accumulators of a tile and how blocks add to them; as `gemm_tile.Sums`."""
+    """The accumulators of a tile and how blocks add to them; as `float_tile.Sums`."""
 
     is_scaled = False
 

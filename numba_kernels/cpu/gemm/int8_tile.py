@@ -14,17 +14,17 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.arranged_rows import DOT_WORDS, GROUP_ROW_WORDS
-from numba_kernels.cpu.packed_words import GROUP_WORDS
-from numba_kernels.cpu.simd import F32, I16, I32, I64
+from numba_kernels.cpu.gemm.arranged_rows import DOT_WORDS, GROUP_ROW_WORDS
+from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
 from numba_kernels.cpu.target import DOT, LANES, compiled_for
 
 _WORDS = simd.vector(I32)
 
 
 class Int8Sums:
-    """The accumulators of a tile and how words of four elements add to them; as `gemm_tile.Sums`."""
+    """The accumulators of a tile and how words of four elements add to them; as `float_tile.Sums`."""
 
     is_scaled = True
 
@@ -79,7 +79,7 @@ class Int8Sums:
             builder.store(_dot(builder, total, weight, value, index), self.whole[r, v])
 
         indices = range(DOT_WORDS // GROUP_WORDS)
-        if self.vectors <= self.height:  # registers are scarce: see gemm_tile.Sums
+        if self.vectors <= self.height:  # registers are scarce: see float_tile.Sums
             weights = [weight(v) for v in range(self.vectors)]
             for r in range(self.height):
                 for index in indices:

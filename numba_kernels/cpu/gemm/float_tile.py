@@ -25,10 +25,10 @@ import llvmlite.ir as ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu import simd
-from numba_kernels.cpu.block_tile import BlockSums, is_block
-from numba_kernels.cpu.int8_tile import Int8Sums
-from numba_kernels.cpu.simd import F32, I32, I64
+from numba_kernels.cpu.gemm.block_tile import BlockSums, is_block
+from numba_kernels.cpu.gemm.int8_tile import Int8Sums
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.target import (
     GEMM_ROWS,
     HAS_BF16_DOT,
