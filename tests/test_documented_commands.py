@@ -173,7 +173,8 @@ def help_of(tool: Path) -> str:
 def run_as_written(command: str, folder: Path, timeout_s: float) -> str:
     """What it prints. `xserv` and `python` are this environment's; files are written in `folder`."""
     binaries = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    outside = {name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")}
+    environment = {**outside, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = command.replace(".venv/bin/", f"{binaries}/").replace("tools/", f"{ROOT}/tools/")
     command = re.sub(r"\bmake ", f"make -C {ROOT} ", command)
     command = re.sub(r"^xserv ", f"{binaries}/python -m runtime.cli ", command)

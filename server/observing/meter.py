@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class RequestMeter:
-    """`observe` takes every output of every choice, in order.
+    """`observe` takes every output of every choice, in order; `finish` the last one once more, when it is known why
+    the client will be told that the choice ended.
 
     first_token_s  when the first token of any choice came; None before
     times          the engine's, of the choice that ended last
@@ -60,17 +61,15 @@ class RequestMeter:
                 self._metrics.inter_token_latency.observe(now - last)
             self._last[choice] = now
             self._num_tokens[choice] += len(output.new_token_ids)
-        if output.finish_reason is not None:
-            self._finish(choice, output)
 
     def stop(self, request_id: str, index: int) -> None:
-        """A stop string ended the choice: what the engine will call aborted was finished."""
+        """A stop string ended the choice, whatever the engine will say."""
         self._stopped.add((request_id, index))
 
-    def _finish(self, choice: tuple[str, int], output: EngineOutput) -> None:
-        reason: str = output.finish_reason or ""
-        if reason == "abort" and choice in self._stopped:
-            reason = "stop"
+    def finish(self, output: EngineOutput) -> None:
+        """Takes the last output of a choice."""
+        choice = (output.request_id, output.index)
+        reason: str = "stop" if choice in self._stopped else output.finish_reason or ""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.times = output.times or self.times
         self._metrics.finish(

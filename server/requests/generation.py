@@ -10,6 +10,7 @@ request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,7 +124,7 @@ class Generation:
     is_cancelled: bool = False
     on_close: list[Callable[[], object]] = field(default_factory=list)
     _prompts: list[_Prompt] = field(default_factory=list)
-    _outputs: list[tuple[_Prompt, EngineOutput]] = field(default_factory=list)
+    _outputs: deque[tuple[_Prompt, EngineOutput]] = field(default_factory=deque)
     _arrived: Signal = field(default_factory=Signal)
 
     def __post_init__(self) -> None:
@@ -181,6 +182,9 @@ class Generation:
 
     def close(self) -> None:
         """End what is still open. May be called again."""
+        for prompt, output in self._outputs:
+            if output.index in prompt.open_choices and output.finish_reason not in ("error", "abort"):
+                self._meter_end(output)
         for prompt in self._prompts:
             prompt.open_choices.clear()
             if prompt.running_choices:
@@ -223,8 +227,11 @@ class Generation:
         """
         while any(prompt.open_choices for prompt in self._prompts):
             await self._arrived.wait()
-            outputs, self._outputs = self._outputs, []
-            pieces = [self._push(prompt, output) for prompt, output in outputs if output.index in prompt.open_choices]
+            pieces = []
+            while self._outputs:
+                prompt, output = self._outputs.popleft()
+                if output.index in prompt.open_choices:
+                    pieces.append(self._push(prompt, output))
             if pieces:
                 yield pieces
         if self.is_cancelled:
@@ -235,8 +242,15 @@ class Generation:
             prompt.running_choices.discard(output.index)
         if self.meter is not None:
             self.meter.observe(output)
+        if output.index not in prompt.open_choices or output.finish_reason in ("error", "abort"):
+            self._meter_end(output)
         self._outputs.append((prompt, output))
         self._arrived.set()
+
+    def _meter_end(self, output: EngineOutput) -> None:
+        """A choice's last output is metered when its text is known, or nobody wants it: a stop string may lie in it."""
+        if self.meter is not None and output.finish_reason is not None:
+            self.meter.finish(output)
 
     def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
         if output.finish_reason == "error":
@@ -256,9 +270,10 @@ class Generation:
         self.num_reasoning_tokens += delta.num_reasoning_tokens
         if delta.finish_reason is not None:
             prompt.open_choices.discard(output.index)
+            if delta.finish_reason == "stop" and self.meter is not None:
+                self.meter.stop(prompt.request_id, output.index)
             if delta.should_cancel and output.index in prompt.running_choices:
                 prompt.running_choices.discard(output.index)
-                if self.meter is not None:
-                    self.meter.stop(prompt.request_id, output.index)
                 self.client.cancel(prompt.request_id, output.index)
+        self._meter_end(output)
         return Piece(prompt.number * self.params.n + output.index, delta)

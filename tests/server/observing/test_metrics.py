@@ -160,6 +160,21 @@ def test_every_bucket_holds_what_is_at_most_its_bound() -> None:
     assert one_two_five(99) == (1, 2, 5, 10, 20, 50)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 200])
+def test_a_stop_string_counts_as_a_stop_whatever_the_engine_says(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient, max_tokens: int
+) -> None:
+    """The engine ends the first by its length; the second it may have ended before it hears of the stop."""
+    with serving(fake_engine, tokenizer) as served:
+        body = {"prompt": "x", "max_tokens": max_tokens, "stop": ["G"], "model": "fake-model"}
+        choice = served.http.post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        wait_until(lambda: "vllm:request_success_total" in scrape(served.http))
+        samples = scrape(served.http)
+        assert total(samples, "vllm:request_success_total", finished_reason="stop") == 1
+        assert total(samples, "vllm:request_success_total") == 1
+
+
 def test_a_dead_engine_is_seen(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
     with serving(fake_engine, tokenizer) as served:
         assert total(scrape(served.http), "xserv:engine_up") == 1
