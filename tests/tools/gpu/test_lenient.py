@@ -1,0 +1,33 @@
+"""Tests that go on behind what fails."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from tools.gpu.lenient import _Ignoring
+
+SOURCE = """
+def check(value):
+    assert value
+
+def test_it(seen):
+    assert seen.append("asserted")
+    check(0)
+    def kernel():
+        check(1)
+        assert False, "stays"
+    return kernel
+"""
+
+
+def test_assertions_are_evaluated_and_ignored_but_in_functions_within_functions() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(_Ignoring().visit(ast.parse(SOURCE))), "x", "exec"), names)
+    seen: list[str] = []
+    kernel = names["test_it"](seen)
+    assert seen == ["asserted"]
+    with pytest.raises(AssertionError, match="stays"):
+        kernel()
