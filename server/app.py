@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan, Scope
 
 from runtime.engine.process.client import EngineClient
+from server.anthropic_api.endpoints import count_tokens, create_message
 from server.config import ServerConfig
 from server.errors import (
     ApiError,
@@ -97,7 +98,7 @@ class Application(Starlette):
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
-                expose_headers=("X-Request-Id", "Retry-After"),
+                expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
             )
         rules = OriginRules(config.allowed_hosts, config.allowed_origins)
         routes = {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}
@@ -165,6 +166,8 @@ def create_app(
             Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
             Route("/v1/responses/{response_id}/input_items", list_input_items),
+            Route("/v1/messages", create_message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{model_id:path}", get_model),

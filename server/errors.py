@@ -1,4 +1,5 @@
-"""Every error the server answers with, in OpenAI's shape: `{"error": {message, type, param, code}}`.
+"""Every error the server answers with: in OpenAI's shape, `{"error": {message, type, param, code}}`, and on the routes
+of other APIs in theirs (`ApiError.body`).
 
     status  type                   code
     400     invalid_request_error  invalid_json, invalid_type, invalid_value, unknown_parameter, …
@@ -23,6 +24,7 @@ value and limit). The text of any other exception stays in the server's log."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,12 +32,30 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from server.dialect import Dialect, dialect_of
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Anthropic's name of an error by its status; of all others, "invalid_request_error"."""
+
+MANAGEMENT = frozenset({"pull", "push", "create", "copy", "delete", "blobs"})
+"""What of Ollama's `/api` manages models: there is the one that the server was started with."""
 
 
 class ApiError(Exception):
-    """An answer that is not 200: status, OpenAI's four fields, and headers."""
+    """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs say less."""
 
     def __init__(
         self,
@@ -55,13 +75,19 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object, ready to be encoded."""
+    def body(self, dialect: Dialect = "openai") -> dict[str, Any]:
+        """The API's error object, ready to be encoded."""
+        if dialect == "ollama":
+            return {"error": self.message}
+        if dialect == "anthropic":
+            kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            details = {"error_code": self.code, "param": self.param}
+            return {"type": "error", "error": {"type": kind, "message": self.message, "details": details}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, scope: Scope) -> Response:
         return Response(
-            msgspec.json.encode(self.body()),
+            msgspec.json.encode(self.body(dialect_of(scope))),
             status_code=self.status,
             media_type="application/json",
             headers=dict(self.headers or {}),
@@ -71,6 +97,28 @@ class ApiError(Exception):
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """400: the field `param` has a value that cannot be honoured."""
     return ApiError(400, message, param=param, code=code)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error where a request has other names for a chat's fields: `names` maps these ("stop", "messages[1]")
+    to the request's own. Of several that fit, the longest counts."""
+    param = error.param or ""
+    fitting = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
+    if not fitting:
+        return error
+    name = max(fitting, key=len)
+    message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: names[name], error.message)
+    param = names[name] + param.removeprefix(name)
+    return ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers)
+
+
+def below(path: str, error: ApiError) -> ApiError:
+    """400: the same error, of a field below `path`."""
+    code = error.code or "invalid_value"
+    if error.param is None:
+        return invalid(path, f"{path}: {error.message}", code)
+    param = f"{path}.{error.param}"
+    return invalid(param, error.message.replace(error.param, param, 1), code)
 
 
 def internal_error() -> ApiError:
@@ -149,7 +197,7 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
 
 async def handle_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -157,18 +205,21 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
+        action = request.url.path.removeprefix("/api/").partition("/")[0]
+        if dialect_of(request.scope) == "ollama" and action in MANAGEMENT:
+            message = f"There is no /api/{action}: the server has the one model that it was started with."
     elif error.status_code == 405:
         message = f"Method {request.method} is not allowed on {request.url.path}."
         code = "method_not_allowed"
     else:
         message, code = "The request could not be served.", "invalid_request"
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
 
 
 async def handle_unexpected(request: Request, error: Exception) -> Response:
     """Anything else: logged by the layer above with its traceback, answered without it. uvicorn then closes the
     connection, and a client that is not told would send its next request into the closing one."""
-    response = internal_error().response()
+    response = internal_error().response(request.scope)
     response.headers["Connection"] = "close"
     return response
 

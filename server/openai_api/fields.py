@@ -1,5 +1,5 @@
-"""The fields of OpenAI's and vLLM's requests that do nothing here: the ones taken without effect, and the
-ones refused.
+"""The fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that do nothing here: the ones taken without
+effect, and the ones refused.
 
 Everything else is a field of `server.openai_api.schema`, and honoured; a field that is nowhere is refused as unknown.
 The tables are the documentation: nothing is ignored that is not among the accepted."""
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.errors import invalid
 from server.openai_api.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from server.responses_api.schema import ResponsesRequest
@@ -105,6 +106,22 @@ NOT_BUILT_IN_TOKENIZE: dict[str, NotBuilt] = {
     "mm_processor_kwargs": NOT_BUILT["mm_processor_kwargs"],
 }
 
+ACCEPTED_IN_MESSAGES: dict[str, Accepted] = {
+    "metadata": Accepted(dict[str, Any], "a name for the end user, for Anthropic's abuse monitoring"),
+    "cache_control": Accepted(dict[str, Any], "prefixes are cached without being asked for"),
+    "context_management": Accepted(dict[str, Any], "a conversation is never cut"),
+    "diagnostics": Accepted(dict[str, Any], "there is none of the prefix cache"),
+    "service_tier": ACCEPTED_WITHOUT_EFFECT["service_tier"],
+    "speed": Accepted(str, "there is one speed"),
+}
+
+NOT_BUILT_IN_MESSAGES: dict[str, NotBuilt] = {
+    "container": NotBuilt("there are no containers"),
+    "mcp_servers": NotBuilt("the server calls no tools", ([],)),
+    "output_format": NotBuilt("the older form; send output_config.format"),
+    "inference_geo": NotBuilt("there is one place"),
+}
+
 Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
 _TABLES: dict[type[msgspec.Struct], Tables] = {
@@ -112,6 +129,8 @@ _TABLES: dict[type[msgspec.Struct], Tables] = {
         {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES},
         NOT_BUILT_IN_RESPONSES,
     ),
+    MessagesRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
+    CountTokensRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
     EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
     TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),
     DetokenizeRequest: ({}, {}),

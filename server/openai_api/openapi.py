@@ -16,6 +16,10 @@ from starlette.responses import Response as HttpResponse
 
 from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
 from runtime.sampling_table import COLUMNS, json_schema
+from server.anthropic_api import description as messages_description
+from server.anthropic_api.objects import MessageAnswer, MessageEvent, TokensCount
+from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
+from server.dialect import Dialect, dialect_of
 from server.observing.live import LiveMessage
 from server.openai_api.answers import (
     Cancelled,
@@ -64,6 +68,26 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorObject
 
 
+class AnthropicErrorDetails(msgspec.Struct):
+    error_code: str | None
+    param: str | None
+
+
+class AnthropicErrorObject(msgspec.Struct):
+    type: str
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorAnswer(msgspec.Struct, tag_field="type", tag="error"):
+    """The same on the routes of Anthropic's API."""
+
+    error: AnthropicErrorObject
+
+
+_ERRORS: dict[Dialect, type] = {"openai": ErrorAnswer, "anthropic": AnthropicErrorAnswer}
+
+
 class Health(msgspec.Struct):
     status: Literal["ok"]
 
@@ -93,6 +117,11 @@ class Operation:
     errors: tuple[int, ...] = ()
     is_open: bool = False
 
+    @property
+    def error(self) -> type:
+        """What it answers where it is not 200."""
+        return _ERRORS[dialect_of({"path": self.path, "headers": []})]
+
 
 _GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
 _READS = (400, 404, 408, 413, 415)
@@ -109,6 +138,14 @@ OPERATIONS = (
     Operation(
         "post", "/v1/responses", "The answer to a conversation, stored", ResponsesRequest, Response, Event,
         errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/v1/messages", "The answer to a conversation, in Anthropic's shapes", MessagesRequest, MessageAnswer,
+        MessageEvent, errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "How many tokens a conversation comes to", CountTokensRequest, TokensCount,
+        errors=_READS,
     ),
     Operation("get", "/v1/responses/{response_id}", "A stored response", answer=Response, errors=(400, 404)),
     Operation("delete", "/v1/responses/{response_id}", "Forget a response", answer=ResponseDeleted, errors=(404,)),
@@ -164,7 +201,7 @@ _TOKEN_IDS: dict[str, Json] = {
 }
 _INPUT_ITEMS = ("InputMessage", "InputFunctionCall", "InputFunctionCallOutput", "InputReasoning")
 
-_STOP = {
+_STOP: Json = {
     "anyOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
         {
@@ -184,17 +221,19 @@ def description(model_name: str, vocab_size: int) -> Json:
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
-    parts = (Tool, InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-    ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, ErrorAnswer, *parts]
+    items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+    parts = (Tool, *items, *messages_description.PARTS)
+    ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *_ERRORS.values(), *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
     for request in types:
         _complete(components[request.__name__], request, model_name, vocab_size)
     components["Message"]["properties"]["content"] = _content("text")
-    for item in parts[1:]:
+    for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not InputReasoning:
                 components[item.__name__]["properties"][name] = _content("input_text", "output_text")
+    messages_description.complete(components)
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
@@ -203,7 +242,7 @@ def description(model_name: str, vocab_size: int) -> Json:
         "info": {
             "title": "xserv",
             "version": release(),
-            "description": "OpenAI's API with vLLM's extensions, for one model.",
+            "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages, for one model.",
         },
         "paths": paths,
         "components": {
@@ -232,7 +271,9 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, voca
     fields = schema["properties"]
     fields["model"] = {"enum": [model_name] if "model" in schema["required"] else [model_name, None]}
     for name, limits in _RANGES.items():
-        if name in fields:
+        if name in schema["required"]:
+            fields[name] = limits
+        elif name in fields:
             fields[name] = {"anyOf": [limits, _NULL], "default": None}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
     for name, limits in _TOKEN_IDS.items():
@@ -250,8 +291,8 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, voca
     elif "tools" in fields:
         tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128}
         fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
-    if "stop" in fields:
-        fields["stop"] = _STOP
+    for name in {"stop", "stop_sequences"}.intersection(fields):
+        fields[name] = _STOP if name == "stop" else {**_STOP, "anyOf": _STOP["anyOf"][1:]}
     if request is CompletionRequest:  # 0: only the prompt is wanted; alternatives are a number here
         fields["max_tokens"] = {"anyOf": [{**_RANGES["max_tokens"], "minimum": 0}, _NULL], "default": None}
         fields["logprobs"] = {"anyOf": [_RANGES["top_logprobs"], _NULL], "default": None}
@@ -273,10 +314,10 @@ def _operation(operation: Operation, named: dict[str, Json]) -> Json:
     if operation.stream is not None:
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Server-sent events; `x-event-data` is each one's `data`."},
-            "x-event-data": {"anyOf": [named[repr(operation.stream)], named[repr(ErrorAnswer)]]},
+            "x-event-data": {"anyOf": [named[repr(operation.stream)], named[repr(operation.error)]]},
         }
     answers: Json = {"200": {"description": operation.summary, "content": content}}
-    error = {"application/json": {"schema": named[repr(ErrorAnswer)]}}
+    error = {"application/json": {"schema": named[repr(operation.error)]}}
     for status in sorted({*operation.errors, *_EVERYWHERE}):
         answers[str(status)] = {"description": _MEANINGS[status], "content": error}
     if operation.answer is Readiness:

@@ -20,8 +20,9 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Prompt = str | list[str | Int | list[Int]]
 """A text, texts, the ids of one prompt, or those of several. A mixture passes here and is refused later."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
-"""The name of a function or a format. (Python's `$` would pass a last newline, JSON Schema's does not.)"""
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
+"""The name of a function or a format: as long as Anthropic's may be. (Python's `$` would pass a last newline, JSON
+Schema's does not.)"""
 
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)")]
 """What a client calls its request: safe in a header, a path and a log line."""
@@ -31,14 +32,14 @@ MAX_GRAMMAR_CHARACTERS = 64 * 1024
 """A regular expression or a grammar in a request."""
 
 
+SAMPLING_COLUMNS: list[tuple[str, Any, None]] = [
+    (name, (Int if column.kind is int else float) | None, None) for name, column in COLUMNS.items()
+]
+
 if TYPE_CHECKING:
     SamplingFields = msgspec.Struct
 else:
-    SamplingFields = msgspec.defstruct(
-        "SamplingFields",
-        [(name, (Int if column.kind is int else float) | None, None) for name, column in COLUMNS.items()],
-        kw_only=True,
-    )
+    SamplingFields = msgspec.defstruct("SamplingFields", SAMPLING_COLUMNS, kw_only=True)
 """The parameters of `runtime.sampling_table`."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.errors import ApiError, invalid
+from server.errors import ApiError, below, invalid
 from server.openai_api.schema import ChatCompletionRequest, Message, Tool
 from server.transport.body import schema_error
 from server.transport.json_limits import is_deeper
@@ -40,7 +40,7 @@ def template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | Non
         try:
             msgspec.convert(tool, Tool)
         except msgspec.ValidationError as error:
-            raise _below(f"tools[{i}]", schema_error(str(error))) from None
+            raise below(f"tools[{i}]", schema_error(str(error))) from None
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
@@ -132,8 +132,3 @@ def _arguments(text: str) -> Any:
 
 def _unsupported(param: str, reason: str) -> ApiError:
     return invalid(param, f"Unsupported parameter: {param} ({reason}).", "unsupported_parameter")
-
-
-def _below(path: str, error: ApiError) -> ApiError:
-    param = f"{path}.{error.param}" if error.param else path
-    return invalid(param, f"{path}: {error.message}", error.code or "invalid_value")

@@ -42,7 +42,7 @@ from server.responses_api.objects import (
     ResponseUsage,
 )
 from server.responses_api.output import ResponseOutput
-from server.responses_api.request import LOGPROBS, RENAMED, begun_response, chat_request, output_messages, renamed
+from server.responses_api.request import LOGPROBS, RENAMED, begun_response, chat_request, in_own_names, output_messages
 from server.responses_api.schema import ResponsesRequest
 from server.service import Service
 from server.transport.body import decode_body, read_body
@@ -149,7 +149,7 @@ def _prepare(
     try:
         chat = prepare_chat(service, chat_request(asked, conversation), response_id, arrival_time_s)
     except ApiError as error:
-        raise renamed(error) from None
+        raise in_own_names(error) from None
     params = chat.generation.params
     return RunningResponse(
         service=service,

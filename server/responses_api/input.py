@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from server.errors import ApiError, invalid
+from server.errors import below, invalid
 from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.responses_api.schema import (
     InputFunctionCall,
@@ -98,9 +98,3 @@ def _content(content: str | list[dict[str, Any]], path: str) -> str | list[dict[
             raise invalid(f"{where}.{field}", f"{where}.{field} must be a string.", "invalid_type")
         parts.append({"type": "refusal" if kind == "refusal" else "text", field: part[field]})
     return parts
-
-
-def below(path: str, error: ApiError) -> ApiError:
-    """The same error, of a field below `path`."""
-    param = f"{path}.{error.param}" if error.param else path
-    return invalid(param, f"{path}: {error.message}", error.code or "invalid_value")

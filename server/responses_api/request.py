@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, renamed
 from server.openai_api.schema import (
     ChatCompletionRequest,
     FunctionCall,
@@ -85,16 +85,11 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
-def renamed(error: ApiError) -> ApiError:
+def in_own_names(error: ApiError) -> ApiError:
     """A chat's error in this endpoint's names."""
-    field = (error.param or "").partition("[")[0]
-    if field not in RENAMED:
-        return error
-    name = RENAMED[field]
-    message = error.message.replace(field, name)
-    if field == "max_completion_tokens":
-        message = message.replace("max_tokens", name)
-    return ApiError(error.status, message, type=error.type, param=name, code=error.code, headers=error.headers)
+    if error.param == "max_completion_tokens":  # the engine's own words have its name
+        error.message = error.message.replace("max_tokens", error.param)
+    return renamed(error, RENAMED)
 
 
 def begun_response(

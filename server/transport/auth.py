@@ -1,8 +1,8 @@
 """API keys: who may ask. Every route but `/health` wants one as soon as there is any.
 
-A key comes as `Authorization: Bearer KEY`, as OpenAI's clients send it, or as the password of Basic authentication, so
-that a browser can ask for it and open the page. Keys are compared by their digests, all of them every time: neither the
-time nor the answer tells how near a guess came."""
+A key comes as `Authorization: Bearer KEY`, as OpenAI's clients send it, as `X-Api-Key: KEY`, as Anthropic's do, or as
+the password of Basic authentication, so that a browser can ask for it and open the page. Keys are compared by their
+digests, all of them every time: neither the time nor the answer tells how near a guess came."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Authentication:
         key = key_of(scope["headers"])
         tenant = None if key is None else self.keys.tenant_of(key)
         if tenant is None:
-            response = _refusal(has_key=key is not None).response()
+            response = _refusal(has_key=key is not None).response(scope)
             for challenge in ('Basic realm="xserv", charset="UTF-8"', "Bearer"):  # a browser asks for the first
                 response.headers.append("WWW-Authenticate", challenge)
             await response(scope, receive, send)
@@ -118,8 +118,16 @@ class Authentication:
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key in the Authorization header, if there is exactly one such header and it holds one."""
-    given = [value for name, value in headers if name == b"authorization"]
+    """The key in the Authorization header, or, without that, in X-Api-Key; if there is exactly one such header and it
+    holds one."""
+    given, plain = [], []
+    for name, value in headers:
+        if name == b"authorization":
+            given.append(value)
+        elif name == b"x-api-key":
+            plain.append(value)
+    if not given and len(plain) == 1:
+        return plain[0].strip() or None
     if len(given) != 1:
         return None
     scheme, _, rest = given[0].partition(b" ")

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.dialect import dialect_of
 from server.errors import ApiError, draining, overloaded
 from server.transport.auth import OPEN_PATH
 from server.transport.drain import PROBES, WATCHERS, Lifecycle
@@ -58,7 +59,7 @@ class Gate:
 
         def send_on(message: Message) -> Awaitable[None]:  # not a coroutine of its own: streams send a lot
             if message["type"] == "http.response.start":
-                _begin(exchange, message)
+                _begin(exchange, message, scope)
             return send(message)
 
         path: str = scope["path"]
@@ -70,7 +71,7 @@ class Gate:
             if refusal is None:
                 await self.app(scope, receive, send_on)
             else:
-                await refusal.response()(scope, receive, send_on)
+                await refusal.response(scope)(scope, receive, send_on)
         finally:
             if is_awaited:
                 self.lifecycle.leave()
@@ -93,8 +94,9 @@ class Gate:
         return overloaded() if SURPLUS in scope else None
 
 
-def _begin(exchange: Exchange, message: Message) -> None:
-    """Note the status, and put the id into the headers: the client's own, else the endpoint's, else a new one."""
+def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
+    """Note the status, and put the id into the headers: the client's own, else the endpoint's, else a new one.
+    Anthropic's clients look for it under a name of theirs."""
     exchange.status = message["status"]
     headers = []
     for name, value in message["headers"]:
@@ -104,4 +106,6 @@ def _begin(exchange: Exchange, message: Message) -> None:
             headers.append((name, value))
     exchange.answered_id = exchange.given_id or exchange.answered_id or new_request_id()
     headers.append((b"x-request-id", exchange.answered_id.encode("latin-1")))
+    if dialect_of(scope) == "anthropic":
+        headers.append((b"request-id", exchange.answered_id.encode("latin-1")))
     message["headers"] = headers

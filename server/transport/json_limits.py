@@ -9,7 +9,7 @@ from typing import Any
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 
-_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text")
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 """Fields that may hold a JSON schema."""
 
 
@@ -20,6 +20,7 @@ def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
         ("messages", config.max_messages),
         ("tools", config.max_tools),
         ("stop", config.max_stop_strings),
+        ("stop_sequences", config.max_stop_strings),
         ("bad_words", config.max_stop_strings),
         ("logit_bias", config.max_logit_bias),
     ):

@@ -27,7 +27,12 @@ def frame(value: object) -> bytes:
 
 def named_frame(event: msgspec.Struct) -> bytes:
     """One event whose `event:` line names its type, which is its tag."""
-    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), _encoder.encode(event))
+    return event_frame(str(event.__struct_config__.tag), event)
+
+
+def event_frame(name: str, value: object) -> bytes:
+    """One event with its name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(value))
 
 
 @asynccontextmanager
@@ -48,11 +53,13 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
 
 
 class Pinger:
-    """Sends a comment into a stream that has been silent for `interval_s`, to one and a half times that: proxies then
-    do not take it for dead, and clients do not see it. It sends only while `is_idle`: nobody else does then."""
+    """Sends `ping` into a stream that has been silent for `interval_s`, to one and a half times that: proxies then
+    do not take it for dead, and clients do not see it. It sends only while `is_idle`: nobody else does then. Without a
+    `ping` it sends nothing."""
 
-    def __init__(self, send: Send, interval_s: float) -> None:
+    def __init__(self, send: Send, interval_s: float, ping: bytes | None) -> None:
         self.is_idle = False
+        self._ping = ping
         self._send = send
         self._half_s = interval_s / 2
         self._loop = asyncio.get_running_loop()
@@ -73,13 +80,14 @@ class Pinger:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._half_s, self._tick)
         self._num_silent += 1
-        if self.is_idle and self._num_silent > 2 and (self._task is None or self._task.done()):
+        is_due = self.is_idle and self._num_silent > 2 and (self._task is None or self._task.done())
+        if is_due and self._ping is not None:
             self._num_silent = 1
-            self._task = self._loop.create_task(self._ping())
+            self._task = self._loop.create_task(self._send_ping(self._ping))
 
-    async def _ping(self) -> None:
+    async def _send_ping(self, ping: bytes) -> None:
         with suppress(OSError):  # the client has gone; the stream's own end sees to that
-            await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+            await self._send({"type": "http.response.body", "body": ping, "more_body": True})
 
 
 class EventSource(Protocol):
@@ -94,14 +102,15 @@ class EventSource(Protocol):
         ...
 
 
-class EventStreamResponse(Response):
+class StreamedResponse(Response):
     """Sends what `events` yields, each item at once, for as long as the client is there.
 
     In every end (the last event, a client that has left, a server that stops) `events` and the source
     behind it are closed. (Starlette's own streaming response leaves that to the garbage collector on
     servers of ASGI 2.4.)"""
 
-    media_type = "text/event-stream"
+    ping: bytes | None = None
+    """What a stream that is silent gets."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], source: EventSource, headers: Mapping[str, str]) -> None:
         self.events = events
@@ -112,7 +121,7 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_body = scope[KEY].send
-        pinger = Pinger(send_body, scope["app"].config.ping_interval_s)
+        pinger = Pinger(send_body, scope["app"].config.ping_interval_s, self.ping)
         try:
             async with watch_disconnect(receive, self.source.leave):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -129,3 +138,10 @@ class EventStreamResponse(Response):
             pinger.close()
             self.source.close()
             await self.events.aclose()
+
+
+class EventStreamResponse(StreamedResponse):
+    """Server-sent events; a silent stream gets a comment."""
+
+    media_type = "text/event-stream"
+    ping = PING

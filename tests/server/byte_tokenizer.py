@@ -33,7 +33,7 @@ def bytes_to_unicode() -> dict[int, str]:
     return table
 
 
-def write_byte_tokenizer(folder: Path, *, has_template: bool = True) -> None:
+def write_byte_tokenizer(folder: Path, *, has_template: bool = True, template: str = TEMPLATE) -> None:
     """tokenizer.json and tokenizer_config.json."""
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     special = {"<s>": 256, "<text>": 257, "</s>": END_OF_TURN}
@@ -57,7 +57,7 @@ def write_byte_tokenizer(folder: Path, *, has_template: bool = True) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     config = {"bos_token": "<text>", "eos_token": "</s>"}
     if has_template:
-        config["chat_template"] = TEMPLATE
+        config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -25,4 +25,5 @@ def test_cases_of_every_kind(tiny_folder: Path, num_cases: int) -> None:
     kinds = {route.rpartition("(")[2] for route in record.statuses}
     assert kinds == {"positive)", "negative)", "spoilt)", "raw)"}
     accepted = {route for route, counts in record.statuses.items() if counts["200"]}
-    assert {f"POST {path} (positive)" for path in ("/v1/completions", "/v1/responses", "/v1/embeddings")} <= accepted
+    paths = ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+    assert {f"POST {path} (positive)" for path in paths} <= accepted

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from runtime.engine.messages import EngineRequest
+from server.anthropic_api.schema import MessagesRequest
 from server.openai_api.fields import tables_of
 from server.openai_api.schema import (
     ChatCompletionRequest,
@@ -204,7 +205,7 @@ def test_a_field_of_another_route_is_unknown(served: Served, tokenizer: Tokenize
 def test_the_operators_page_names_every_field() -> None:
     text = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z_]+)(?:\.[a-z_]+)*`", text))
-    schemas = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
+    schemas = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest)
     for schema in schemas:
         accepted, refused = tables_of(schema)
         fields = {*schema.__struct_fields__, *accepted, *refused}

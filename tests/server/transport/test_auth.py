@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from server.app import create_app
 from server.config import ServerConfig, ServerConfigError
+from server.dialect import dialect_of
 from server.transport import auth
 from server.transport.auth import ApiKeys, key_of
 from server.transport.origins import hosts_for
@@ -77,7 +78,10 @@ def routes() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("sk-three"), {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY}])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("sk-three"), {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY}, {"X-Api-Key": "sk-three"}],
+)
 def test_every_route_but_health_wants_a_key(guarded: Served, headers: dict[str, str]) -> None:
     asked = [*routes(), ("GET", "/nothing"), ("DELETE", "/v1/nothing"), ("OPTIONS", CHAT), ("PATCH", "/ready")]
     assert len(asked) > 15
@@ -89,7 +93,14 @@ def test_every_route_but_health_wants_a_key(guarded: Served, headers: dict[str, 
             assert response.status_code == 401, (method, path)
             assert response.headers["x-request-id"]
             if method != "HEAD":
-                assert response.json()["error"]["code"] == "invalid_api_key"
+                error = response.json()["error"]
+                dialect = dialect_of({"path": path, "headers": []})
+                if dialect == "openai":
+                    assert error["code"] == "invalid_api_key"
+                elif dialect == "anthropic":
+                    assert error["type"] == "authentication_error"
+                else:
+                    assert "API key" in error
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,7 @@ def test_a_key_lets_in(guarded: Served) -> None:
         assert guarded.http.post(CHAT, json=HELLO, headers=bearer(key)).status_code == 200
         password = base64.b64encode(f"anybody:{key}".encode()).decode()
         assert guarded.http.get("/v1/models", headers={"Authorization": f"Basic {password}"}).status_code == 200
+        assert guarded.http.get("/v1/models", headers={"X-Api-Key": key}).status_code == 200
     with guarded.openai.with_options(api_key=KEY) as client:
         assert client.models.list().data[0].id == "fake-model"
     challenges = guarded.http.get("/").headers.get_list("www-authenticate")
@@ -127,6 +139,11 @@ def test_two_authorization_headers_are_none() -> None:
     assert key_of([(b"authorization", b"Basic !!!")]) is None
     assert key_of([(b"authorization", b"Bearer ")]) is None
     assert key_of([(b"authorization", b"bearer  \xff\xfe ")]) == b"\xff\xfe"
+    plain = (b"x-api-key", b" sk-two ")
+    assert key_of([plain]) == b"sk-two"
+    assert key_of([plain, plain]) is None
+    assert key_of([plain, header]) == b"sk-one"
+    assert key_of([plain, (b"authorization", b"Basic !!!")]) is None
 
 
 def test_every_key_is_compared_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""What the types of `/v1/messages` do not say of themselves in the API's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.anthropic_api.schema import (
+    MessageTool,
+    RedactedThinkingInput,
+    TextInput,
+    ThinkingInput,
+    ToolResultInput,
+    ToolUseInput,
+)
+
+PARTS = (MessageTool, TextInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
+"""Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
+
+_NULL = {"type": "null"}
+
+
+def complete(components: dict[str, Any]) -> None:
+    """Put the parts into the requests' schemas."""
+    text = _texts(TextInput)
+    tools = {"type": "array", "items": _reference(MessageTool), "maxItems": 128}
+    turns = [
+        _turn("user", TextInput, ToolResultInput),
+        _turn("assistant", TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
+        _turn("system", TextInput),
+    ]
+    for request in ("MessagesRequest", "CountTokensRequest"):
+        fields = components[request]["properties"]
+        fields["messages"] = {"type": "array", "items": {"anyOf": turns}, "minItems": 1}
+        fields["system"] = {"anyOf": [*text, _NULL], "default": None}
+        fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
+    components["ToolResultInput"]["properties"]["content"] = {"anyOf": [*text, _NULL], "default": None}
+
+
+def _turn(role: str, *blocks: type) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"role": {"const": role}, "content": {"anyOf": _texts(*blocks)}},
+        "required": ["role", "content"],
+        "additionalProperties": False,
+    }
+
+
+def _texts(*blocks: type) -> list[dict[str, Any]]:
+    return [{"type": "string"}, {"type": "array", "items": {"anyOf": [_reference(block) for block in blocks]}}]
+
+
+def _reference(part: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{part.__name__}"}

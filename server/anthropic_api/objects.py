@@ -1,0 +1,117 @@
+"""What `/v1/messages` answers, and the events of its streams, as typed objects in Anthropic's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """signature: a word that fills the field, since clients send it back; nothing is signed."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class OutputTokensDetails(msgspec.Struct):
+    thinking_tokens: int = 0
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """input_tokens: those of the prompt that the prefix cache did not have; cache_read_input_tokens: those it had."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+
+
+class MessageAnswer(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block] = msgspec.field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokensCount(msgspec.Struct):
+    input_tokens: int
+
+
+# Events
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: MessageAnswer
+
+
+class Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    pass
+
+
+class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class StopDelta(msgspec.Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    """usage: of the whole answer."""
+
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop

@@ -1,0 +1,97 @@
+"""From a request of `/v1/messages` to the chat's request that it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.anthropic_api.conversation import Conversation
+from server.anthropic_api.schema import (
+    SAME_AS_IN_A_CHAT,
+    ConversationFields,
+    CountTokensRequest,
+    MessagesRequest,
+    MessageTool,
+    ToolChoice,
+)
+from server.errors import below, invalid
+from server.openai_api.schema import (
+    ChatCompletionRequest,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedToolChoice,
+    ReasoningEffort,
+)
+from server.requests.thinking import has_variable, thinking_variables
+from server.transport.body import schema_error
+from tokenizer import Tokenizer
+
+RENAMED = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""A chat's fields by the names that they have here."""
+
+
+def chat_request(
+    asked: MessagesRequest | CountTokensRequest, conversation: Conversation, tokenizer: Tokenizer | None
+) -> ChatCompletionRequest:
+    """The chat's request. Raises `ApiError` 400."""
+    tools = [_tool(fields, f"tools[{i}]") for i, fields in enumerate(asked.tools)] if asked.tools else None
+    choice = asked.tool_choice
+    has_tools = tools is not None and not (choice is not None and choice.type == "none")
+    thinking = None if asked.thinking is None else asked.thinking.type != "disabled"
+    variables = thinking_variables(tokenizer, thinking, has_tools=has_tools) | (asked.chat_template_kwargs or {})
+    own: dict[str, Any] = {}
+    if isinstance(asked, MessagesRequest):
+        own = {name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT} | {"stop": asked.stop_sequences}
+    return ChatCompletionRequest(
+        model=asked.model,
+        messages=conversation.messages,
+        tools=tools,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        response_format=_response_format(asked),
+        reasoning_effort=_effort(asked, tokenizer, has_tools=has_tools),
+        continue_final_message=conversation.continues,
+        chat_template_kwargs=variables or None,
+        **own,
+    )
+
+
+def _tool(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    kind = fields.get("type")
+    if isinstance(kind, str) and kind != "custom":
+        name = f"{path}.type"
+        message = f"Unsupported parameter: {name} (there are no tools of Anthropic's own)."
+        raise invalid(name, message, "unsupported_parameter")
+    try:
+        tool = msgspec.convert(fields, MessageTool)
+    except msgspec.ValidationError as error:
+        raise below(path, schema_error(str(error))) from None
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    function |= {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice | None) -> Any:
+    if choice is None:
+        return None
+    if (choice.name is None) == (choice.type == "tool"):
+        raise invalid("tool_choice.name", 'tool_choice.name belongs to type "tool", and to no other.')
+    if choice.name is not None:
+        return NamedToolChoice("function", NamedFunction(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(asked: ConversationFields) -> JsonSchemaFormat | None:
+    form = None if asked.output_config is None else asked.output_config.format
+    return None if form is None else JsonSchemaFormat(JsonSchema("output", schema=form.schema))
+
+
+def _effort(asked: ConversationFields, tokenizer: Tokenizer | None, *, has_tools: bool) -> ReasoningEffort | None:
+    effort = None if asked.output_config is None else asked.output_config.effort
+    return effort if effort is not None and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools) else None

@@ -1,0 +1,174 @@
+"""The requests of `/v1/messages`: Anthropic's fields, and of ours those that a chat has, too.
+
+What has no effect or is not built is in `server.openai_api.fields`. `cache_control` is taken everywhere: prefixes are
+cached without being asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from runtime.sampling_table import COLUMNS
+from server.openai_api.schema import SAMPLING_COLUMNS, Int, Name, ReasoningEffort, RequestId
+
+CacheControl = dict[str, Any]
+
+
+class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the model may think: the chat template's variable `enable_thinking`.
+
+    budget_tokens  taken without effect: `max_tokens` bounds thinking and answer together
+    display        "omitted": the thinking blocks of the answer are empty
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """effort: the chat template's variable `reasoning_effort`, where it has one. format: what the answer must be."""
+
+    effort: ReasoningEffort | None = None
+    format: JsonOutputFormat | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """name: with type "tool", which must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessageTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool of the client's own; Anthropic's have other types and are refused.
+
+    eager_input_streaming  taken without effect: the input is always sent as it is written
+    allowed_callers        only "direct"
+    """
+
+    name: Name
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What `/v1/messages` and `/v1/messages/count_tokens` have in common."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountTokensRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages/count_tokens`."""
+
+
+if TYPE_CHECKING:
+    SampledConversation = ConversationFields
+else:
+    SampledConversation = msgspec.defstruct(
+        "SampledConversation", SAMPLING_COLUMNS, bases=(ConversationFields,), kw_only=True
+    )
+
+
+class MessagesRequest(SampledConversation, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages`.
+
+    system          the system message: a text, or blocks of text
+    messages        turns of texts or blocks; where the last is the assistant's, its text is continued
+    tool_choice     "any" and "tool" force a call
+    thinking        see `ThinkingConfig`
+    """
+
+    max_tokens: Int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    seed: Int | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    priority: Int | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    request_id: RequestId | None = None
+
+
+SAME_AS_IN_A_CHAT = (
+    *COLUMNS,
+    "max_tokens",
+    "stream",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "priority",
+    "cache_salt",
+    "request_id",
+)
+"""Fields that mean what they mean in a chat."""
+
+
+# The conversation
+
+
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: list[Any] | None = None
+
+
+class ToolUseInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class ToolResultInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """is_error: the model reads "Error: " in front of the content."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+class ThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Thinking that another server has encrypted. It is taken and not read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
