@@ -6,6 +6,10 @@ else is imported when a command runs.
 
 from __future__ import annotations
 
+from runtime.own_packages import exit_if_hidden
+
+exit_if_hidden()
+
 from typing import Annotated, Any
 
 import typer

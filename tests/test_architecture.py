@@ -22,6 +22,7 @@ FLOORS = {
     "numba_kernels.cuda.intrinsics": 1,
     "runtime.dtype": 1,
     "runtime.errors": 1,
+    "runtime.own_packages": 1,
     "tokenizer": 1,
     "numba_kernels": 2,
     "numba_kernels.cache": 1,
@@ -52,6 +53,7 @@ FLOORS = {
     "server": 7,
     "runtime.bench": 8,
     "runtime.commands": 9,
+    "runtime.facade": 9,
     "runtime.cli": 9,
 }  # fmt: skip
 

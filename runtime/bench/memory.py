@@ -25,6 +25,7 @@ from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.gpt2_folder import Gpt2Shape
 from runtime.bench.peers.workloads import GPT2, Group
 from runtime.bench.process_memory import MemoryWatch
+from runtime.own_packages import python_module
 
 ALLOWANCE_BYTES = 400_000_000
 KV_CACHE_BYTES = 128 << 20
@@ -75,7 +76,7 @@ def bench_memory(
 def _serve_once(
     arguments: dict[str, Any], environment: dict[str, str] | None, samples: Sequence[Any], seed: int
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "runtime.bench.load.own_server"]
+    command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
     with (
         ChildProcess(command, "our server", environment) as server,
         MemoryWatch(server.pid) as watch,

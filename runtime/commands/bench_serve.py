@@ -80,6 +80,7 @@ def serve(
     from runtime.bench.load.samples import WORDS, as_text, file_samples, random_samples, trace_samples
     from runtime.bench.load.serving import Load, bench_serve, run_bench
     from runtime.bench.peers.child_process import ChildProcess
+    from runtime.own_packages import python_module
 
     percentiles = _percentiles(metric_percentiles)
     targets = _targets(goodput or [])
@@ -99,7 +100,7 @@ def serve(
     with ExitStack() as stack:
         vocab_size, model, own, used_s = random_vocab_size, engine.model, None, [0.0]
         if base_url is None:
-            command = [sys.executable, "-m", "runtime.bench.load.own_server"]
+            command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
             server = stack.enter_context(ChildProcess(command, "our server"))
             own = server.ask("start", **engine.arguments())
             base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]

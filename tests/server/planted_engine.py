@@ -16,6 +16,7 @@ from runtime.engine.process.main import ProcessServer, main
 from runtime.engine.process.supervisor import Supervision
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.sampler import SamplingRows
+from runtime.own_packages import python_module
 
 LOADING, SAMPLING = 666, 667
 
@@ -48,7 +49,7 @@ def serve() -> None:
     import runtime.engine.make_client as start
     from runtime.cli import main as run
 
-    command = ("-m", "tests.server.planted_engine")
+    command = python_module("tests.server.planted_engine")
     start.Supervision = partial(Supervision, command=command, first_delay_s=0.2, healthy_s=0.0)  # type: ignore
     sys.argv += ["--hang-timeout", "600"]
     run()

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.own_packages import python_module
 from server.app import create_app
 from tests.runtime.engine.light_engine import EXITS
 from tests.server.running import running
@@ -21,7 +22,7 @@ BODY = {"model": "light", "prompt": [1, 2, 3], "max_tokens": 50_000, "ignore_eos
 def test_a_server_outlives_its_engine(tmp_path: Path) -> None:
     obstacle = tmp_path / "obstacle"  # while it is there, no engine starts
     supervision = Supervision(
-        command=("-m", "tests.runtime.engine.light_engine"), first_delay_s=0.1, most_delay_s=0.1
+        command=python_module("tests.runtime.engine.light_engine"), first_delay_s=0.1, most_delay_s=0.1
     )
     engine = ProcessEngineClient(obstacle, supervision=supervision)
     try:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
-import site
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from os import environ, pathsep
-from pathlib import Path
 
 import msgspec
 
-from runtime import errors
 from runtime.engine.process.wire import (
     SOCKET_BUFFER_BYTES,
     FrameReader,
@@ -25,10 +21,11 @@ from runtime.engine.process.wire import (
     Start,
     frame,
 )
+from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
 
-COMMAND = ("-m", "runtime.engine.process.main")
+COMMAND = python_module("runtime.engine.process.main")
 """What Python runs in the process."""
 
 READ_TIMEOUT_S = 1
@@ -101,7 +98,7 @@ class EngineProcess:
 
 
 def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Python, without the current folder among the places of modules, and with this very package there."""
+    """Python, without the current folder among the places of modules."""
     # Blocked until the process ignores them itself. This thread is not the one that Python hands signals to.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -110,19 +107,9 @@ def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what is printed there by mistake is no answer of the server's
             pass_fds=(descriptor,),
-            env=environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def environment() -> dict[str, str]:
-    """This process's, in which Python finds the package where this process has found it."""
-    package_root = str(Path(errors.__file__).parents[1])
-    if package_root in (*site.getsitepackages(), site.getusersitepackages()):
-        return dict(environ)  # it is found there anyway, after the standard library
-    inherited = environ.get("PYTHONPATH")
-    return {**environ, "PYTHONPATH": pathsep.join([package_root, inherited] if inherited else [package_root])}
 
 
 def _signal_name(number: int) -> str:

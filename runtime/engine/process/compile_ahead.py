@@ -28,6 +28,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
 from runtime.linear.format import GGML_FORMATS
+from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
 
@@ -100,7 +101,7 @@ def marker(*arguments: str) -> Path | None:
 
 
 def _compile_elsewhere(arguments: Sequence[str]) -> None:
-    command = [sys.executable, "-P", "-m", "runtime.engine.process.compile_ahead", *arguments]
+    command = [sys.executable, "-P", *python_module("runtime.engine.process.compile_ahead"), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         words = child.stderr.read().decode(errors="replace")

@@ -26,17 +26,17 @@ import msgspec
 from models.model_files import open_model
 from runtime.device.errors import CompileError
 from runtime.engine.config import EngineConfig, available_memory_bytes
-from runtime.engine.process.child import environment
 from runtime.engine.process.parent import end_with_parent
 from runtime.engine.process.wire import Problem
 from runtime.engine.process.wire_errors import error_of, problem_of
 from runtime.errors import XservError
+from runtime.own_packages import python_module
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMAND = ("-m", "runtime.engine.process.compile_kernels")
+COMMAND = python_module("runtime.engine.process.compile_kernels")
 """What Python runs in each process."""
 PROCESS_BYTES = 1 << 30
 """Free memory for each process: Numba and NVVM take several hundred MB."""
@@ -174,9 +174,7 @@ def _started(wanted: Wanted, share: int, num_shares: int) -> Iterator[_Worker]:
     command = [sys.executable, "-P", *COMMAND, *words]
     with tempfile.TemporaryFile() as said:
         # Unbuffered, so that what the selector does not see is not waiting here.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0, env=environment()
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0)
         assert process.stdout is not None
         try:
             yield _Worker(process, process.stdout, said)

@@ -13,6 +13,7 @@ import pytest
 import numba_kernels.cpu
 from runtime.engine.config import EngineConfig
 from runtime.engine.process import compile_ahead as ahead
+from runtime.own_packages import python_module
 
 ROOT = Path(__file__).parents[4]
 MODELS = ROOT.parent / "shared" / "data" / "models"
@@ -31,8 +32,8 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"))
-    program = "runtime.engine.process.compile_ahead"
-    assert [command[2:] for command in commands] == [["-m", program, "uint16", "1", "16"]]
+    program = python_module("runtime.engine.process.compile_ahead")
+    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="int32"))  # which is refused when the model is loaded
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path)  # as where the home cannot be written

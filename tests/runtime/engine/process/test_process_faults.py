@@ -29,11 +29,12 @@ from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
 from runtime.engine.process.wire import Outputs, Start, Started, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
+from runtime.own_packages import python_module
 from tests.runtime.engine.light_engine import EXITS, HANGS, RAISES, REFUSED
 from tests.waiting import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).parents[4]
-LIGHT = ("-m", "tests.runtime.engine.light_engine")
+LIGHT = python_module("tests.runtime.engine.light_engine")
 
 
 class Sink:

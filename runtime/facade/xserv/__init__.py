@@ -1,0 +1,40 @@
+"""xserv: an LLM inference engine in Python alone.
+
+    from xserv import LLM, SamplingParams
+
+    with LLM() as llm:
+        print(llm.generate("Hello", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+The names are vLLM's, and are imported when they are first used. That raises ``ImportError`` where a folder of the
+user's hides one of the packages that this one stands on (``runtime``, ``models``, ``server``, ``tokenizer``,
+``numba_kernels``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime import LLM as LLM
+    from runtime import CompletionOutput as CompletionOutput
+    from runtime import RequestOutput as RequestOutput
+    from runtime import SamplingParams as SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'xserv' has no attribute {name!r}")
+    from xserv._packages import own_packages
+
+    problem = own_packages().hidden_package()
+    if problem is not None:
+        raise ImportError(problem, name="xserv")
+    import runtime
+
+    return getattr(runtime, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

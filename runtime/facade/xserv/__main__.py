@@ -1,0 +1,5 @@
+"""``python -m xserv``: the command ``xserv``."""
+
+from xserv.command import main
+
+main()
