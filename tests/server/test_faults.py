@@ -221,7 +221,7 @@ async def test_the_engine_is_killed_in_mid_stream(server: ServerProcess, count: 
 
 async def test_sigterm_under_load() -> None:
     """Who is done in time gets everything, the others an error; the process ends with 0, and its engine with it."""
-    with ServerProcess(*SMALL, "--drain-timeout-s", "8") as server:
+    with ServerProcess(*SMALL, "--drain-timeout-s", "4") as server:
         engine = server.engine
         async with client(server) as http:
             begun = [asyncio.Event() for _ in range(20)]
@@ -230,7 +230,7 @@ async def test_sigterm_under_load() -> None:
                 for i, event in enumerate(begun[:10])
             ]
             long = [
-                asyncio.create_task(stream(http, event, max_tokens=1900, n=8, prompt=f"l {i}"))
+                asyncio.create_task(stream(http, event, max_tokens=1900, n=4, prompt=f"l {i}"))
                 for i, event in enumerate(begun[10:])
             ]
             await asyncio.gather(*(event.wait() for event in begun))

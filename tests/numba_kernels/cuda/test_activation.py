@@ -29,7 +29,7 @@ def run(gpu: Gpu, name: str, x: np.ndarray, dtype: str, *, in_place: bool = Fals
 
 
 @both_archs
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
@@ -57,7 +57,7 @@ def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 
 @both_archs
 @pytest.mark.parametrize("name", activation.GLU_ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 def test_glu(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     shapes = [(1, size) for size in SIZES[:18]] + [(3, 5), (17, 8), (5, 96), (2, 1000), (70, 16)]

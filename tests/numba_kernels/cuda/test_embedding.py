@@ -31,7 +31,7 @@ def run(
 
 
 @both_archs
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 def test_rows(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for num_rows, table_rows, size in SHAPES:

@@ -25,7 +25,7 @@ def run(gpu: Gpu, x: np.ndarray, dtype: str, is_log: bool) -> np.ndarray:
 
 
 @both_archs
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("is_log", [False, True])
 def test_against_float64(gpu: Gpu, dtype: str, is_log: bool) -> None:
     rng = np.random.default_rng(1)
