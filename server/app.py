@@ -39,6 +39,7 @@ from server.openai_api.embeddings import create_embeddings
 from server.openai_api.models import get_model, get_version, health, list_models
 from server.openai_api.openapi import get_description
 from server.openai_api.tokenization import detokenize, tokenize
+from server.rendering.endpoint import render
 from server.requests.cancellation import cancel_request
 from server.responses_api.endpoints import (
     cancel_response,
@@ -48,7 +49,7 @@ from server.responses_api.endpoints import (
     list_input_items,
 )
 from server.service import Service
-from server.static_page import get_page
+from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
@@ -180,6 +181,8 @@ def create_app(
             Route("/metrics", metrics),
             Route("/live", watch_engine),
             Route("/", get_page),
+            Route("/page/about", get_about),
+            Route("/page/render", render, methods=["POST"]),
             Route("/page/{name}", get_page),
         ],
         lifespan=lifespan,

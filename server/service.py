@@ -27,6 +27,7 @@ from server.errors import ApiError, cancelled, engine_unavailable, from_engine, 
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
+from server.rendering.renderer import Renderer
 from server.requests.bridge import LoopBridge
 from server.requests.cancellation import RunningGenerations
 from server.requests.generation import Generation, GenerationError
@@ -56,6 +57,7 @@ class Service:
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             what runs, to be cancelled by name
     responses           what `/v1/responses` keeps; running_responses: those that are being made
+    renderer            formulas and code of answers, for the page
     """
 
     client: EngineClient
@@ -69,6 +71,7 @@ class Service:
     running: RunningGenerations
     responses: ResponseStore
     running_responses: dict[ResponseKey, RunningResponse]
+    renderer: Renderer
     bridge: LoopBridge
     executor: ThreadPoolExecutor
     grammars: GrammarChecker
@@ -104,6 +107,7 @@ class Service:
                 config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
             ),
             running_responses={},
+            renderer=Renderer(),
             bridge=LoopBridge(asyncio.get_running_loop()),
             executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
             grammars=GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids)),
@@ -114,6 +118,7 @@ class Service:
     def end(self) -> None:
         """Ends what `begin` began. The client belongs to whoever made it."""
         self.bridge.close()
+        self.renderer.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
 
     def check_model(self, name: str) -> None:

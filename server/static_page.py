@@ -1,4 +1,4 @@
-"""The page: `GET /` and the files that it is made of, `GET /page/{name}`.
+"""The page: `GET /`, the files that it is made of, `GET /page/{name}`, and `GET /page/about`, the model behind it.
 
 They are plain files under `server/page/`, read once and served with the strictest policy that they work under:
 scripts, styles and connections of this server alone, nothing inline, no string that becomes markup. Where the server
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from server.service import Service
 
 INDEX = "index.html"
 
@@ -71,6 +74,26 @@ def page_files() -> Mapping[str, PageFile]:
             content = entry.read_bytes()
             found[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return found
+
+
+class About(msgspec.Struct):
+    """has_chat_template: whether it can chat; else it continues text."""
+
+    model: str
+    max_model_len: int
+    has_chat_template: bool
+
+
+async def get_about(request: Request) -> Response:
+    """`GET /page/about`: what the page has to know of the model."""
+    service: Service = request.app.state.service
+    tokenizer = service.tokenizer
+    about = About(
+        model=service.model_name,
+        max_model_len=service.client.info.max_model_len,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+    )
+    return Response(msgspec.json.encode(about), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 async def get_page(request: Request) -> Response:

@@ -1,0 +1,157 @@
+"""`Renderer`: one process that renders, started when it is first needed, and what it has said before.
+
+Every job has a time; beyond it the process is ended, and the job counts as one that cannot be rendered. What waits, and
+what is kept, are bounded. Its methods belong to the event loop; the process is spoken to by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from runtime.engine.process.child import environment
+
+logger = logging.getLogger("xserv.server")
+
+COMMAND = ("-P", "-m", "server.rendering.worker")
+
+JOB_TIMEOUT_S = 2.0
+START_TIMEOUT_S = 30.0
+"""For the first job of a process, which has to import its libraries."""
+
+MAX_KEPT_BYTES = 8 << 20
+MAX_WAITING = 8
+"""Requests beside the one that is being rendered; beyond it the page is asked to come again."""
+
+NOTHING = msgspec.Raw(b"null")
+
+Job = tuple[str, str, str | bool]
+
+
+class RendererBusyError(Exception):
+    """`MAX_WAITING` requests wait already."""
+
+
+class Renderer:
+    def __init__(self, *, job_timeout_s: float = JOB_TIMEOUT_S) -> None:
+        self._job_timeout_s = job_timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="xserv-render")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_new = False
+        self._kept: OrderedDict[tuple[str | None, Job], msgspec.Raw] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._num_waiting = 0
+        self._is_closed = False
+
+    async def render(self, jobs: Sequence[Job], tenant: str | None = None) -> list[msgspec.Raw]:
+        """The answer to each job as JSON; "null": it is shown as it is. A tenant finds only what it asked for itself.
+        Raises `RendererBusyError`."""
+        keys = [(tenant, job) for job in jobs]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        if missing:
+            if self._num_waiting > MAX_WAITING:
+                raise RendererBusyError
+            self._num_waiting += 1
+            try:
+                loop = asyncio.get_running_loop()
+                answers = await loop.run_in_executor(self._thread, self._ask_all, [job for _, job in missing])
+            finally:
+                self._num_waiting -= 1
+            for key, answer in zip(missing, answers, strict=True):
+                found[key] = answer
+                self._keep(key, answer)
+        for key in found:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+        return [found[key] for key in keys]
+
+    def close(self) -> None:
+        """Ends the process; what still waits gets nothing."""
+        self._is_closed = True
+        self._end()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._end()
+
+    def _keep(self, key: tuple[str | None, Job], answer: msgspec.Raw) -> None:
+        before = self._kept.pop(key, None)
+        if before is not None:
+            self._num_kept_bytes -= _size(key, before)
+        self._kept[key] = answer
+        self._num_kept_bytes += _size(key, answer)
+        while self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= _size(*self._kept.popitem(last=False))
+
+    def _ask_all(self, jobs: Sequence[Job]) -> list[msgspec.Raw]:
+        return [self._ask(job) for job in jobs]
+
+    def _ask(self, job: Job) -> msgspec.Raw:
+        line = msgspec.json.encode(job) + b"\n"
+        for _ in range(2):  # a process that has ended since the last job is replaced
+            if self._is_closed:
+                return NOTHING
+            try:
+                answer = self._exchange(line)
+            except (BrokenPipeError, EOFError):
+                self._end()
+                continue
+            except TimeoutError:
+                logger.warning("rendering %d characters of %s took too long", len(str(job[-1])), job[0])
+                self._end()
+                return NOTHING
+            return msgspec.Raw(answer)
+        return NOTHING
+
+    def _exchange(self, line: bytes) -> bytes:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, *COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment(),
+                bufsize=0,
+            )
+            self._is_new = True
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end_s = time.monotonic() + (START_TIMEOUT_S if self._is_new else self._job_timeout_s)
+        view = memoryview(line)
+        while view:  # it reads the whole line before it answers
+            view = view[os.write(process.stdin.fileno(), view) :]
+        pieces: list[bytes] = []
+        while not pieces or not pieces[-1].endswith(b"\n"):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+                raise TimeoutError
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise EOFError
+            pieces.append(piece)
+        self._is_new = False
+        return b"".join(pieces).rstrip(b"\n")
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+
+def _size(key: tuple[str | None, Job], answer: msgspec.Raw) -> int:
+    return 200 + sum(len(part) for part in key[1] if isinstance(part, str)) + len(memoryview(answer))

@@ -1,0 +1,158 @@
+"""`POST /page/render`, and the process behind it: it is bounded, replaced when it dies, and gone with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from server.rendering import renderer
+from server.rendering.renderer import Renderer
+from tests.server.conftest import Served, serving
+from tests.server.fake_engine import FakeEngineClient
+from tests.waiting import wait_until
+from tokenizer import Tokenizer
+
+
+def ask(served: Served, **body: Any) -> Any:
+    return served.http.post("/page/render", json=body)
+
+
+def test_formulas_and_code_are_rendered(served: Served) -> None:
+    answer = ask(
+        served,
+        math=[{"latex": "x^2"}, {"latex": r"\frac{", "display": True}, {"latex": "x^2"}],
+        code=[{"language": "python", "text": "x = 1"}, {"language": "nothing", "text": "x"}],
+    )
+    assert answer.status_code == 200
+    assert answer.headers["cache-control"] == "no-store"
+    square = ["mrow", {}, [["msup", {}, [["mi", {}, "x"], ["mn", {}, "2"]]]]]
+    formula = ["math", {"display": "inline"}, [square]]
+    assert answer.json() == {"math": [formula, None, formula], "code": [["", 4, "m", 1], None]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"math": [{"latex": "x" * 4001}]}, "math"),
+        ({"math": [{"latex": "x"}] * 65}, "math"),
+        ({"code": [{"language": "c", "text": "x" * 40_001}]}, "code"),
+        ({"code": [{"language": "c"}]}, "code"),
+        ({"maths": []}, "maths"),
+        ({"math": [{"latex": 1}]}, "math"),
+    ],
+)
+def test_what_is_too_large_or_wrong_is_refused(served: Served, body: dict[str, Any], param: str) -> None:
+    answer = ask(served, **body)
+    assert answer.status_code == 400
+    assert param in (answer.json()["error"]["param"] or "") or param in answer.json()["error"]["message"]
+
+
+def test_the_largest_input_takes_its_time_from_nobody(served: Served) -> None:
+    hostile = ["{" * 4000, "^" * 4000, r"\operatorname{" + " " * 3980, r"x\over " * 500, r"\begin{matrix}" * 280]
+    hostile = [latex[:4000] for latex in hostile]
+    assert ask(served, math=[{"latex": latex} for latex in hostile]).json()["math"][:3] == [None] * 3
+    assert ask(served, math=[{"latex": "x"}]).json()["math"][0][0] == "math"
+
+
+def test_a_job_has_a_time_and_a_dead_process_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = (
+        "import sys, time\nfor line in sys.stdin:\n  time.sleep(60 if 'slow' in line else 0)\n"
+        "  if 'dead' in line: sys.exit()\n  print('[1]', flush=True)\n"
+    )
+    monkeypatch.setattr(renderer, "COMMAND", ("-P", "-c", slow))
+    caplog.set_level(logging.WARNING, "xserv.server")
+
+    async def use() -> None:
+        made = Renderer(job_timeout_s=0.3)
+        raw, nothing = msgspec.Raw(b"[1]"), msgspec.Raw(b"null")
+
+        async def one(word: str) -> bytes:
+            return bytes((await made.render([("code", "c", word)]))[0])
+
+        assert await one("a") == bytes(raw)
+        first = made._process
+        assert first is not None
+        assert await one("slow") == bytes(nothing)
+        assert first.poll() is not None
+        assert await one("b") == bytes(raw)
+        assert await one("dead") == bytes(nothing)
+        assert await one("c") == bytes(raw)
+        second = made._process
+        assert second is not None
+        second.kill()
+        second.wait()
+        assert await one("d") == bytes(raw)
+        third = made._process
+        assert third not in (None, second)
+        assert await one("slow") == bytes(nothing)  # it is known, and costs no second process
+        assert made._process is third
+        made.close()
+        assert third is not None
+        assert third.poll() is not None
+
+    asyncio.run(use())
+    assert "took too long" in caplog.text
+
+
+def test_what_is_kept_is_bounded_and_belongs_to_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Renderer, "_ask", lambda self, job: asked.append(job[2]) or msgspec.Raw(b"1" * 1000))
+    monkeypatch.setattr(renderer, "MAX_KEPT_BYTES", 10_000)
+
+    async def use() -> None:
+        made = Renderer()
+        await made.render([("code", "c", "x"), ("code", "c", "x")], "one")
+        await made.render([("code", "c", "x")], "one")
+        assert asked == ["x"]
+        await made.render([("code", "c", "x")], "two")
+        assert asked == ["x", "x"]
+        for number in range(100):
+            await made.render([("code", "c", str(number))])
+        assert len(made._kept) <= 10
+        assert made._num_kept_bytes <= 10_000
+        await made.render([("code", "c", "99")])
+        assert len(asked) == 102
+        made.close()
+
+    asyncio.run(use())
+
+
+def test_no_more_wait_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, fake_engine: FakeEngineClient
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_WAITING", -1)
+    with serving(fake_engine, tokenizer) as served:
+        answer = ask(served, math=[{"latex": "y"}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "renderer_busy")
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_the_process_is_started_late_and_ends_with_the_server(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient
+) -> None:
+    def workers() -> list[psutil.Process]:
+        children = psutil.Process().children()
+        return [child for child in children if "server.rendering.worker" in " ".join(child.cmdline())]
+
+    before = len(workers())
+    with serving(fake_engine, tokenizer) as served:
+        served.http.get("/")
+        assert len(workers()) == before
+        assert ask(served, math=[{"latex": "z"}]).status_code == 200
+        assert len(workers()) == before + 1
+    wait_until(lambda: len(workers()) == before)
+
+
+def test_the_page_is_told_of_the_model(served: Served) -> None:
+    assert served.http.get("/page/about").json() == {
+        "model": "fake-model",
+        "max_model_len": 256,
+        "has_chat_template": True,
+    }
