@@ -103,6 +103,11 @@ export async function getJson(path, signal) {
   return (await request(path, { signal })).json();
 }
 
+export async function postJson(path, body, signal) {
+  const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+  return (await request(path, options)).json();
+}
+
 /** The data of each event of `GET path`, decoded. */
 export async function* getEvents(path, signal) {
   yield* eventsOf(await request(path, { signal }));

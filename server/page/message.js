@@ -73,9 +73,9 @@ export class MessageView {
       const took = node.stats?.thoughtS;
       this.summary.textContent = isThinking ? "Thinking…" : took ? `Thought for ${seconds(took)}` : "Thoughts";
       this.reasoning.classList.toggle("thinking", isThinking);
-      this.thoughts.update(node.reasoning);
+      this.thoughts.update(node.reasoning, isThinking);
     }
-    this.prose.update(node.content);
+    this.prose.update(node.content, isRunning);
     this.#showCalls();
     this.pending.hidden = !isRunning || Boolean(node.content || node.reasoning || node.calls?.length);
     this.failure.hidden = !node.failure;

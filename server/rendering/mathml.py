@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
-from latex2mathml.commands import MATRICES
+from latex2mathml.commands import FUNCTIONS, MATRICES
 from latex2mathml.converter import convert_to_element
 
 Tree = list[Any]
@@ -94,6 +94,7 @@ _MACROS = re.compile(
 )
 _ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{([^{}]*)\}")
 _LABELS = re.compile(r"\\(?:label|tag)\s*\{[^{}]*\}|\\(?:nonumber|notag)(?![a-zA-Z])")
+_FUNCTION_NAMES = frozenset(name.removeprefix("\\") for name in FUNCTIONS)
 _CODE_POINT = re.compile(r"&#x([0-9A-Fa-f]+);")
 _ESCAPED = re.compile(r"\\([_%#$&{}])")
 _LENGTH = re.compile(r"[+-]?\d{0,4}(?:\.\d{1,6})?(em|ex|px|pt|mu|cm|mm|in|pc)?")
@@ -176,6 +177,8 @@ class _Cleaner:
             _rule(element)
             if element.get("columnspacing", "").startswith("0em"):
                 attributes["class"] = "aligned"
+        if tag in ("mrow", "mtd"):
+            children = list(_with_thin_spaces(children))
         return [tag, attributes, [self.clean(child, depth + 1) for child in children]]
 
 
@@ -237,6 +240,26 @@ def _has_limits(children: list[Element]) -> bool:
         return False
     text = _CODE_POINT.sub(_character, children[0].text or "").replace("\u2006", " ").replace("\u2009", " ")
     return text in NAMES_WITH_LIMITS or (len(text) == 1 and (text in "∏∐∑" or "⋀" <= text <= "⋃" or "⨀" <= text <= "⨆"))
+
+
+def _with_thin_spaces(children: list[Element]) -> Iterator[Element]:
+    """TeX's space between the name of a function and a letter or number beside it."""
+    for before, child in zip([None, *children], children):
+        if before is not None and (_is_function(before) or _is_function(child)):
+            kinds = {_base(each).tag for each in (before, child) if not _is_function(each)}
+            if kinds <= {"mi", "mn", "mrow", "mfrac", "msqrt", "mroot"}:
+                yield Element("mspace", width="0.167em")
+        yield child
+
+
+def _base(element: Element) -> Element:
+    """What the indices stand at."""
+    return element[0] if element.tag in LIMITS and len(element) else element
+
+
+def _is_function(element: Element) -> bool:
+    base = _base(element)
+    return base.tag == "mi" and base.text in _FUNCTION_NAMES
 
 
 def _rule(table: Element) -> None:

@@ -72,6 +72,13 @@ def test_what_is_no_formula_is_refused(latex: str) -> None:
         math_tree(latex, is_display=True)
 
 
+@pytest.mark.parametrize(
+    ("latex", "num_spaces"), [(r"n \log_2 n", 2), (r"\sin x", 1), (r"\sin(x)", 0), (r"a + \sin^2 x", 1), ("a b", 0)]
+)
+def test_a_function_stands_apart_from_its_argument(latex: str, num_spaces: int) -> None:
+    assert tags(latex).count("mspace") == num_spaces
+
+
 def test_links_styles_and_lengths_do_not_come_through() -> None:
     latex = (
         r"\href{javascript:alert(1)}{a} \style{position:fixed}{b} \class{toast}{c} \color{white}{d}"
