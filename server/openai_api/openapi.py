@@ -42,6 +42,7 @@ from server.openai_api.schema import (
     TokenizeRequest,
     Tool,
 )
+from server.rendering.endpoint import Rendered, RenderRequest
 from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
 from server.responses_api.schema import (
     InputFunctionCall,
@@ -51,6 +52,7 @@ from server.responses_api.schema import (
     ResponsesRequest,
 )
 from server.service import Service, release
+from server.static_page import About
 
 Json = dict[str, Any]
 
@@ -171,6 +173,11 @@ OPERATIONS = (
     Operation("get", "/live", "What the engine does", stream=LiveMessage),
     Operation("get", "/openapi.json", "This description", answer=Json),
     Operation("get", "/", "The page", media_type="text/html"),
+    Operation("get", "/page/about", "The model behind the page", answer=About),
+    Operation(
+        "post", "/page/render", "Formulas and code of an answer, for the page", RenderRequest, Rendered,
+        errors=(*_READS, 429),
+    ),
     Operation("get", "/page/{name}", "The page's files", media_type="*/*", errors=(404,)),
 )  # fmt: skip
 

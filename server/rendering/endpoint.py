@@ -7,7 +7,7 @@ An entry is null where the page shows the source: it is no formula, in no known 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -37,6 +37,13 @@ class Code(msgspec.Struct, forbid_unknown_fields=True):
 class RenderRequest(msgspec.Struct, forbid_unknown_fields=True):
     math: Annotated[list[Formula], msgspec.Meta(max_length=MAX_ENTRIES)] = []
     code: Annotated[list[Code], msgspec.Meta(max_length=MAX_ENTRIES)] = []
+
+
+class Rendered(msgspec.Struct):
+    """In the order of the request; a formula is `[tag, attributes, children]`, code is class, length, class, length, …"""
+
+    math: list[list[Any] | None]
+    code: list[list[str | int] | None]
 
 
 async def render(request: Request) -> Response:
