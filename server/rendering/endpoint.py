@@ -40,7 +40,7 @@ class RenderRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Rendered(msgspec.Struct):
-    """In the order of the request; a formula is `[tag, attributes, children]`, code is class, length, class, length, …"""
+    """In the request's order. A formula is `[tag, attributes, children]`, code is class, length, class, length, …"""
 
     math: list[list[Any] | None]
     code: list[list[str | int] | None]

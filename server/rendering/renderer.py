@@ -19,11 +19,11 @@ from contextlib import suppress
 
 import msgspec
 
-from runtime.engine.process.child import environment
+from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.server")
 
-COMMAND = ("-P", "-m", "server.rendering.worker")
+COMMAND = ("-P", *python_module("server.rendering.worker"))
 
 JOB_TIMEOUT_S = 2.0
 START_TIMEOUT_S = 30.0
@@ -118,7 +118,6 @@ class Renderer:
                 [sys.executable, *COMMAND],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=environment(),
                 bufsize=0,
             )
             self._is_new = True
