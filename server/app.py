@@ -33,6 +33,10 @@ from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
 from server.observing.probes import metrics, ready
 from server.observing.tracing import Tracing
+from server.ollama_api.embed import create_embed as create_ollama_embed
+from server.ollama_api.embed import create_embeddings as create_ollama_embeddings
+from server.ollama_api.endpoints import chat, generate
+from server.ollama_api.models import get_api_version, list_loaded, list_tags, show
 from server.openai_api.chat import create_chat_completion
 from server.openai_api.completions import create_completion
 from server.openai_api.embeddings import create_embeddings
@@ -169,6 +173,14 @@ def create_app(
             Route("/v1/responses/{response_id}/input_items", list_input_items),
             Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/api/chat", chat, methods=["POST"]),
+            Route("/api/generate", generate, methods=["POST"]),
+            Route("/api/embed", create_ollama_embed, methods=["POST"]),
+            Route("/api/embeddings", create_ollama_embeddings, methods=["POST"]),
+            Route("/api/tags", list_tags),
+            Route("/api/ps", list_loaded),
+            Route("/api/show", show, methods=["POST"]),
+            Route("/api/version", get_api_version),
             Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{model_id:path}", get_model),

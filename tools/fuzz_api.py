@@ -222,12 +222,14 @@ class Fuzzer:
             return f"media type {media_type!r} is not described for {answer.status_code}"
         if media_type == "application/json":
             return self._mismatch(contents[media_type]["schema"], content)
-        if media_type == "text/event-stream" and not answer.url.endswith("/live"):
-            for line in content.splitlines():
-                if line.startswith(b"data: ") and line != b"data: [DONE]":
-                    problem = self._mismatch(contents[media_type]["x-event-data"], line[6:])
-                    if problem is not None:
-                        return problem
+        if media_type in ("text/event-stream", "application/x-ndjson") and not answer.url.endswith("/live"):
+            lines = content.split(b"\n")
+            if media_type == "text/event-stream":
+                lines = [line[6:] for line in lines if line.startswith(b"data: ") and line != b"data: [DONE]"]
+            for line in filter(None, lines):
+                problem = self._mismatch(contents[media_type]["x-event-data"], line)
+                if problem is not None:
+                    return problem
         return None
 
     def _mismatch(self, schema: dict[str, Any], content: bytes) -> str | None:

@@ -140,4 +140,3 @@ def _converted(fields: dict[str, Any], schema: type[T], path: str) -> T:
         return msgspec.convert(fields, schema)
     except msgspec.ValidationError as error:
         raise below(path, schema_error(str(error))) from None
-

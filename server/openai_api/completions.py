@@ -30,7 +30,7 @@ from tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Completion:
+class PreparedCompletion:
     """A request that has passed every check, and its generation.
 
     grammar_field  what its grammar comes from
@@ -88,9 +88,16 @@ async def create_completion(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
 
 
-def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completion:
+def _prepare(service: Service, body: bytes, arrival_time_s: float) -> PreparedCompletion:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, CompletionRequest, service.config)
+    return prepare_completion(service, asked, new_id("cmpl"), arrival_time_s)
+
+
+def prepare_completion(
+    service: Service, asked: CompletionRequest, request_id: str, arrival_time_s: float
+) -> PreparedCompletion:
+    """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked))
@@ -99,7 +106,6 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
     prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
     if len(prompts) * params.n > service.config.max_choices:
         raise invalid("n", f"n × prompts must be at most {service.config.max_choices}.")
-    request_id = new_id("cmpl")
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -113,7 +119,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> _Completio
     echoes = None
     if asked.echo:
         echoes = _echoes(asked.prompt, prompts, service.tokenizer, has_offsets=asked.logprobs is not None)
-    return _Completion(
+    return PreparedCompletion(
         service=service,
         request_id=request_id,
         created=int(time.time()),
@@ -145,7 +151,7 @@ class _ChoiceStream:
     """Turns one choice's pieces into chunks. An answer that is not streamed is the sum of the same chunks,
     so that both say the same."""
 
-    completion: _Completion
+    completion: PreparedCompletion
     index: int
     num_characters: int = 0
     is_begun: bool = False
@@ -182,7 +188,7 @@ class _ChoiceStream:
         return choice
 
 
-async def _whole_answer(request: Request, completion: _Completion) -> Completion:
+async def _whole_answer(request: Request, completion: PreparedCompletion) -> Completion:
     generation = completion.generation
     streams = completion.streams()
     chunks: list[list[CompletionChoice]] = [[] for _ in streams]
@@ -213,7 +219,7 @@ def _sum(chunks: list[CompletionChoice]) -> CompletionChoice:
     return whole
 
 
-async def _events(completion: _Completion) -> AsyncGenerator[bytes, None]:
+async def _events(completion: PreparedCompletion) -> AsyncGenerator[bytes, None]:
     """A chunk for each piece that says something, the last of a choice with its finish_reason; usage;
     `[DONE]`."""
     streams = completion.streams()

@@ -34,7 +34,7 @@ Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class AskedEmbeddings:
     """A request that has passed every check but the engine's."""
 
     inputs: list[list[int]]
@@ -49,17 +49,20 @@ async def create_embeddings(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     asked = await service.prepare(len(body), partial(_prepare, service, body))
-    vectors = await _vectors(request, service, asked)
-    if asked.dimensions is not None and asked.dimensions > len(vectors[0]):
-        raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {asked.dimensions}.")
+    vectors = await embed(request, service, asked)
     answer = await service.prepare(vectors[0].nbytes * len(vectors), partial(_answer, service, asked, vectors))
     return Response(answer, media_type="application/json")
 
 
-def _prepare(service: Service, body: bytes) -> _Asked:
-    asked = decode_body(body, EmbeddingRequest, service.config)
+def _prepare(service: Service, body: bytes) -> AskedEmbeddings:
+    """All that a request costs before the engine has it. Raises `ApiError`."""
+    return prepare_embeddings(service, decode_body(body, EmbeddingRequest, service.config))
+
+
+def prepare_embeddings(service: Service, asked: EmbeddingRequest) -> AskedEmbeddings:
+    """A decoded request's inputs as ids, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
-    return _Asked(
+    return AskedEmbeddings(
         inputs=embedding_inputs(asked, service.tokenizer, service.config, service.client.info),
         pooling=asked.pooling or "last",
         dimensions=asked.dimensions,
@@ -68,7 +71,15 @@ def _prepare(service: Service, body: bytes) -> _Asked:
     )
 
 
-async def _vectors(request: Request, service: Service, asked: _Asked) -> list[Vector]:
+async def embed(request: Request, service: Service, asked: AskedEmbeddings) -> list[Vector]:
+    """The vectors, whole; see `shaped`. Raises `ApiError`."""
+    vectors = await _vectors(request, service, asked)
+    if asked.dimensions is not None and asked.dimensions > len(vectors[0]):
+        raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {asked.dimensions}.")
+    return vectors
+
+
+async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -> list[Vector]:
     futures: list[Future[Vector]] = []
     has_left = asyncio.Event()
 
@@ -98,9 +109,9 @@ async def _vectors(request: Request, service: Service, asked: _Asked) -> list[Ve
         cancel()
 
 
-def _answer(service: Service, asked: _Asked, vectors: list[Vector]) -> bytes:
+def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> bytes:
     data = [
-        Embedding(index=index, embedding=_encoded(_shaped(vector, asked), is_base64=asked.is_base64))
+        Embedding(index=index, embedding=_encoded(shaped(vector, asked), is_base64=asked.is_base64))
         for index, vector in enumerate(vectors)
     ]
     num_tokens = sum(map(len, asked.inputs))
@@ -108,7 +119,7 @@ def _answer(service: Service, asked: _Asked, vectors: list[Vector]) -> bytes:
     return msgspec.json.encode(EmbeddingList(data=data, model=service.model_name, usage=usage))
 
 
-def _shaped(vector: Vector, asked: _Asked) -> Vector:
+def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:
     """Cut, and brought to length one; the zero vector has no direction and stays."""
     vector = vector[: asked.dimensions]
     if asked.is_normalized:

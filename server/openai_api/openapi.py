@@ -21,6 +21,25 @@ from server.anthropic_api.objects import MessageAnswer, MessageEvent, TokensCoun
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.dialect import Dialect, dialect_of
 from server.observing.live import LiveMessage
+from server.ollama_api import description as ollama_description
+from server.ollama_api.objects import (
+    ChatLine,
+    EmbedAnswer,
+    EmbeddingsAnswer,
+    GenerateLine,
+    ListedModels,
+    LoadedModels,
+    OllamaVersion,
+    ShownModel,
+)
+from server.ollama_api.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaShowRequest,
+)
 from server.openai_api.answers import (
     Cancelled,
     ChatChunk,
@@ -87,7 +106,17 @@ class AnthropicErrorAnswer(msgspec.Struct, tag_field="type", tag="error"):
     error: AnthropicErrorObject
 
 
-_ERRORS: dict[Dialect, type] = {"openai": ErrorAnswer, "anthropic": AnthropicErrorAnswer}
+class OllamaErrorAnswer(msgspec.Struct):
+    """The same on the routes of Ollama's API."""
+
+    error: str
+
+
+_ERRORS: dict[Dialect, type] = {
+    "openai": ErrorAnswer,
+    "anthropic": AnthropicErrorAnswer,
+    "ollama": OllamaErrorAnswer,
+}
 
 
 class Health(msgspec.Struct):
@@ -104,7 +133,7 @@ class Operation:
     """One method of one path.
 
     request, answer  the bodies' types; None: there is none
-    stream           of each event's data, where the answer can be a stream
+    stream           of each event's data, where the answer can be a stream; of each line in Ollama's API
     media_type       of an answer that is no JSON
     errors           statuses beside those that every route can have
     """
@@ -120,9 +149,13 @@ class Operation:
     is_open: bool = False
 
     @property
+    def dialect(self) -> Dialect:
+        return dialect_of({"path": self.path, "headers": []})
+
+    @property
     def error(self) -> type:
         """What it answers where it is not 200."""
-        return _ERRORS[dialect_of({"path": self.path, "headers": []})]
+        return _ERRORS[self.dialect]
 
 
 _GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
@@ -149,6 +182,27 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "How many tokens a conversation comes to", CountTokensRequest, TokensCount,
         errors=_READS,
     ),
+    Operation(
+        "post", "/api/chat", "The answer to a conversation, in Ollama's shapes", OllamaChatRequest, ChatLine, ChatLine,
+        errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/api/generate", "The answer to a prompt, in Ollama's shapes", OllamaGenerateRequest, GenerateLine,
+        GenerateLine, errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/api/embed", "Vectors of texts, in Ollama's shapes", OllamaEmbedRequest, EmbedAnswer,
+        errors=(*_READS, 429, 503),
+    ),
+    Operation(
+        "post", "/api/embeddings", "The vector of a text, in Ollama's older shape", OllamaEmbeddingsRequest,
+        EmbeddingsAnswer, errors=(*_READS, 429, 503),
+    ),
+    Operation("get", "/api/tags", "The served model, in Ollama's shapes", answer=ListedModels),
+    Operation("get", "/api/ps", "The served model and its memory", answer=LoadedModels),
+    Operation("post", "/api/show", "The served model's template and abilities", OllamaShowRequest, ShownModel,
+              errors=_READS),
+    Operation("get", "/api/version", "The release of Ollama whose API this is", answer=OllamaVersion),
     Operation("get", "/v1/responses/{response_id}", "A stored response", answer=Response, errors=(400, 404)),
     Operation("delete", "/v1/responses/{response_id}", "Forget a response", answer=ResponseDeleted, errors=(404,)),
     Operation("post", "/v1/responses/{response_id}/cancel", "End a response", answer=Response, errors=(404,)),
@@ -229,11 +283,11 @@ def description(model_name: str, vocab_size: int) -> Json:
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
     items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-    parts = (Tool, *items, *messages_description.PARTS)
+    parts = (Tool, *items, *messages_description.PARTS, *ollama_description.PARTS)
     ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *_ERRORS.values(), *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
-    for request in types:
+    for request in (*types, OllamaOptions):
         _complete(components[request.__name__], request, model_name, vocab_size)
     components["Message"]["properties"]["content"] = _content("text")
     for item in items:
@@ -241,6 +295,7 @@ def description(model_name: str, vocab_size: int) -> Json:
             if item is not InputReasoning:
                 components[item.__name__]["properties"][name] = _content("input_text", "output_text")
     messages_description.complete(components)
+    ollama_description.complete(components, model_name)
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
@@ -249,7 +304,7 @@ def description(model_name: str, vocab_size: int) -> Json:
         "info": {
             "title": "xserv",
             "version": release(),
-            "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages, for one model.",
+            "description": "OpenAI's API with vLLM's extensions, Anthropic's messages and Ollama's API, for one model.",
         },
         "paths": paths,
         "components": {
@@ -276,9 +331,11 @@ def _content(*kinds: str) -> Json:
 def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, vocab_size: int) -> None:
     """Add what the type alone does not say: the model's name and ids, ranges, items, and the tables' fields."""
     fields = schema["properties"]
-    fields["model"] = {"enum": [model_name] if "model" in schema["required"] else [model_name, None]}
+    required = schema.get("required", ())
+    if "model" in fields:
+        fields["model"] = {"enum": [model_name] if "model" in required else [model_name, None]}
     for name, limits in _RANGES.items():
-        if name in schema["required"]:
+        if name in required:
             fields[name] = limits
         elif name in fields:
             fields[name] = {"anyOf": [limits, _NULL], "default": None}
@@ -319,8 +376,10 @@ def _operation(operation: Operation, named: dict[str, Json]) -> Json:
     elif operation.stream is None:
         content[operation.media_type] = {"schema": {"type": "string"}}
     if operation.stream is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Server-sent events; `x-event-data` is each one's `data`."},
+        is_lines = operation.dialect == "ollama"
+        told = "Lines of JSON, each by" if is_lines else "Server-sent events; each one's `data` by"
+        content["application/x-ndjson" if is_lines else "text/event-stream"] = {
+            "schema": {"type": "string", "description": f"{told} `x-event-data`."},
             "x-event-data": {"anyOf": [named[repr(operation.stream)], named[repr(operation.error)]]},
         }
     answers: Json = {"200": {"description": operation.summary, "content": content}}

@@ -9,7 +9,7 @@ from typing import Any
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 
-_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config", "format")
 """Fields that may hold a JSON schema."""
 
 

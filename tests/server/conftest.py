@@ -14,12 +14,22 @@ import pytest
 
 from runtime.engine.messages import EngineRequest
 from server.app import create_app
-from tests.server.byte_tokenizer import END_OF_TURN, make_byte_tokenizer
+from server.config import ServerConfig
+from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokenizer, write_byte_tokenizer
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import write_tiny_model
 from tests.server.running import running
 from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
+
+THINKING_TEMPLATE = (
+    "{%- if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
+    "{%- if reasoning_effort %}[effort {{ reasoning_effort }}]{% endif %}"
+) + TEMPLATE.replace(
+    "{{ message.role }}:",
+    "{{ message.role }}:{%- if message.reasoning_content %}THOUGHT{{ message.reasoning_content }}{% endif %}",
+)
+"""The bytes' template, which also shows what it is told of thinking."""
 
 ANSWER = "Grüße, 世界! 😀 done."
 """What the fake engine says; characters of one to four bytes, so of as many tokens."""
@@ -91,3 +101,27 @@ def fake_engine() -> Iterator[FakeEngineClient]:
     engine = FakeEngineClient(answer_of)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that reads reasoning and tool calls, with `THINKING_TEMPLATE`."""
+    folder = tmp_path_factory.mktemp("thinking")
+    write_byte_tokenizer(folder, template=THINKING_TEMPLATE)
+    engine = FakeEngineClient(answer_of, max_model_len=4096)
+    config = ServerConfig(tool_call_parser="hermes", reasoning_parser="think")
+    with serving(engine, Tokenizer.from_pretrained(folder), config=config) as served:
+        yield served
+    engine.close()
+
+
+def saying(served: Served, text: str) -> None:
+    """Every choice says this from now on."""
+    served.engine.script = lambda request, index: say(text)
+
+
+def prompt_of(served: Served) -> str:
+    """What the engine was last asked, with its special tokens as text."""
+    names = {256: "<s>", 257: "<text>", 258: "</s>"}
+    ids = served.engine.requests[-1].prompt_token_ids
+    return b"".join(names[i].encode() if i > 255 else bytes([i]) for i in ids).decode()

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from server.config import ServerConfig
-from tests.server.conftest import ANSWER, Served, answer_of, say, serving
+from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -23,17 +23,6 @@ ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Röm 😀"}}\n</
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nThey ask for it.\n</think>\n\n"
 USAGE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-
-
-def saying(served: Served, text: str) -> None:
-    served.engine.script = lambda request, index: say(text)
-
-
-def prompt(served: Served) -> str:
-    """What the engine was last asked, with its special tokens as text."""
-    names = {256: "<s>", 257: "<text>", 258: "</s>"}
-    ids = served.engine.requests[-1].prompt_token_ids
-    return b"".join(names[i].encode() if i > 255 else bytes([i]) for i in ids).decode()
 
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
@@ -55,7 +44,7 @@ def events_of(served: Served, **fields: Any) -> list[tuple[str, Any]]:
 
 def test_a_message(served: Served, client: anthropic.Anthropic) -> None:
     answer = ask(client, system="Be kind.", metadata={"user_id": "me"}, cache_control={"type": "ephemeral"})
-    assert prompt(served) == "<s>system:Be kind.</s><s>user:Hello</s><s>assistant:"
+    assert prompt_of(served) == "<s>system:Be kind.</s><s>user:Hello</s><s>assistant:"
     assert answer.type == "message"
     assert answer.role == "assistant"
     assert answer.id.startswith("msg_")
@@ -92,7 +81,7 @@ def test_every_kind_of_block(served: Served, client: anthropic.Anthropic) -> Non
         },
     ]
     ask(client, system=[{"type": "text", "text": "S1", **mark}, {"type": "text", "text": "S2"}], messages=turns)
-    assert prompt(served) == (
+    assert prompt_of(served) == (
         "<s>system:S1\nS2</s><s>user:a\nb</s>"
         '<s>assistant:THOUGHThmI look.CALL{"city": "Rom"}CALL{}</s>'
         "<s>tool:warm</s><s>tool:Error: no clock</s><s>user:And?</s><s>assistant:"
@@ -104,12 +93,12 @@ def test_what_was_answered_can_be_sent_back(served: Served, client: anthropic.An
     answer = ask(client, tools=TOOLS)
     result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "warm"}
     ask(client, tools=TOOLS, messages=[*HELLO, answer.to_param(), {"role": "user", "content": [result]}])
-    assert '<s>assistant:THOUGHTThey ask for it.I look.CALL{"city": "Röm 😀"}</s><s>tool:warm</s>' in prompt(served)
+    assert '<s>assistant:THOUGHTThey ask for it.I look.CALL{"city": "Röm 😀"}</s><s>tool:warm</s>' in prompt_of(served)
 
 
 def test_the_last_turn_is_continued(served: Served, client: anthropic.Anthropic) -> None:
     ask(client, messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}])
-    assert prompt(served) == "<s>user:Hello</s><s>assistant:The answer is ("
+    assert prompt_of(served) == "<s>user:Hello</s><s>assistant:The answer is ("
     call = {"type": "tool_use", "id": "t", "name": "time", "input": {}}
     with pytest.raises(anthropic.BadRequestError, match="want a tool_result"):
         ask(client, messages=[*HELLO, {"role": "assistant", "content": [call]}])
@@ -150,7 +139,7 @@ def test_tools(served: Served, client: anthropic.Anthropic) -> None:
     assert weather.id != clock.id
     assert answer.stop_reason == "tool_use"
     assert answer.usage.output_tokens_details.thinking_tokens == len("They ask for it.")
-    shown = json.loads(prompt(served).partition("TOOLS")[2].partition("<s>")[0])
+    shown = json.loads(prompt_of(served).partition("TOOLS")[2].partition("<s>")[0])
     assert [tool["function"]["name"] for tool in shown] == ["weather", "time"]
     assert shown[0]["function"] == {"name": "weather", "description": "It looks.", "parameters": SCHEMA}
 
@@ -170,7 +159,7 @@ def test_tool_choice(served: Served, client: anthropic.Anthropic) -> None:
     assert named is not None
     assert "weather" not in named
     assert grammar(tool_choice={"type": "none"}) is None
-    assert "TOOLS" not in prompt(served)
+    assert "TOOLS" not in prompt_of(served)
     saying(served, ROME + TIME)
     one = ask(client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert [block.name for block in one.content] == ["weather"]
@@ -210,15 +199,15 @@ def test_thinking(served: Served, client: anthropic.Anthropic) -> None:
         ({"type": "disabled"}, "[thinking False]"),
     ):
         ask(client, thinking=thinking)
-        assert prompt(served).startswith(f"{seen}<s>")
+        assert prompt_of(served).startswith(f"{seen}<s>")
     answer = ask(client)
-    assert prompt(served).startswith("<s>")
+    assert prompt_of(served).startswith("<s>")
     assert [block.type for block in answer.content] == ["thinking", "text"]
     omitted = ask(client, thinking={"type": "adaptive", "display": "omitted"})
     assert [block.type for block in omitted.content] == ["thinking", "text"]
     assert omitted.content[0].thinking == ""
     ask(client, output_config={"effort": "high"})
-    assert prompt(served).startswith("[effort high]<s>")
+    assert prompt_of(served).startswith("[effort high]<s>")
 
 
 def test_the_order_of_events(served: Served) -> None:

@@ -12,6 +12,13 @@ import pytest
 
 from runtime.engine.messages import EngineRequest
 from server.anthropic_api.schema import MessagesRequest
+from server.ollama_api.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+)
 from server.openai_api.fields import tables_of
 from server.openai_api.schema import (
     ChatCompletionRequest,
@@ -204,8 +211,19 @@ def test_a_field_of_another_route_is_unknown(served: Served, tokenizer: Tokenize
 
 def test_the_operators_page_names_every_field() -> None:
     text = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+)(?:\.[a-z_]+)*`", text))
-    schemas = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest)
+    named = set(re.findall(r"`([a-z_0-9]+)(?:\.[a-z_]+)*`", text))
+    schemas = (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        EmbeddingRequest,
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaOptions,
+        OllamaEmbedRequest,
+        OllamaEmbeddingsRequest,
+    )
     for schema in schemas:
         accepted, refused = tables_of(schema)
         fields = {*schema.__struct_fields__, *accepted, *refused}

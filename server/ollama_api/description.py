@@ -1,0 +1,36 @@
+"""What the types of Ollama's `/api` do not say of themselves in the API's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.ollama_api.request import tagged
+from server.ollama_api.schema import OllamaMessage, OllamaOptions
+from server.openai_api.schema import Tool
+
+PARTS = (OllamaMessage, OllamaOptions)
+"""Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
+
+_NULL = {"type": "null"}
+
+
+def complete(components: dict[str, Any], model_name: str) -> None:
+    """Put the parts into the requests' schemas, and the model's other name."""
+    for request in ("OllamaChatRequest", "OllamaGenerateRequest"):
+        fields = components[request]["properties"]
+        fields["options"] = {"anyOf": [_reference(OllamaOptions), _NULL], "default": None}
+        fields["format"] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, _NULL], "default": None}
+    chat = components["OllamaChatRequest"]["properties"]
+    messages = {"type": "array", "items": _reference(OllamaMessage)}
+    tools = {"type": "array", "items": _reference(Tool), "maxItems": 128}
+    chat["messages"] = {"anyOf": [messages, _NULL], "default": None}
+    chat["tools"] = {"anyOf": [tools, _NULL], "default": None}
+    components["OllamaMessage"]["properties"]["images"] = {"enum": [[], None]}
+    for name, schema in components.items():
+        if name.startswith("Ollama") and "model" in schema.get("properties", {}):
+            schema["properties"]["model"]["enum"].append(tagged(model_name))
+    components["OllamaShowRequest"]["properties"]["name"] = components["OllamaShowRequest"]["properties"]["model"]
+
+
+def _reference(part: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{part.__name__}"}

@@ -1,0 +1,130 @@
+"""`POST /api/chat` and `/api/generate`: Ollama's way to a chat. Streams are lines of JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.errors import ApiError, renamed
+from server.ollama_api.answer import Line, OllamaAnswer
+from server.ollama_api.objects import AnsweredMessage, ChatLine, GenerateLine
+from server.ollama_api.request import (
+    NAMES_OF_PROMPT,
+    RENAMED,
+    chat_of_messages,
+    chat_of_prompt,
+    completion_of_prompt,
+    own_model,
+)
+from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
+from server.openai_api.chat import prepare_chat
+from server.openai_api.completions import prepare_completion
+from server.requests.collect import take_whole
+from server.requests.generation import GenerationError
+from server.service import Service, new_id
+from server.transport.body import decode_body, read_body
+from server.transport.sse import StreamedResponse
+
+_encode = msgspec.json.Encoder().encode
+
+Prepare = Callable[[Service, bytes, float], OllamaAnswer | Line]
+
+
+class LinesResponse(StreamedResponse):
+    media_type = "application/x-ndjson"
+
+
+async def chat(request: Request) -> Response:
+    return await _answer(request, _prepare_chat, RENAMED)
+
+
+async def generate(request: Request) -> Response:
+    return await _answer(request, _prepare_generate, NAMES_OF_PROMPT)
+
+
+async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) -> Response:
+    """Checks everything, admits the request, then answers at once with a stream or at the end with the whole."""
+    service: Service = request.app.state.service
+    arrival_time_s = time.monotonic()
+    body = await read_body(request, service.config)
+    answer = await service.prepare(len(body), partial(prepare, service, body, arrival_time_s))
+    if not isinstance(answer, OllamaAnswer):
+        return Response(_encode(answer), media_type="application/json")
+    generation = answer.generation
+    renamed_fields = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
+    renamed_fields["grammar"] = names.get(answer.grammar_field or "", "format")
+    await service.check_grammar(generation, renamed_fields)
+    service.admit(request, generation, renamed_fields)
+    headers = {"X-Request-Id": generation.request_id}
+    if answer.is_streamed:
+        return LinesResponse(_lines(service, answer), generation, headers)
+    try:
+        await take_whole(request, generation, lambda piece: answer.push(piece.delta))
+    except GenerationError as error:
+        raise service.failure(generation.request_id, error) from None
+    return Response(_encode(answer.whole()), media_type="application/json", headers=headers)
+
+
+def _prepare_chat(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
+    asked = decode_body(body, OllamaChatRequest, service.config)
+    if not asked.messages:
+        service.check_model(own_model(service, asked.model))
+        return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
+    try:
+        prepared = prepare_chat(service, chat_of_messages(service, asked), new_id("chat"), arrival_time_s)
+    except ApiError as error:
+        raise renamed(error, RENAMED) from None
+    return OllamaAnswer(
+        model=asked.model,
+        is_chat=True,
+        is_streamed=asked.stream is not False,
+        generation=prepared.generation,
+        tokenizer=service.tokenizer,
+        grammar_field=prepared.grammar_field,
+    )
+
+
+def _prepare_generate(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
+    asked = decode_body(body, OllamaGenerateRequest, service.config)
+    if not asked.prompt:
+        service.check_model(own_model(service, asked.model))
+        return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
+    request_id = new_id("gen")
+    tokenizer = service.tokenizer
+    is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
+    try:
+        if asked.raw or is_plain:  # without a template, the prompt is all there is to say
+            completion = prepare_completion(service, completion_of_prompt(service, asked), request_id, arrival_time_s)
+            generation, grammar_field = completion.generation, completion.grammar_field
+        else:
+            prepared = prepare_chat(service, chat_of_prompt(service, asked), request_id, arrival_time_s)
+            generation, grammar_field = prepared.generation, prepared.grammar_field
+    except ApiError as error:
+        raise renamed(error, NAMES_OF_PROMPT) from None
+    return OllamaAnswer(
+        model=asked.model,
+        is_chat=False,
+        is_streamed=asked.stream is not False,
+        generation=generation,
+        tokenizer=service.tokenizer,
+        grammar_field=grammar_field,
+    )
+
+
+async def _lines(service: Service, answer: OllamaAnswer) -> AsyncGenerator[bytes, None]:
+    generation = answer.generation
+    try:
+        async for pieces in generation:
+            lines = [_encode(line) + b"\n" for piece in pieces for line in answer.push(piece.delta)]
+            if lines:
+                yield b"".join(lines)
+    except GenerationError as error:
+        yield _encode(service.failure(generation.request_id, error).body("ollama")) + b"\n"
+        return
+    if not generation.has_left:
+        yield _encode(answer.finish()) + b"\n"

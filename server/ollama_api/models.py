@@ -1,0 +1,123 @@
+"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version`: the one model as Ollama would list it."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.errors import invalid
+from server.ollama_api.objects import (
+    ListedModel,
+    ListedModels,
+    LoadedModel,
+    LoadedModels,
+    ModelDetails,
+    OllamaVersion,
+    ShownModel,
+    time_text,
+)
+from server.ollama_api.request import own_model, tagged
+from server.ollama_api.schema import OllamaShowRequest
+from server.service import Service, release
+from server.transport.body import decode_body, read_body
+
+API_VERSION = "0.12.11"
+"""The release of Ollama whose API this is, log probabilities included. Some clients want at least a certain one."""
+
+Capability = Literal["completion", "tools", "thinking"]
+
+
+async def list_tags(request: Request) -> Response:
+    service: Service = request.app.state.service
+    name = tagged(service.model_name)
+    model = ListedModel(
+        name=name,
+        model=name,
+        modified_at=_modified_at(service),
+        size=service.client.info.weight_bytes,
+        digest=_digest(service),
+        details=_details(service),
+    )
+    return _json(ListedModels([model]))
+
+
+async def list_loaded(request: Request) -> Response:
+    service: Service = request.app.state.service
+    info, name = service.client.info, tagged(service.model_name)
+    model = LoadedModel(
+        name=name,
+        model=name,
+        size=info.weight_bytes + info.kv_cache_bytes,
+        digest=_digest(service),
+        details=_details(service),
+        size_vram=0 if info.device == "cpu" else info.weight_bytes + info.kv_cache_bytes,
+        context_length=info.max_model_len,
+    )
+    return _json(LoadedModels([model]))
+
+
+async def show(request: Request) -> Response:
+    """The model's template, sampling defaults and abilities."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.config)
+    return _json(await service.prepare(len(body), partial(_shown, service, body)))
+
+
+async def get_api_version(request: Request) -> Response:
+    return _json(OllamaVersion(API_VERSION, release()))
+
+
+def _shown(service: Service, body: bytes) -> ShownModel:
+    asked = decode_body(body, OllamaShowRequest, service.config)
+    name = asked.model if asked.model is not None else asked.name
+    if name is None:
+        raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
+    service.check_model(own_model(service, name))
+    info, tokenizer, form = service.client.info, service.tokenizer, service.answer_format
+    abilities: list[Capability] = ["completion"]
+    if form.tools is not None:
+        abilities.append("tools")
+    if form.reasoning:
+        abilities.append("thinking")
+    return ShownModel(
+        parameters="\n".join(f"{name:<30} {value}" for name, value in service.default_sampling.items()),
+        template=tokenizer.chat_template() if tokenizer is not None and tokenizer.has_chat_template else "",
+        details=_details(service),
+        model_info={
+            "general.architecture": info.architecture,
+            f"{info.architecture}.context_length": info.max_model_len,
+            f"{info.architecture}.vocab_size": info.vocab_size,
+        },
+        capabilities=abilities,
+        modified_at=_modified_at(service),
+    )
+
+
+def _details(service: Service) -> ModelDetails:
+    info = service.client.info
+    return ModelDetails(
+        format="gguf" if info.model_path.endswith(".gguf") else "safetensors",
+        family=info.architecture,
+        families=[info.architecture],
+        quantization_level=info.dtype if info.quantization == "none" else info.quantization,
+    )
+
+
+def _digest(service: Service) -> str:
+    """Of what the model is served as; the weights themselves are not read."""
+    return hashlib.sha256(f"{service.model_name}\0{service.system_fingerprint}".encode()).hexdigest()
+
+
+def _modified_at(service: Service) -> str:
+    """When the server began to serve it."""
+    return time_text(datetime.fromtimestamp(service.created, UTC))
+
+
+def _json(answer: Any) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

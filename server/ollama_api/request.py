@@ -1,0 +1,169 @@
+"""From requests of Ollama's `/api` to the chat, or the completion, that they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.config import ServerConfig
+from server.errors import ApiError, below, invalid
+from server.ollama_api.schema import (
+    CHAT_NAMES,
+    AnswerFields,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
+from server.openai_api.fields import take_table_fields
+from server.openai_api.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    FunctionCall,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    ToolCall,
+)
+from server.requests.thinking import has_variable, thinking_variables
+from server.service import Service
+from server.transport.body import schema_error
+from server.transport.json_limits import check_limits
+
+NO_LIMIT = (-1, -2)
+"""`num_predict`: no limit, and to the end of the context, which is the same here."""
+
+RENAMED = {
+    **{name: f"options.{option}" for option, name in CHAT_NAMES.items()},
+    "response_format": "format",
+    "reasoning_effort": "think",
+}
+"""A chat's fields by the names that they have here."""
+
+NAMES_OF_PROMPT = {"messages": "prompt", **RENAMED}
+"""The same for `/api/generate`, which has no messages."""
+
+
+def own_model(service: Service, name: str) -> str:
+    """Ollama's clients may add the tag ":latest" to a name that has none."""
+    return service.model_name if name == tagged(service.model_name) else name
+
+
+def tagged(name: str) -> str:
+    """A model's name as Ollama lists it: with a tag."""
+    return name if ":" in name else f"{name}:latest"
+
+
+def chat_of_messages(service: Service, asked: OllamaChatRequest) -> ChatCompletionRequest:
+    """Raises `ApiError` 400."""
+    return ChatCompletionRequest(
+        messages=[_message(fields, f"messages[{i}]") for i, fields in enumerate(asked.messages or ())],
+        tools=asked.tools,
+        **_fields(service, asked),
+        **_thinking(service, asked.think, has_tools=bool(asked.tools)),
+        logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
+    )
+
+
+def chat_of_prompt(service: Service, asked: OllamaGenerateRequest) -> ChatCompletionRequest:
+    """Raises `ApiError` 400."""
+    system = [Message(role="system", content=asked.system)] if asked.system else []
+    return ChatCompletionRequest(
+        messages=[*system, Message(role="user", content=asked.prompt)],
+        **_fields(service, asked),
+        **_thinking(service, asked.think, has_tools=False),
+        logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
+    )
+
+
+def completion_of_prompt(service: Service, asked: OllamaGenerateRequest) -> CompletionRequest:
+    """Raises `ApiError` 400."""
+    for name in ("system", "think"):
+        if getattr(asked, name):
+            raise invalid(name, f"{name} means nothing to a raw prompt.")
+    fields = _fields(service, asked)
+    fields.setdefault("max_tokens", service.client.info.max_model_len)
+    return CompletionRequest(
+        prompt=asked.prompt or "", logprobs=(asked.top_logprobs or 0) if asked.logprobs else None, **fields
+    )
+
+
+def _fields(service: Service, asked: AnswerFields) -> dict[str, Any]:
+    """What any answer may be asked for."""
+    options = _options(asked.options or {}, service.config)
+    given: dict[str, Any] = {
+        CHAT_NAMES[name]: value for name in CHAT_NAMES if (value := getattr(options, name)) is not None
+    }
+    if given.get("max_tokens") in NO_LIMIT:
+        del given["max_tokens"]
+    if given.get("seed") == -1:
+        del given["seed"]
+    return {
+        "model": own_model(service, asked.model),
+        "stream": asked.stream is not False,
+        "response_format": _response_format(asked.format),
+        **given,
+    }
+
+
+def _options(fields: dict[str, Any], config: ServerConfig) -> OllamaOptions:
+    try:
+        check_limits(fields, config)
+        return msgspec.convert(take_table_fields(fields, OllamaOptions), OllamaOptions)
+    except msgspec.ValidationError as error:
+        raise below("options", schema_error(str(error))) from None
+    except ApiError as error:
+        raise below("options", error) from None
+
+
+def _response_format(form: str | dict[str, Any] | None) -> JsonObjectFormat | JsonSchemaFormat | None:
+    if not isinstance(form, str):
+        return None if form is None else JsonSchemaFormat(JsonSchema("format", schema=form))
+    if form not in ("", "json"):
+        raise invalid("format", f'format must be "json" or a JSON schema, got {form[:40]!r}.')
+    return JsonObjectFormat() if form else None
+
+
+def _thinking(service: Service, think: bool | str | None, *, has_tools: bool) -> dict[str, Any]:
+    """A chat's fields for what `think` asks for. Without it, the model does as it does."""
+    if think is None:
+        return {}
+    if not service.answer_format.reasoning:
+        if think is False:
+            return {}
+        raise invalid("think", f"think: {service.model_name!r} does not think.", "unsupported_parameter")
+    if think is False:
+        return {"reasoning_effort": "none"}
+    tokenizer = service.tokenizer
+    variables = thinking_variables(tokenizer, True, has_tools=has_tools)
+    has_effort = isinstance(think, str) and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools)
+    return {"chat_template_kwargs": variables or None, "reasoning_effort": think if has_effort else None}
+
+
+def _message(fields: dict[str, Any], path: str) -> Message:
+    try:
+        message = msgspec.convert(fields, OllamaMessage)
+    except msgspec.ValidationError as error:
+        raise below(path, schema_error(str(error))) from None
+    if message.images:
+        name = f"{path}.images"
+        raise invalid(name, f"Unsupported parameter: {name} (the model reads text only).", "unsupported_parameter")
+    calls = [
+        ToolCall(FunctionCall(call.function.name, msgspec.json.encode(call.function.arguments).decode()), call.id)
+        for call in message.tool_calls or ()
+    ]
+    content = message.content
+    if content is None and not calls:
+        content = ""
+    return Message(
+        role=message.role,
+        content=content,
+        name=message.tool_name,
+        reasoning_content=message.thinking or None,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id,
+    )

@@ -1,0 +1,128 @@
+"""The requests of Ollama's `/api`. What has no effect or is not built is in `server.openai_api.fields`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from server.openai_api.schema import Int
+
+Think = bool | Literal["low", "medium", "high", "max"]
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters by Ollama's names; -1 and -2 are no limit as `num_predict`, and -1 no seed."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    num_predict: Int | None = None
+
+
+CHAT_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+}
+"""A chat's name of each option."""
+
+
+class AnswerFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/chat` and `/api/generate` have in common.
+
+    stream    default: true
+    format    "json" for some JSON object, or a schema; "" says nothing
+    think     whether the model may think; a level is the chat template's `reasoning_effort`, where it has one
+    logprobs, top_logprobs  as in a chat
+    """
+
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+
+
+class OllamaChatRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/chat`. Without messages it only asks for the model to be loaded, which it is."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+
+
+class OllamaGenerateRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/generate`: a chat of one turn, or with `raw` the continuation of the prompt as it stands. Without a
+    prompt it only asks for the model to be loaded, which it is."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/embed`.
+
+    truncate  inputs that are longer than the context are cut at their end (default: true)
+    """
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/embeddings`, the older form: one text, whose vector keeps its length."""
+
+    model: str
+    prompt: str
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/show`. name: the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+# The conversation
+
+
+class OllamaFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+    index: Int | None = None
+
+
+class OllamaToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: OllamaFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """images: none, since the model reads text only."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
