@@ -1,6 +1,7 @@
-"""The inference runtime. Its public names are handed on lazily: importing one file wakes no other.
+"""The inference runtime. Its public names, which are those of the package `xserv`, are handed on lazily: importing one
+file wakes no other.
 
-Example: `from runtime import LLM, SamplingParams`.
+Example: `from xserv import LLM, SamplingParams`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runtime.engine.grammar.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from runtime.engine.sampling_params import RequestOutputKind as RequestOutputKind
     from runtime.engine.sampling_params import SamplingParams as SamplingParams
+    from runtime.errors import XservError as XservError
     from runtime.llm import LLM as LLM
+    from runtime.llm import AsyncLLM as AsyncLLM
+    from runtime.llm import BeamSearchOutput as BeamSearchOutput
+    from runtime.llm import BeamSearchParams as BeamSearchParams
+    from runtime.llm import BeamSearchSequence as BeamSearchSequence
     from runtime.llm import CompletionOutput as CompletionOutput
+    from runtime.llm import EmbeddingOutput as EmbeddingOutput
+    from runtime.llm import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from runtime.llm import Logprob as Logprob
     from runtime.llm import RequestOutput as RequestOutput
     from runtime.tensor.tensor import Tensor as Tensor
 
 _HOME = {
     "LLM": "runtime.llm",
+    "AsyncLLM": "runtime.llm",
+    "SamplingParams": "runtime.engine.sampling_params",
+    "RequestOutputKind": "runtime.engine.sampling_params",
+    "StructuredOutputsParams": "runtime.engine.grammar.structured_outputs",
+    "BeamSearchParams": "runtime.llm",
     "RequestOutput": "runtime.llm",
     "CompletionOutput": "runtime.llm",
-    "SamplingParams": "runtime.engine.sampling_params",
+    "Logprob": "runtime.llm",
+    "EmbeddingRequestOutput": "runtime.llm",
+    "EmbeddingOutput": "runtime.llm",
+    "BeamSearchOutput": "runtime.llm",
+    "BeamSearchSequence": "runtime.llm",
+    "XservError": "runtime.errors",
     "Tensor": "runtime.tensor.tensor",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Tensor"]
+__all__ = [  # noqa: RUF022 (as a reader meets them)
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "RequestOutputKind",
+    "BeamSearchParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "EmbeddingRequestOutput",
+    "EmbeddingOutput",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "XservError",
+    "Tensor",
+]
 
 
 def __getattr__(name: str) -> Any:

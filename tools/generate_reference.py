@@ -30,6 +30,7 @@ from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16  # no
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
+BEAM_MODEL = "llama_default"
 ROPE_POSITIONS = [1, 777, 40_959, 131_071]
 
 # Fields of every config that carry no information for a language model.
@@ -425,11 +426,41 @@ def make_rope_references() -> None:
     (GOLDENS / "rope.json").write_text(json.dumps(references) + "\n")
 
 
+def make_beam_searches() -> None:
+    """The beams of `BEAM_MODEL`, and their log probabilities, for widths, penalties and ids that end a beam."""
+    config, num_prompt_tokens = cases()[BEAM_MODEL]
+    seed = list(cases()).index(BEAM_MODEL) + 1
+    model = load(config, seed, is_rounded=False)
+    random = np.random.default_rng(16)
+    searches = []
+    for eos_token_ids in ([], [11], [3, 40], [5, 17, 60]):
+        for beam_width, length_penalty in ((1, 1.0), (2, 1.0), (3, 0.0), (4, -1.0), (5, 2.0)):
+            prompt = random.integers(0, config.vocab_size, num_prompt_tokens).tolist()
+            max_tokens = int(random.integers(4, 20))
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=96,
+                num_beams=beam_width, num_return_sequences=beam_width, length_penalty=length_penalty,
+                eos_token_id=eos_token_ids or None, return_dict_in_generate=True, output_scores=beam_width > 1,
+            )  # fmt: skip
+            beams = []
+            for row in output.sequences.tolist():
+                new = row[len(prompt) :]
+                ends = [place for place, token_id in enumerate(new) if token_id in eos_token_ids]
+                beams.append(new[: ends[0] + 1] if ends else new)
+            asked = {"eos_token_ids": eos_token_ids, "beam_width": beam_width, "length_penalty": length_penalty}
+            scores = output.sequences_scores.tolist() if beam_width > 1 else None
+            searches.append({**asked, "max_tokens": max_tokens, "prompt": prompt, "beams": beams, "scores": scores})
+    (GOLDENS / "beam_search.json").write_text(json.dumps({"model": BEAM_MODEL, "searches": searches}) + "\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     wanted = sys.argv[1:]
     if not wanted:
         make_rope_references()
+    if not wanted or "beam_search" in wanted:
+        make_beam_searches()
     for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):
         if not wanted or name in wanted:
             make_case(name, config, num_prompt_tokens, seed)

@@ -3,7 +3,8 @@
 XservError
 ├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`,
 `.code`
-│   └── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
+│   ├── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
+│   └── UnknownOptionError           a keyword that there is not (also a TypeError)
 ├── InvariantError          the scheduler's bookkeeping is broken: a bug
 ├── QueueFullError          the waiting queue is full: `.retry_after_s`
 └── EngineDeadError         the engine was closed, or has died: `.retry_after_s`
@@ -39,6 +40,10 @@ class ContextLengthExceededError(RequestError):
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
+
+
+class UnknownOptionError(RequestError, TypeError):
+    """A function or a type has no option of this name; the message has the nearest one."""
 
 
 class InvariantError(XservError):

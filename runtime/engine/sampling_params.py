@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,8 @@ import msgspec
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
+from runtime.engine.option_names import KnownOptions
 from runtime.sampling_table import COLUMNS, DEFAULTS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
@@ -34,6 +37,14 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the draw is the argmax, as in vLLM."""
 
 
+class RequestOutputKind(Enum):
+    """What each output of a stream holds: all so far, what is new, or all at the end and nothing before."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 if TYPE_CHECKING:
 
     class _Numbers(SamplingNumbers, msgspec.Struct, frozen=True, kw_only=True): ...
@@ -46,7 +57,7 @@ else:
     )
 
 
-class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=KnownOptions):
     """Sampling parameters of one request: the numbers of ``runtime.sampling_table``, ``temperature`` to
     ``frequency_penalty``, whose meanings and bounds stand there, and
 
@@ -62,12 +73,15 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be drawn
+    bad_words               texts that the output will not hold as tokens; ``LLM`` turns them into
     bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be drawn
                             where the output ends with those before it
     grammar                 the text is one of these; it ends ("stop") where nothing can follow
+    structured_outputs      a grammar in vLLM's words; it is kept as ``grammar``
+    output_kind             what each output of ``AsyncLLM.generate`` holds; ``LLM`` gives whole answers alone
 
-    Raises ``RequestError`` (a ``ValueError``) naming the field when a value has a wrong type or lies outside
-    its range.
+    A keyword that is none of these raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out
+    of its range, ``RequestError`` (a ``ValueError``) naming the field.
     """
 
     n: int = 1
@@ -84,8 +98,11 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     bad_words_token_ids: list[list[int]] | None = None
     grammar: Grammar | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
@@ -116,6 +133,11 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         self._bad_words()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise RequestError(f"grammar must be a Grammar or None, got {self.grammar!r:.80}", param="grammar")
+        self._structured_outputs()
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}", param="output_kind"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -137,6 +159,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Raises ``RequestError``.
         """
+        if self.bad_words is not None:
+            raise RequestError("bad_words are texts, and the engine knows ids: bad_words_token_ids", param="bad_words")
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
@@ -219,7 +243,28 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
         self._set("logit_bias", {int(i): float(value) for i, value in bias.items()})
 
+    def _structured_outputs(self) -> None:
+        wanted: Any = self.structured_outputs
+        if wanted is None:
+            return
+        if not isinstance(wanted, StructuredOutputsParams):
+            kind = "StructuredOutputsParams or None"
+            raise RequestError(f"structured_outputs must be {kind}, got {wanted!r:.80}", param="structured_outputs")
+        if self.grammar is not None:
+            raise RequestError("structured_outputs and grammar: one of them", param="structured_outputs")
+        self._set("grammar", wanted.as_grammar())
+        self._set("structured_outputs", None)
+
     def _bad_words(self) -> None:
+        texts: Any = self.bad_words
+        if texts is not None:
+            if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+                raise RequestError(f"bad_words must be a list of texts or None, got {texts!r:.80}", param="bad_words")
+            if len(texts) > MAX_BAD_WORDS:
+                raise RequestError(
+                    f"bad_words must have at most {MAX_BAD_WORDS} entries, got {len(texts)}", param="bad_words"
+                )
+            self._set("bad_words", list(texts) or None)
         name = "bad_words_token_ids"
         words: Any = self.bad_words_token_ids
         if words is None:

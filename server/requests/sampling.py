@@ -3,12 +3,13 @@ else OpenAI's default. Ranges are checked by `SamplingParams` itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.sampling_table import COLUMNS
+from runtime.text.bad_words import bad_words_token_ids
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tokenizer import Tokenizer
@@ -91,9 +92,9 @@ def _params(
     fields.update(asked)
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
-    if request.bad_words:
-        fields["bad_words_token_ids"] = _bad_words(request.bad_words, tokenizer)
     try:
+        if request.bad_words:
+            fields["bad_words_token_ids"] = bad_words_token_ids(request.bad_words, tokenizer)
         return SamplingParams(**fields)
     except RequestError as error:
         raise from_engine(error, {"bad_words_token_ids": "bad_words", **renamed}) from None
@@ -114,24 +115,6 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
             raise invalid("logit_bias", f"logit_bias: {key[:40]!r} is not a token id.")
         by_id[int(key)] = value
     return by_id
-
-
-def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Each word as the ids that begin a text with it, and, where these are others in as great a number, as those that
-    follow a space: vLLM's reading. A word may still come cut into other tokens."""
-    if tokenizer is None:
-        raise invalid("bad_words", "This model has no tokenizer: bad_words cannot be read.")
-    banned = []
-    for i, word in enumerate(words):
-        bare = word.lstrip(" ")
-        ids = tokenizer.encode(bare, add_special_tokens=False)
-        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
-        if not bare or not ids or not spaced:
-            raise invalid(f"bad_words[{i}]", f"bad_words[{i}] must hold more than spaces, and be text to the model.")
-        banned.append(ids)
-        if spaced[0] != ids[0] and len(spaced) == len(ids):
-            banned.append(spaced)
-    return banned
 
 
 def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:

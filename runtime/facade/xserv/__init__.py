@@ -16,11 +16,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime import LLM as LLM
+    from runtime import AsyncLLM as AsyncLLM
+    from runtime import BeamSearchOutput as BeamSearchOutput
+    from runtime import BeamSearchParams as BeamSearchParams
+    from runtime import BeamSearchSequence as BeamSearchSequence
     from runtime import CompletionOutput as CompletionOutput
+    from runtime import EmbeddingOutput as EmbeddingOutput
+    from runtime import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from runtime import Logprob as Logprob
     from runtime import RequestOutput as RequestOutput
+    from runtime import RequestOutputKind as RequestOutputKind
     from runtime import SamplingParams as SamplingParams
+    from runtime import StructuredOutputsParams as StructuredOutputsParams
+    from runtime import XservError as XservError
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [  # noqa: RUF022 (as a reader meets them)
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "RequestOutputKind",
+    "BeamSearchParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "EmbeddingRequestOutput",
+    "EmbeddingOutput",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "XservError",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.engine.errors import RequestError
-from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.sampling_params import RequestOutputKind, SamplingParams
 
 
 def test_defaults_are_vllms() -> None:
@@ -35,8 +35,11 @@ def test_defaults_are_vllms() -> None:
         "include_stop_str_in_output": False,
         "logit_bias": None,
         "allowed_token_ids": None,
+        "bad_words": None,
         "bad_words_token_ids": None,
         "grammar": None,
+        "structured_outputs": None,
+        "output_kind": RequestOutputKind.CUMULATIVE.value,
     }
 
 
@@ -61,7 +64,10 @@ FIELDS_AND_BAD_VALUES = {
     "skip_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
     "bad_words_token_ids": ["a", [1], [[]], [["a"]], [[True]], [[1] * 65], [[1]] * 257],
+    "bad_words": ["a", [1], 5, [None], ["a"] * 257],
     "grammar": ["a", {"kind": "regex", "text": "a"}, 1],
+    "structured_outputs": ["a", {"regex": "a"}, 1],
+    "output_kind": ["DELTA", 0, None],
     "logit_bias": [
         [1],
         {"a": 1},

@@ -20,7 +20,7 @@ from runtime.llm import Logprob, RequestOutput
 from tests.models.folders import write_tiny_qwen3
 from tests.runtime.text.tokenizers import SPECIAL, byte_level_content, byte_level_tokenizer, write
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "models"
+STORIES = Path(__file__).parents[4] / "shared" / "data" / "models"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -111,7 +111,7 @@ def test_a_bad_prompt_is_found_before_any_is_computed(llm: LLM) -> None:
     before = llm.client.stats().num_requests
     with pytest.raises(ContextLengthExceededError):
         llm.generate(["ab", [1] * 256], GREEDY)
-    with pytest.raises(RequestError, match="2 prompts, but 1 params"):
+    with pytest.raises(RequestError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.generate("a", [{"temperature": 0}])  # type: ignore[list-item]

@@ -1,0 +1,126 @@
+"""One request on its way: its choices as they grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from runtime.text.formats import AnswerFormat
+from runtime.text.pipeline import TextDelta, TextPipeline
+from runtime.text.reasoning import reasoning_start
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Job:
+    """A request, and what the engine has given for it so far."""
+
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None, answer_format: AnswerFormat
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.params = params
+        self.prompt = prompt
+        self.num_running = params.n
+        prompt_token_ids = request.prompt_token_ids
+        reasoning = None
+        if answer_format.reasoning and tokenizer is not None:
+            reasoning = reasoning_start(tokenizer, prompt_token_ids)
+        self.pipelines = [
+            TextPipeline(tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=answer_format.tools)
+            for _ in range(params.n)
+        ]
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached_tokens: int | None = None
+        has_logprobs = params.logprobs is not None
+        self._choices = [
+            CompletionOutput(
+                index,
+                logprobs=[] if has_logprobs else None,
+                cumulative_logprob=0.0 if has_logprobs else None,
+            )
+            for index in range(params.n)
+        ]
+
+    def receive(self, output: EngineOutput) -> TextDelta:
+        """Take one output of the engine; what it adds to its choice."""
+        if output.finish_reason is not None:
+            self.num_running -= 1
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs
+            ]
+        if output.index == 0 and output.num_cached_tokens is not None:
+            self._num_cached_tokens = output.num_cached_tokens
+        choice = self._choices[output.index]
+        if output.times is not None:
+            choice.times = output.times
+        delta = self.pipelines[output.index].push(output)
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        for entry in delta.logprobs or ():
+            assert choice.logprobs is not None
+            assert choice.cumulative_logprob is not None
+            choice.logprobs.append(self._by_id(entry))
+            choice.cumulative_logprob += entry.logprob
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            choice.error = output.error
+        return delta
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has had its last delta."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def result(self) -> RequestOutput:
+        """All of it; it grows on with the request."""
+        return self._output(self._choices)
+
+    def copy(self) -> RequestOutput:
+        """All of it so far."""
+        return self._output(
+            [
+                replace(
+                    choice,
+                    token_ids=list(choice.token_ids),
+                    logprobs=None if choice.logprobs is None else list(choice.logprobs),
+                )
+                for choice in self._choices
+            ]
+        )
+
+    def piece(self, index: int, delta: TextDelta) -> RequestOutput:
+        """What a delta has added to choice ``index``, and nothing else."""
+        logprobs = None if delta.logprobs is None else [self._by_id(entry) for entry in delta.logprobs]
+        new = replace(self._choices[index], text=delta.text, token_ids=list(delta.token_ids), logprobs=logprobs)
+        return self._output([new])
+
+    def _output(self, choices: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.request.prompt_token_ids,
+            choices,
+            self._prompt_logprobs,
+            self._num_cached_tokens,
+            self.is_finished,
+        )
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token itself first, then the alternatives, most probable first."""
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+            found.setdefault(token_id, Logprob(logprob, rank, self._token_text(token_id)))
+        return found
+
+    def _token_text(self, token_id: int) -> str | None:
+        if self._tokenizer is None or not self.params.detokenize:
+            return None
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

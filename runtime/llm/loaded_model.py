@@ -1,0 +1,184 @@
+"""What ``LLM`` and ``AsyncLLM`` share: a loaded model with its engine in a thread, its tokenizer, and the way from a
+prompt to a request."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import msgspec
+
+from runtime.engine.config import EngineSettings
+from runtime.engine.errors import RequestError
+from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.messages import EngineRequest
+from runtime.engine.option_names import known_options
+from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm.job import Job
+from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from runtime.llm.prompts import Prompt, scheduling_of
+from runtime.text.bad_words import bad_words_token_ids
+from runtime.text.chat import chat_prompt
+from runtime.text.formats import AnswerFormat
+from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tokenizer import Tokenizer
+
+
+class LoadedModel:
+    """A loaded model with its engine in a thread of this process; a context manager.
+
+    model      folder, hub id, or None: the bundled model
+    tokenizer  a ``Tokenizer``, a folder or a GGUF file; None: the model's. A model without one serves token ids.
+    chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
+    skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
+
+    settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
+               (None: fresh ones each run)
+
+    Raises ``ModelLoadError``, ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
+    """
+
+    @known_options(*EngineSettings.__annotations__)
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | None = None,
+        skip_tokenizer_init: bool = False,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        from runtime.engine.make_engine import build_engine
+
+        settings.setdefault("seed", 0)
+        template = read_chat_template(chat_template)
+        if template is not None and not (tokenizer is None or isinstance(tokenizer, (str, Path))):
+            raise RequestError("chat_template is given beside a Tokenizer, which has its own", param="chat_template")
+        engine = build_engine(model, **settings)
+        self.tokenizer: Tokenizer | None
+        if skip_tokenizer_init:
+            self.tokenizer = None
+        elif tokenizer is None:
+            self.tokenizer = load_tokenizer(engine.info.model_path, template)
+        elif isinstance(tokenizer, (str, Path)):
+            self.tokenizer = read_tokenizer(tokenizer, template)
+        else:
+            self.tokenizer = tokenizer
+        known_tokenizer = self.tokenizer  # not through self, which the engine would keep alive
+        vocabulary = LazyVocabulary(lambda: known_tokenizer, engine.info.vocab_size, engine.info.eos_token_ids)
+        engine.vocabulary = vocabulary
+        self._grammars = GrammarChecker(vocabulary)
+        self.client: EngineClient = ThreadEngineClient(engine)
+        self._request_ids = itertools.count()
+        self._finalizer = weakref.finalize(self, self.client.close)
+
+    def close(self) -> None:
+        """Stop the engine. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ``RequestError`` where it has none."""
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer: it takes token ids", param="tokenizer")
+        return self.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends, over ``SamplingParams``' defaults."""
+        from runtime.engine.recommended_sampling import recommended_sampling
+
+        return SamplingParams(**recommended_sampling(self.client.info.model_path))
+
+    @known_options()
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, by the model's chat template. Raises ``RequestError``.
+
+        tools                   functions that the model may call, in OpenAI's form
+        add_generation_prompt   the prompt ends where the assistant's answer begins
+        continue_final_message  the last message is not closed: the answer goes on with it
+        chat_template           a template instead of the model's
+        chat_template_kwargs    names that the template may read (``{"enable_thinking": False}``)
+        """
+        return chat_prompt(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **(chat_template_kwargs or {}),
+        )
+
+    def _job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        answer_format: AnswerFormat | None = None,
+        request_id: str | None = None,
+    ) -> Job:
+        text, token_ids = self._encode(prompt)
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise RequestError(f"sampling_params must be SamplingParams, got {kind}", param="sampling_params")
+        if params.bad_words:
+            ids = bad_words_token_ids(params.bad_words, self.tokenizer) + (params.bad_words_token_ids or [])
+            params = msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=ids)
+        self._grammars.check(params.grammar)
+        request = EngineRequest(
+            request_id=request_id or self._new_id(),
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.client.info.eos_token_ids,
+            **scheduling_of(prompt),
+        )
+        return Job(request, text, self.tokenizer, answer_format or AnswerFormat())
+
+    def _new_id(self) -> str:
+        return f"llm-{next(self._request_ids)}"
+
+    def _embedded(
+        self, prompt: str | None, token_ids: list[int], vector: NDArray[np.float32], normalize: bool
+    ) -> EmbeddingRequestOutput:
+        """An embedding as users get it."""
+        import numpy as np
+
+        length = float(np.linalg.norm(vector)) if normalize else 1.0
+        numbers = (vector / length if length > 0.0 else vector).tolist()
+        return EmbeddingRequestOutput(self._new_id(), prompt, token_ids, EmbeddingOutput(numbers))
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
+            return self._encode(prompt["prompt"])
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer: give token ids instead of text", param="prompt")
+        return prompt, self.tokenizer.encode(prompt)

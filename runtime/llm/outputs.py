@@ -1,0 +1,100 @@
+"""What users of ``LLM`` and ``AsyncLLM`` get: prompts with their choices, embeddings, beams. vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.engine.messages import FinishReason, RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token under the raw logits; ``rank`` 1 is the most probable."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice.
+
+    logprobs            for each token of ``token_ids``, the token and its alternatives by id; None if not
+                        asked for
+    cumulative_logprob  the sum over all tokens so far; None if not asked for
+    finish_reason       None while the choice goes on; "stop", "length", "abort", or "error" (then ``error`` says what
+                        happened)
+    stop_reason         the stop string or stop id; None for EOS
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    times: RequestTimes | None = None
+
+    def finished(self) -> bool:
+        """Whether nothing more follows."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its choices. ``prompt`` is None when ids were given; ``prompt_logprobs[0]`` is None;
+    ``num_cached_tokens`` of the prompt were in the prefix cache (None: nothing was computed); ``finished``: all of its
+    choices are."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A beam. ``tokens`` and ``text`` hold the prompt, too; ``logprobs`` of each token that was added, with those that
+    it was chosen among; ``cum_logprob`` is the sum over the tokens that were added."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str | None
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """A prompt's beams, best first."""
+
+    sequences: list[BeamSearchSequence]

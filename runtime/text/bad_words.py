@@ -1,0 +1,33 @@
+"""Texts that an answer must not hold, as the token ids that the engine forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from runtime.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Each word as the ids that begin a text with it, and, where these are others in as great a number, as those that
+    follow a space: vLLM's reading. A word may still come cut into other tokens.
+
+    Raises ``RequestError`` whose ``param`` is ``bad_words`` or one of its entries.
+    """
+    if tokenizer is None:
+        raise RequestError("the model has no tokenizer: bad_words cannot be read", param="bad_words")
+    banned = []
+    for i, word in enumerate(words):
+        bare = word.lstrip(" ")
+        ids = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
+        if not bare or not ids or not spaced:
+            name = f"bad_words[{i}]"
+            raise RequestError(f"{name} must hold more than spaces, and be text to the model", param=name)
+        banned.append(ids)
+        if spaced[0] != ids[0] and len(spaced) == len(ids):
+            banned.append(spaced)
+    return banned
