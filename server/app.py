@@ -103,7 +103,7 @@ class Application(Starlette):
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
-                expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
+                expose_headers=("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored"),
             )
         rules = OriginRules(config.allowed_hosts, config.allowed_origins)
         routes = {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
+UNKNOWN_FIELDS = ("refuse", "warn")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -45,6 +46,8 @@ class ServerConfig:
     max_tools                tools in one request
     max_stop_strings         stop strings
     max_logit_bias           entries of `logit_bias`
+
+    unknown_fields           a field that nobody knows: "refuse" it, or "warn" in the log and the answer's header
 
     max_stored_responses     of `/v1/responses`, kept in memory: how many, how large together, and for how long
     max_stored_response_bytes
@@ -94,6 +97,8 @@ class ServerConfig:
     max_stop_strings: int = 64
     max_logit_bias: int = 4096
 
+    unknown_fields: str = "refuse"
+
     max_stored_responses: int = 1024
     max_stored_response_bytes: int = 64 * 1024 * 1024
     stored_response_ttl_s: float = 3600.0
@@ -128,6 +133,9 @@ class ServerConfig:
                 raise ServerConfigError(f"{each.name} must be above 0 and below 1,000,000 seconds, got {value!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ServerConfigError("ssl_certfile and ssl_keyfile belong together: give both, or neither")
+        for name, choices in (("unknown_fields", UNKNOWN_FIELDS),):
+            if (value := getattr(self, name)) not in choices:
+                raise ServerConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.log_format not in LOG_FORMATS:
             raise ServerConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         if self.log_level not in LOG_LEVELS:

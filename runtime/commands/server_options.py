@@ -69,6 +69,10 @@ class ServerOptions:
     max_tools: Annotated[int, typer.Option(help="Most tools in one request.", min=1)] = _CONFIG.max_tools
     max_stop_strings: Annotated[int, typer.Option(help="Most stop strings.", min=1)] = _CONFIG.max_stop_strings
     max_logit_bias: Annotated[int, typer.Option(help="Most entries of logit_bias.", min=1)] = _CONFIG.max_logit_bias
+    unknown_fields: Annotated[
+        Literal["refuse", "warn"],
+        typer.Option(help="A request's field that nobody knows: 400, or only a warning and X-Xserv-Ignored."),
+    ] = "refuse"
     max_stored_responses: Annotated[int, typer.Option(help="Most answers of /v1/responses that are kept.", min=1)] = (
         _CONFIG.max_stored_responses
     )
@@ -127,9 +131,7 @@ class ServerOptions:
         Literal["debug", "info", "warning", "error", "critical"], typer.Option(help="Least level that is logged.")
     ] = "info"
     log_file: Annotated[str | None, typer.Option(metavar="PATH", help="Where the log goes instead of stderr.")] = None
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = (
-        _CONFIG.log_prompts
-    )
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = _CONFIG.log_prompts
     otlp_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Where OpenTelemetry traces go (needs xserv[otel]).")
     ] = None

@@ -1,8 +1,9 @@
 """The fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that do nothing here: the ones taken without
-effect, and the ones refused.
+effect, and the ones refused. (Those of other servers that any request may bring: `server.openai_api.extensions`.)
 
 Everything else is a field of `server.openai_api.schema`, and honoured; a field that is nowhere is refused as unknown.
-The tables are the documentation: nothing is ignored that is not among the accepted."""
+The tables are the documentation: nothing is ignored that is not among the accepted, and an answer's header
+`X-Xserv-Ignored` names what was."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from server.ollama_api.schema import (
     OllamaOptions,
     OllamaShowRequest,
 )
+from server.openai_api.extensions import EXTENSIONS, rewrite
 from server.openai_api.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from server.responses_api.schema import ResponsesRequest
 
@@ -55,7 +57,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
 }
 
 _BEAM_SEARCH = "beam search is not built"
-_OLDER_GUIDANCE = "vLLM's older form; send structured_outputs"
+_OTHER_GRAMMAR = "another notation than Lark's; send structured_outputs.grammar"
 
 NOT_BUILT: dict[str, NotBuilt] = {
     # OpenAI's
@@ -74,11 +76,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "use_beam_search": NotBuilt(_BEAM_SEARCH, (False,)),
     "length_penalty": NotBuilt(_BEAM_SEARCH, (1, 1.0)),
     "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
-    "guided_json": NotBuilt(_OLDER_GUIDANCE),
-    "guided_regex": NotBuilt(_OLDER_GUIDANCE),
-    "guided_choice": NotBuilt(_OLDER_GUIDANCE),
-    "guided_grammar": NotBuilt(_OLDER_GUIDANCE),
-    "guided_json_object": NotBuilt(_OLDER_GUIDANCE),
     "include_reasoning": NotBuilt("reasoning is always sent", (True,)),
     "spaces_between_special_tokens": NotBuilt("special tokens have no spaces between them", (True,)),
     "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
@@ -87,6 +84,11 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "logits_processors": NotBuilt("no code comes with a request", ([],)),
     "kv_transfer_params": NotBuilt("there is one engine"),
     "vllm_xargs": NotBuilt("there are no extensions of the engine"),
+    # of llama.cpp's server and SGLang: to pass over them would be another answer than was asked for
+    "grammar": NotBuilt(_OTHER_GRAMMAR, ("",)),
+    "ebnf": NotBuilt(_OTHER_GRAMMAR),
+    "stop_regex": NotBuilt("send stop, or structured_outputs.regex", ([],)),
+    "custom_logit_processor": NotBuilt("no code comes with a request"),
 }
 
 
@@ -204,24 +206,34 @@ def tables_of(schema: type[msgspec.Struct]) -> Tables:
     return _TABLES.get(schema, (ACCEPTED_WITHOUT_EFFECT, NOT_BUILT))
 
 
-def take_table_fields(request: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """The request without the fields of both its tables, which are checked here.
+def take_table_fields(
+    request: dict[str, Any], schema: type[msgspec.Struct], ignored: list[str] | None = None
+) -> dict[str, Any]:
+    """The request without the fields of its tables, which are checked here, and of `EXTENSIONS`; `ignored` gets the
+    names of what had no effect. Other servers' names of what there is are replaced.
 
     A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
     wrong type, or a field of the second table that asks for something."""
     accepted_fields, refused_fields = tables_of(schema)
+    fields = schema.__struct_fields__
+    ignored = [] if ignored is None else ignored
     kept = {}
-    for name, value in request.items():
+    for name, value in rewrite(request, fields).items():
         if (not_built := refused_fields.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
                 raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter")
-            if name in schema.__struct_fields__:
+            if name in fields:
                 kept[name] = value
         elif (accepted := accepted_fields.get(name)) is not None:
             try:
                 msgspec.convert(value, accepted.type | None)
             except msgspec.ValidationError:
                 raise invalid(name, f"Invalid type for {name}.", "invalid_type") from None
+            if value is not None:
+                ignored.append(name)
+        elif name in EXTENSIONS and name not in fields:
+            if value is not None:
+                ignored.append(name)
         else:
             kept[name] = value
     return kept

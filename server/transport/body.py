@@ -8,6 +8,8 @@ says where.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 from typing import TypeVar
 
@@ -17,17 +19,39 @@ from starlette.requests import Request
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 from server.openai_api.fields import take_table_fields
+from server.transport.cleaning import Cleaner
+from server.transport.exchange import KEY, Exchange
 from server.transport.json_limits import check_limits, is_deeper
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+logger = logging.getLogger("xserv.server")
 
-async def read_body(request: Request, config: ServerConfig) -> bytes:
+
+class Body(bytes):
+    """A request's body, and the names of its fields that have no effect, once it is decoded: the exchange's, so that
+    the answer names them."""
+
+    ignored: list[str]
+
+    @classmethod
+    def of(cls, data: bytes | bytearray, exchange: Exchange | None) -> Body:
+        body = cls(data)
+        body.ignored = [] if exchange is None else exchange.ignored
+        return body
+
+
+async def read_body(request: Request, config: ServerConfig) -> Body:
     """The whole body, at most `max_body_bytes`.
 
     The limit holds while reading, whatever Content-Length says or where there is none. Raises `ApiError`
     415 (not JSON by its own account: a browser's form or a plain-text post from another site never reaches
-    the engine), 413, 408, and starlette's `ClientDisconnect`."""
+    the engine; or compressed), 413, 408, and starlette's `ClientDisconnect`."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415, f"The body must not be compressed (Content-Encoding: {encoding[:40]}).", code="unsupported_encoding"
+        )
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
@@ -64,7 +88,7 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         ) from None
     if is_too_large:
         raise _too_large(config)
-    return bytes(body)
+    return Body.of(body, request.scope.get(KEY))
 
 
 def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
@@ -80,12 +104,18 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
+    ignored = body.ignored if isinstance(body, Body) else []
     if not isinstance(value, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     if is_deeper(value, config.max_json_depth):
         raise _too_deep(config)
+    takes_unknown = config.unknown_fields == "warn"
+    value = take_table_fields(value, schema, ignored)
+    num_known = len(ignored)
+    value = Cleaner(ignored, takes_unknown=takes_unknown).request(value, schema)
+    if takes_unknown and len(ignored) > num_known:
+        logger.warning("fields without effect: %s", repr(ignored[num_known : num_known + 20])[:400])
     check_limits(value, config)
-    value = take_table_fields(value, schema)
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
@@ -132,10 +162,17 @@ _LAST_KEY = re.compile(rb'"([A-Za-z0-9_]{1,64})"\s*:\s*-?$')
 _NOT_A_NUMBER = re.compile(rb"NaN|Infinity")
 
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
 def _not_json(body: bytes, text: str) -> ApiError:
     """The 400 for malformed JSON; NaN and infinities, which Python's json writes and JSON has not, by field
     name."""
     found = _POSITION.search(text)
+    if (found is None or "surrogate" in text) and _has_lone_surrogate(body):
+        return invalid(
+            None, "The body holds half of a surrogate pair, which is no text.", "invalid_json"
+        )
     if found is None:
         return invalid(None, "The body is not valid JSON: it ends too early.", "invalid_json")
     position = int(found.group(1))
@@ -145,6 +182,19 @@ def _not_json(body: bytes, text: str) -> ApiError:
         field = key.group(1).decode() if key else None
         return invalid(field, f"Invalid value for {field or 'a field'}: {name} is not a number in JSON.")
     return invalid(None, f"The body is not valid JSON (at byte {position}).", "invalid_json")
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    """Python's json reads it, where it reads the rest, too."""
+    if _SURROGATE.search(body) is None:
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _too_deep(config: ServerConfig) -> ApiError:

@@ -6,7 +6,7 @@ adds what it learns. It goes along in the ASGI scope: `Exchange.of(request)`."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -33,6 +33,7 @@ class Exchange:
     status        of the answer; 0: none was begun
     send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
                   its body past it
+    ignored       fields of the request that have no effect
     generation, meter  what it asked the engine for, and what came
     """
 
@@ -42,6 +43,7 @@ class Exchange:
     answered_id: str = ""
     tenant: str | None = None
     status: int = 0
+    ignored: list[str] = field(default_factory=list)
     generation: Generation | None = None
     meter: RequestMeter | None = None
 

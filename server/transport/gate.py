@@ -6,6 +6,7 @@ gets its X-Request-Id."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -108,4 +109,24 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
     headers.append((b"x-request-id", exchange.answered_id.encode("latin-1")))
     if dialect_of(scope) == "anthropic":
         headers.append((b"request-id", exchange.answered_id.encode("latin-1")))
+    if exchange.ignored:
+        headers.append((b"x-xserv-ignored", _header_text(exchange.ignored)))
     message["headers"] = headers
+
+
+MAX_IGNORED_LENGTH = 1024
+"""Characters of the names that an answer's header lists."""
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.\[\]$-]")
+
+
+def _header_text(names: list[str]) -> bytes:
+    """The names with commas between them, as many as have room; of a client's own names only letters and digits."""
+    listed, length = [], 0
+    for name in dict.fromkeys(_NO_NAME.sub("?", name[:200]) for name in names[:1000]):
+        length += len(name) + 2
+        if length > MAX_IGNORED_LENGTH:
+            listed.append("...")
+            break
+        listed.append(name)
+    return ", ".join(listed).encode("ascii")

@@ -19,6 +19,7 @@ from server.ollama_api.schema import (
     OllamaGenerateRequest,
     OllamaOptions,
 )
+from server.openai_api.extensions import EXTENSIONS, SAME_AS
 from server.openai_api.fields import tables_of
 from server.openai_api.schema import (
     ChatCompletionRequest,
@@ -228,5 +229,7 @@ def test_the_operators_page_names_every_field() -> None:
         accepted, refused = tables_of(schema)
         fields = {*schema.__struct_fields__, *accepted, *refused}
         assert fields - named == set(), schema.__name__
+    dotted = set(re.findall(r"`([a-zA-Z0-9_.]+)`", text))
+    assert {*EXTENSIONS, *SAME_AS} - named - dotted == set()
     for schema in (TokenizeRequest, DetokenizeRequest):
         assert not tables_of(schema)[0]

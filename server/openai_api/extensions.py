@@ -1,0 +1,177 @@
+"""Fields that other servers know, and OpenAI does not: those of vLLM, llama.cpp, Ollama, SGLang, LM Studio, OpenRouter
+and others that clients send to any server.
+
+What there is here under another name is taken under that (`SAME_AS`, `rewrite`). The rest stands in `EXTENSIONS`, for
+the fields of a request, and `WITHIN`, for those of what it consists of: it is taken without effect, and the answer's
+header `X-Xserv-Ignored` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from server.errors import ApiError, invalid
+
+SAME_AS: dict[str, str] = {
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "random_seed": "seed",
+    "rid": "request_id",
+    "extra_key": "cache_salt",
+    "n_cmpl": "n",
+    "return_tokens": "return_token_ids",
+    "regex": "structured_outputs.regex",
+    "json_schema": "structured_outputs.json",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json_object": "structured_outputs.json_object",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+}
+"""Other names of fields, or of fields of objects, that there are."""
+
+_AT_START = "decided when the server starts"
+_SAMPLER = "a sampler that is not built"
+_SHAPE = "the answer has one shape"
+_ROUTING = "there is one engine and one model"
+_BUDGET = "reasoning has no budget of its own"
+_CACHE = "prefixes are cached without being asked for"
+_SEARCH = "there is no search"
+
+_REASONS: dict[str, str] = {
+    _AT_START: "num_ctx num_batch num_ubatch num_gpu main_gpu low_vram f16_kv vocab_only use_mmap use_mlock num_thread "
+    "numa keep_alive ttl id_slot slot_id draft_model draft_num_predict lora lora_path adapter_id options "
+    "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+    _SAMPLER: "typical_p tfs_z top_a top_n_sigma mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
+    "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+    "repeat_last_n penalize_nl samplers min_keep adaptive_target adaptive_decay smoothing_factor "
+    "repetition_detection backend_sampling do_sample watermark",
+    _SHAPE: "timings_per_token return_progress post_sampling_probs response_fields n_probs separate_reasoning "
+    "stream_reasoning reasoning_format reasoning_in_content parse_tool_calls incremental_output result_format details "
+    "decoder_input_details return_hidden_states return_routed_experts return_cached_tokens_details return_meta_info "
+    "usage return_full_text",
+    _ROUTING: "models route provider plugins transforms preset session_id session_params trace fallbacks "
+    "data_parallel_rank routed_dp_rank disagg_prefill_dp_rank bootstrap_host bootstrap_port bootstrap_room",
+    _BUDGET: "thinking_budget thinking_budget_tokens thinking_token_budget reasoning_budget reasoning_budget_tokens",
+    _CACHE: "cache_prompt cache_control n_cache_reuse",
+    _SEARCH: "enable_search search_options search_parameters",
+    "the context is never shifted": "n_keep n_discard num_keep context_shift",
+    "llguidance writes every grammar, compactly": "guided_decoding_backend guided_whitespace_pattern",
+    "the model reads text only": "media_io_kwargs",
+    "there is no time limit but the client's": "t_max_predict_ms",
+    "lines are not indented": "n_indent",
+    "stop strings are cut unless include_stop_str_in_output is true": "no_stop_trim",
+    "a prompt of the provider's own": "safe_prompt prompt_mode",
+    "a parameter of the provider's logic": "custom_params",
+    "the input is taken as it is": "input_type",
+    "the model's own switch; send chat_template_kwargs": "thinking think reasoning",
+}
+
+EXTENSIONS: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Fields of a request that are taken without effect, with the reason. `thinking`, `think` and `reasoning` are where
+the request is no chat."""
+
+_WITHIN = {
+    "Message": "id object type created created_at createdAt timestamp date status metadata cache_control thinking "
+    "thinking_blocks thinking_signature provider_specific_fields reasoning_details reasoning_signature "
+    "reasoning_item_id parsed prefix partial parts weight tool_name finish_reason stop_reason token_ids logprobs "
+    "citations phase model",
+    "ContentPart": "cache_control id index citations annotations logprobs providerOptions prompt_cache_breakpoint",
+    "ToolCall": "extra_content provider_specific_fields caller cache_control status thought_signature",
+    "FunctionCall": "parsed_arguments thought_signature provider_specific_fields",
+    "Tool": "cache_control strict id defer_loading eager_input_streaming input_examples allowed_callers",
+    "FunctionDefinition": "cache_control id title returns response defer_loading input_examples output_schema",
+    "FunctionTool": "cache_control id defer_loading input_examples allowed_callers output_schema",
+    "StructuredOutputs": "disable_any_whitespace disable_additional_properties whitespace_pattern disable_fallback",
+    "InputMessage": "parsed cache_control created_at created_by name metadata",
+    "InputPart": "parsed cache_control id citations",
+    "InputFunctionCall": "parsed_arguments namespace caller created_by agent thought_signature",
+    "InputFunctionCallOutput": "created_by name namespace caller agent cache_control",
+    "InputReasoning": "created_by agent signature format",
+}
+
+WITHIN: dict[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, names in _WITHIN.items()}
+"""The same for objects within a request, by the names of their types: what another server or a client notes beside a
+message, and hints of other APIs about tools."""
+
+
+def rewrite(request: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """The request with other servers' fields under the names that they have here, as far as `fields`, the schema's,
+    hold these. Raises `ApiError` 400 where both names are sent and contradict each other."""
+    known = frozenset(fields)
+    result = dict(request)
+    for name, meaning in SAME_AS.items():
+        if name in result and name not in known and meaning.partition(".")[0] in known:
+            value = result.pop(name)
+            is_endless = meaning == "max_tokens" and value == -1 and "messages" in known
+            if value is not None and not is_endless:
+                _put(result, name, meaning, value)
+    if "reasoning_effort" in known:
+        _rewrite_thinking(result)
+    if "continue_final_message" in known:
+        _rewrite_prefix(result)
+    return result
+
+
+def _rewrite_thinking(request: dict[str, Any]) -> None:
+    """`think`, Ollama's; `reasoning`, OpenRouter's; `thinking`, Anthropic's and others'."""
+    think = request.pop("think", None)
+    if isinstance(think, bool):
+        _put(request, "think", "chat_template_kwargs.enable_thinking", think)
+    elif think is not None:
+        _put(request, "think", "reasoning_effort", think)
+    thinking = request.pop("thinking", None)
+    if isinstance(thinking, dict) and thinking.get("type") in ("enabled", "disabled", "adaptive", "auto"):
+        _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking["type"] != "disabled")
+    elif isinstance(thinking, bool):
+        _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking)
+    elif thinking is not None:
+        raise invalid("thinking", 'thinking must be an object with the type "enabled" or "disabled".', "invalid_type")
+    reasoning = request.pop("reasoning", None)
+    if isinstance(reasoning, dict):
+        if reasoning.get("effort") is not None:
+            _put(request, "reasoning.effort", "reasoning_effort", reasoning["effort"])
+        if isinstance(reasoning.get("enabled"), bool):
+            _put(request, "reasoning.enabled", "chat_template_kwargs.enable_thinking", reasoning["enabled"])
+    elif reasoning is not None:
+        raise invalid("reasoning", "reasoning must be an object.", "invalid_type")
+
+
+def _rewrite_prefix(request: dict[str, Any]) -> None:
+    """`prefix` and `partial` of the last message, DeepSeek's, Mistral's and Moonshot's: it is continued."""
+    messages = request.get("messages")
+    if not (isinstance(messages, list) and messages):
+        return
+    last = messages[-1]
+    if not (isinstance(last, dict) and last.get("role") == "assistant"):
+        return
+    if last.get("prefix") is True or last.get("partial") is True:
+        request["messages"] = [*messages[:-1], {k: v for k, v in last.items() if k not in ("prefix", "partial")}]
+        request.setdefault("continue_final_message", True)
+        request.setdefault("add_generation_prompt", False)
+
+
+def _put(request: dict[str, Any], name: str, meaning: str, value: Any) -> None:
+    """Set the field that is meant."""
+    outer, _, inner = meaning.partition(".")
+    if not inner:
+        if request.get(outer) is not None and request[outer] != value:
+            raise _contradiction(name, meaning)
+        request[outer] = value
+        return
+    there = request.get(outer)
+    if there is None:
+        there = {}
+    if not isinstance(there, dict):
+        return  # the schema refuses it
+    if there.get(inner) is not None and there[inner] != value:
+        raise _contradiction(name, meaning)
+    request[outer] = {**there, inner: value}
+
+
+def _contradiction(name: str, meaning: str) -> ApiError:
+    return invalid(name, f"{name} and {meaning} contradict each other; send one.")

@@ -1,0 +1,202 @@
+"""What clients write beside the schema: nulls, whole floats, an answer's own fields, and other servers' fields."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.config import ServerConfig
+from server.openai_api.extensions import EXTENSIONS
+from tests.server.conftest import ANSWER, Served, answer_of, serving
+from tests.server.fake_engine import FakeEngineClient
+from tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"model": "fake-model", "messages": [{"role": "user", "content": "Hello"}]}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": None,
+        "strict": None,
+        "parameters": {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}},
+        "cache_control": {"type": "ephemeral"},
+    },
+    "cache_control": None,
+}
+HEADER = "x-xserv-ignored"
+
+
+@pytest.fixture(scope="module")
+def lenient(tokenizer: Tokenizer) -> Iterator[Served]:
+    engine = FakeEngineClient(answer_of)
+    with serving(engine, tokenizer, config=ServerConfig(unknown_fields="warn")) as served:
+        yield served
+    engine.close()
+
+
+def test_an_answer_comes_back_as_the_sdk_dumps_it(served: Served) -> None:
+    first = served.openai.chat.completions.create(**CHAT, logprobs=True)
+    message = first.choices[0].message.model_dump()
+    assert None in message.values()
+    messages: list[Any] = [*CHAT["messages"], message, {"role": "user", "content": "again", "name": None}]
+    again = served.openai.chat.completions.create(model="fake-model", messages=messages)
+    assert again.choices[0].message.content == ANSWER
+
+    response = served.openai.responses.create(model="fake-model", input="Hello", temperature=1.0)
+    output: list[Any] = response.model_dump()["output"]
+    output[0]["content"][0]["logprobs"] = None
+    output[0]["phase"] = output[0]["content"][0]["unheard_of"] = None
+    again_response = served.openai.responses.create(
+        model="fake-model", input=[{"role": "user", "content": "Hello"}, *output, {"role": "user", "content": "again"}]
+    )
+    assert again_response.output_text == ANSWER
+
+
+def test_null_is_absent_wherever_a_schema_says_what_there_is(served: Served) -> None:
+    call = {"id": "1", "type": "function", "index": None, "function": {"name": "add", "arguments": "{}", "extra": None}}
+    body = {
+        **CHAT,
+        "tools": [TOOL],
+        "nobody_knows": None,
+        "stream_options": None,
+        "response_format": {"type": "text", "json_schema": None},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": None}], "foo": None},
+            {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None, "audio": None},
+            {"role": "tool", "tool_call_id": "1", "content": "2", "tool_calls": None},
+        ],
+    }
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == "tools[0].function.cache_control"
+    prompt = bytes(i for i in served.engine.requests[-1].prompt_token_ids if i < 256).decode()
+    # of a JSON schema null is a value; of a tool it is nothing
+    assert '"enum": [null, 1], "default": null' in prompt
+    assert "strict" not in prompt
+    assert "cache_control" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({"max_tokens": 2.0}, "max_tokens", 2),
+        ({"seed": 7.0}, "seed", 7),
+        ({"n": 2.0}, "n", 2),
+        ({"stop_token_ids": [65.0, 66]}, "stop_token_ids", [65, 66]),
+        ({"repeat_penalty": 1.25}, "repetition_penalty", 1.25),
+        ({"num_predict": 3}, "max_tokens", 3),
+        ({"n_predict": 3.0}, "max_tokens", 3),
+        ({"random_seed": 5}, "seed", 5),
+        ({"max_tokens": 4, "max_new_tokens": 4}, "max_tokens", 4),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_what_is_meant_arrives(served: Served, route: str, fields: dict[str, Any], name: str, expected: Any) -> None:
+    body = CHAT if route.startswith("/v1/chat") else {"model": "fake-model", "prompt": "Hello"}
+    answer = served.http.post(route, json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    assert HEADER not in answer.headers
+    assert getattr(served.engine.requests[-1].params, name) == expected
+
+
+def test_structure_and_thinking_under_other_names(served: Served) -> None:
+    for fields in ({"guided_choice": ["ja", "nein"]}, {"guided_regex": "ja|nein"}, {"regex": "ja|nein"}):
+        served.http.post("/v1/chat/completions", json={**CHAT, **fields})
+        assert served.engine.requests[-1].params.grammar is not None, fields
+    for fields in (
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"think": False},
+        {"reasoning": {"enabled": False}},
+    ):
+        body = {**CHAT, **fields, "chat_template_kwargs": {"flavour": "x"}}
+        assert served.http.post("/v1/chat/completions", json=body).status_code == 200
+        contrary = {**CHAT, **fields, "chat_template_kwargs": {"enable_thinking": True}}
+        assert "contradict" in served.http.post("/v1/chat/completions", json=contrary).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("mark", ["prefix", "partial"])
+def test_a_marked_last_message_is_continued(served: Served, mark: str) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Once", mark: True}]
+    answer = served.http.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert bytes(served.engine.requests[-1].prompt_token_ids[-4:]) == b"Once"
+
+
+def test_what_has_no_effect_is_named(served: Served) -> None:
+    body = {
+        **CHAT,
+        "user": "me",
+        "num_ctx": 4096,
+        "cache_prompt": True,
+        "messages": [{"role": "user", "content": "Hello", "id": "m-1", "createdAt": "2026-01-01"}],
+    }
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    names = {"user", "num_ctx", "cache_prompt", "messages[0].id", "messages[0].createdAt"}
+    assert set(answer.headers[HEADER].split(", ")) == names
+    plain = served.http.post("/v1/chat/completions", json=CHAT)
+    assert HEADER not in plain.headers
+    everything = {name: 1 for name in EXTENSIONS if name not in ("thinking", "think", "reasoning")}
+    answer = served.http.post("/v1/completions", json={"model": "fake-model", "prompt": "a", **everything})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.headers[HEADER]) < 1100
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"nobody_knows": 1}, "nobody_knows"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 1e300}, "max_tokens"),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.25}, "repeat_penalty"),
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"messages": [{"role": "user", "content": "a", "nobody_knows": 1}]}, "messages[0].nobody_knows"),
+        ({"tools": [{**TOOL, "nobody_knows": 1}]}, "tools[0].nobody_knows"),
+        ({"messages": [{"role": None, "content": "a"}]}, "messages[0].role"),
+    ],
+)
+def test_what_nobody_knows_is_refused(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = served.http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_it_is_passed_over_where_the_operator_says_so(lenient: Served, caplog: pytest.LogCaptureFixture) -> None:
+    body = {
+        **CHAT,
+        "nobody_knows": 1,
+        "Größe\r\n": 2,
+        "messages": [{"role": "user", "content": "Hello", "nor_this": {"a": 1}}],
+    }
+    with caplog.at_level(logging.WARNING, "xserv.server"):
+        answer = lenient.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert sorted(answer.headers[HEADER].split(", ")) == ["Gr??e??", "messages[0].nor_this", "nobody_knows"]
+    assert "nobody_knows" in caplog.text
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert lenient.http.post("/v1/chat/completions", json={**CHAT, "messages": image}).status_code == 400
+
+
+def test_bodies_that_are_no_text(served: Served) -> None:
+    def post(content: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+        headers = {"content-type": "application/json", **headers}
+        answer = served.http.post("/v1/chat/completions", content=content, headers=headers)
+        return answer.status_code, answer.json()["error"]
+
+    for text in (rb"\ud800", rb"a\udc00b", rb"\ud83dA"):
+        status, error = post(b'{"model":"fake-model","messages":[{"role":"user","content":"%s"}]}' % text)
+        assert (status, error["code"]) == (400, "invalid_json")
+        assert "surrogate" in error["message"], text
+    status, error = post(rb'{"a": "\\ud800"')
+    assert "too early" in error["message"]
+    for encoding in ("gzip", "br", "zstd"):
+        status, error = post(b"\x1f\x8b\x08", **{"content-encoding": encoding})
+        assert (status, error["code"]) == (415, "unsupported_encoding")
+        assert encoding in error["message"]
+    assert (
+        served.http.post("/v1/chat/completions", json=CHAT, headers={"content-encoding": "identity"}).status_code == 200
+    )
