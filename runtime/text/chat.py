@@ -1,7 +1,8 @@
 """A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
 
-Templates know less than OpenAI's API allows. Where one refuses a conversation, messages of one role in a row become
-one; where one leaves out a tool's answer, the conversation is refused, since the model would never see it.
+Templates know less than OpenAI's and Anthropic's APIs allow. Where one refuses a conversation, or leaves out a system's
+message in its midst, such messages become the user's, and messages of one role in a row become one; where one leaves
+out a tool's answer, the conversation is refused, since the model would never see it.
 """
 
 from __future__ import annotations
@@ -47,20 +48,34 @@ def chat_prompt(
         chat_template=chat_template,
         **template_kwargs,
     )
+    taken = messages
     try:
         ids: list[int] = render(messages)
+        if _left_out(render, messages, _late_systems(messages)):
+            taken = _joined(_with_late_systems_as_users(messages))
+            ids = render(taken)
     except ChatTemplateError as error:
-        joined = _joined(messages)
+        taken = _joined(_with_late_systems_as_users(messages))
         try:
-            if len(joined) == len(messages):
+            if taken == list(messages):
                 raise error
-            ids = render(joined)
+            ids = render(taken)
         except ChatTemplateError:
             raise RequestError(str(error), param="messages") from error
-        _check_tool_answers(render, joined, messages)
-    else:
-        _check_tool_answers(render, messages, messages)
+    _check_tool_answers(render, taken, messages)
     return ids
+
+
+def _late_systems(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The places of system messages behind any other."""
+    roles = [message.get("role") for message in messages]
+    begin = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    return [i for i in range(begin, len(roles)) if roles[i] == "system"]
+
+
+def _with_late_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    late = set(_late_systems(messages))
+    return [{**message, "role": "user"} if i in late else message for i, message in enumerate(messages)]
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -89,21 +104,26 @@ def _check_tool_answers(
     render: partial[Any], messages: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raises ``RequestError`` where the template leaves out a message of the role "tool"; ``sent`` gives its index."""
+    taken = [i for i, message in enumerate(messages) if message.get("role") == "tool"]
+    places = dict(zip(taken, (i for i, message in enumerate(sent) if message.get("role") == "tool"), strict=True))
+    for i in _left_out(render, messages, taken):
+        raise RequestError(
+            f"messages[{places[i]}]: the model's chat template leaves out messages of the role \"tool\"; "
+            "send the result in a message of the user",
+            param=f"messages[{places[i]}]",
+        )
+
+
+def _left_out(render: partial[Any], messages: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[int]:
+    """Those of the places whose messages the template does not write; none where it cannot be told."""
     from tokenizer import ChatTemplateError
 
-    places = [i for i, message in enumerate(sent) if message.get("role") == "tool"]
     if not places:
-        return
-    marks = iter(f"tool{i}answer" for i in places)
-    marked = [{**message, "content": next(marks)} if message.get("role") == "tool" else message for message in messages]
+        return []
+    chosen = set(places)
+    marked = [{**message, "content": f"mark{i}end"} if i in chosen else message for i, message in enumerate(messages)]
     try:
         text = render(marked, tokenize=False)
     except ChatTemplateError:
-        return  # it asks more of a tool's answer than that it is text
-    for i in places:
-        if f"tool{i}answer" not in text:
-            raise RequestError(
-                f"messages[{i}]: the model's chat template leaves out messages of the role \"tool\"; "
-                "send the result in a message of the user",
-                param=f"messages[{i}]",
-            )
+        return []  # it asks more of the content than that it is text
+    return [i for i in places if f"mark{i}end" not in text]

@@ -1,5 +1,5 @@
-"""OpenAI's Python and Node SDKs on a tour of every endpoint, with the bundled model; what Python's gets validates
-against OpenAI's description, and plain answers against ours."""
+"""OpenAI's Python and Node SDKs on a tour of every endpoint, with the bundled model, and Anthropic's and Ollama's on
+theirs; what OpenAI's Python gets validates against OpenAI's description, and plain answers against ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema_rs
+import ollama
 import openai
 import pytest
 
@@ -168,6 +170,51 @@ def test_responses_with_structure_and_tools(real: Real) -> None:
     assert json.loads(call.arguments)["answer"] in ("yes", "no")
 
 
+def test_anthropic(real: Real) -> None:
+    tool: Any = {"name": "look", "input_schema": SCHEMA}
+    forced: Any = {"type": "tool", "name": "look"}
+    greedy: dict[str, Any] = {"model": real.model, "max_tokens": 8, "messages": HELLO, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=real.url, api_key="any", max_retries=0) as client:
+        answer = client.messages.create(**greedy)
+        expected = real.openai.chat.completions.create(model=real.model, messages=HELLO, max_tokens=8, temperature=0)
+        assert answer.content[0].type == "text"
+        assert answer.content[0].text == expected.choices[0].message.content
+        assert answer.stop_reason == "max_tokens"
+        usage = answer.usage
+        assert expected.usage is not None
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == expected.usage.prompt_tokens
+        counted = client.messages.count_tokens(model=real.model, messages=HELLO)
+        assert counted.input_tokens == expected.usage.prompt_tokens
+        with client.messages.stream(**greedy) as stream:
+            assert "".join(stream.text_stream) == answer.content[0].text
+            assert stream.get_final_message().usage.output_tokens == 8
+        called = client.messages.create(
+            model=real.model, max_tokens=100, messages=HELLO, tools=[tool], tool_choice=forced
+        )
+        assert called.content[0].type == "tool_use"
+        assert called.content[0].input["answer"] in ("yes", "no")
+        assert called.stop_reason == "tool_use"
+
+
+def test_ollama(real: Real) -> None:
+    options = {"num_predict": 8, "temperature": 0}
+    with ollama.Client(real.url, trust_env=False) as client:
+        answer = client.chat(real.model, HELLO, options=options)
+        expected = real.openai.chat.completions.create(model=real.model, messages=HELLO, max_tokens=8, temperature=0)
+        assert answer.message.content == expected.choices[0].message.content
+        assert (answer.done_reason, answer.eval_count) == ("length", 8)
+        parts = client.chat(real.model, HELLO, options=options, stream=True)
+        assert "".join(part.message.content or "" for part in parts) == answer.message.content
+        raw = client.generate(real.model, "Once", raw=True, options=options)
+        whole = real.openai.completions.create(model=real.model, prompt="Once", max_tokens=8, temperature=0)
+        assert raw.response == whole.choices[0].text
+        formed = client.generate(real.model, "Yes?", format=SCHEMA, options={"num_predict": 100})
+        assert json.loads(formed.response or "")["answer"] in ("yes", "no")
+        inputs = ["one", "two"]
+        vectors = real.openai.embeddings.create(model=real.model, input=inputs, encoding_format="float").data
+        assert client.embed(real.model, inputs).embeddings == [each.embedding for each in vectors]
+
+
 def test_every_plain_answer_is_as_we_describe_it(real: Real) -> None:
     description = real.http.get("/openapi.json").json()
     tokens = real.http.post("/tokenize", json={"prompt": "one two", "return_token_strs": True}).json()["tokens"]
@@ -184,6 +231,17 @@ def test_every_plain_answer_is_as_we_describe_it(real: Real) -> None:
         ("post", "/v1/embeddings", {"model": real.model, "input": [tokens, tokens], "pooling": "mean"}),
         ("post", "/v1/responses", {"model": real.model, "input": "x", "max_output_tokens": 2}),
         ("post", "/v1/responses", {"model": real.model}),
+        ("post", "/v1/messages", {**short, "messages": HELLO}),
+        ("post", "/v1/messages", {**short, "messages": HELLO, "n": 2}),
+        ("post", "/v1/messages/count_tokens", {"model": real.model, "messages": HELLO}),
+        ("post", "/api/chat", {"model": real.model, "messages": HELLO, "stream": False, "options": {"num_predict": 2}}),
+        ("post", "/api/generate", {"model": real.model, "prompt": "x", "options": {"num_predict": -3}}),
+        ("post", "/api/embed", {"model": real.model, "input": ["x", "y"]}),
+        ("post", "/api/embeddings", {"model": real.model, "prompt": "x"}),
+        ("post", "/api/show", {"model": real.model}),
+        ("get", "/api/tags", None),
+        ("get", "/api/ps", None),
+        ("get", "/api/version", None),
     ]
     for method, path, body in asked:
         answer = real.http.request(method, path, json=body)

@@ -43,6 +43,19 @@ def test_messages_of_one_role_in_a_row_are_joined_where_the_template_refuses_the
     assert rendered(ALTERNATING, *chat) == "<user>a<assistant>b\n\nc<user>d\n\ne"
 
 
+NO_LATE_SYSTEM = (  # as gpt-oss' template does
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_system_message_in_the_midst_becomes_the_users_where_the_template_does_not_take_it(rendered: Any) -> None:
+    chat = [said("system", "s"), said("user", "a"), said("system", "b"), said("assistant", "c"), said("system", "d")]
+    assert rendered(LENIENT, *chat) == "<system>s<user>a<system>b<assistant>c<system>d"
+    assert rendered(NO_LATE_SYSTEM, *chat) == "<system>s<user>a\n\nb<assistant>c<user>d"
+    assert rendered(ALTERNATING, *chat[1:]) == "<user>a\n\nb<assistant>c<user>d"
+
+
 @pytest.mark.parametrize(
     "chat",
     [

@@ -1,0 +1,86 @@
+"""Whose shapes an answer has, whichever layer it comes from, and that the gates are the same for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.dialect import dialect_of
+from server.errors import ApiError, draining
+from tests.server.conftest import Served
+
+ANTHROPIC = [(b"anthropic-version", b"2023-06-01")]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "dialect"),
+    [
+        ("/v1/chat/completions", ANTHROPIC, "openai"),
+        ("/v1/messages", [], "anthropic"),
+        ("/v1/messages/batches", [], "anthropic"),
+        ("/v1/messagesx", [], "openai"),
+        ("/v1/models", [], "openai"),
+        ("/v1/models", ANTHROPIC, "anthropic"),
+        ("/v1/models/a/b", ANTHROPIC, "anthropic"),
+        ("/api/chat", [], "ollama"),
+        ("/api", [], "openai"),
+    ],
+)
+def test_whose_shapes(path: str, headers: list[tuple[bytes, bytes]], dialect: str) -> None:
+    assert dialect_of({"path": path, "headers": headers}) == dialect
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (415, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_an_errors_shapes(status: int, kind: str) -> None:
+    error = ApiError(status, "No.", param="n", code="no")
+    details = {"error_code": "no", "param": "n"}
+    assert error.body("anthropic") == {"type": "error", "error": {"type": kind, "message": "No.", "details": details}}
+    assert error.body("ollama") == {"error": "No."}
+    assert error.body()["error"] == {"message": "No.", "type": "invalid_request_error", "param": "n", "code": "no"}
+
+
+def message_of(body: dict[str, Any]) -> str:
+    error = body["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert isinstance(message, str)
+    return message
+
+
+def test_the_gates_are_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of another site, a wrong type of body, a wrong method; and when the server is about to end."""
+    paths = ("/v1/chat/completions", "/v1/messages", "/api/chat")
+    shapes = ({"error"}, {"type", "error"}, {"error"})
+    for headers, status in (({"origin": "https://evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
+        answers = [served.http.post(path, content=b"{}", headers=headers) for path in paths]
+        assert [answer.status_code for answer in answers] == [status] * 3
+        assert [set(answer.json()) for answer in answers] == list(shapes)
+        assert len({message_of(answer.json()) for answer in answers}) == 1
+    assert [served.http.put(path).status_code for path in paths] == [405] * 3
+    monkeypatch.setattr("server.transport.gate.Gate._refusal", lambda self, scope, path: draining())
+    answers = [served.http.post(path, json={}) for path in paths]
+    assert [answer.status_code for answer in answers] == [503] * 3
+    assert {message_of(answer.json()) for answer in answers} == {draining().message}
+
+
+def test_metrics_know_the_routes(served: Served) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    asked = {"model": "fake-model", "max_tokens": 3, "messages": hello}
+    assert served.http.post("/v1/messages", json=asked).status_code == 200
+    assert served.http.post("/api/chat", json={"model": "fake-model", "messages": hello}).status_code == 200
+    text = served.http.get("/metrics").text
+    assert 'handler="/v1/messages"' in text
+    assert 'handler="/api/chat"' in text
