@@ -57,6 +57,26 @@ class TokensCount(msgspec.Struct):
     input_tokens: int
 
 
+class MessagesModel(msgspec.Struct, tag_field="type", tag="model", kw_only=True):
+    """The served model. max_tokens: of an answer, which the context bounds."""
+
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class MessagesModelList(msgspec.Struct, kw_only=True):
+    """One page holds them all."""
+
+    data: list[MessagesModel]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
+
+
 # Events
 
 

@@ -1,4 +1,5 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, `GET /version` and `GET /health`."""
+"""`GET /v1/models`, `GET /v1/models/{id}`, `GET /version` and `GET /health`. Anthropic's clients, whom their header
+tells, get the models in their own shape."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError
+from server.anthropic_api.models import listed_model, listed_models
+from server.dialect import dialect_of
 from server.errors import engine_unavailable
 from server.openai_api.answers import Model, ModelList, Version
 from server.service import Service, release
@@ -21,7 +24,9 @@ def _model(service: Service) -> Model:
 
 
 async def list_models(request: Request) -> Response:
-    models = ModelList(data=[_model(request.app.state.service)])
+    service: Service = request.app.state.service
+    is_anthropic = dialect_of(request.scope) == "anthropic"
+    models = listed_models(service) if is_anthropic else ModelList(data=[_model(service)])
     return Response(msgspec.json.encode(models), media_type="application/json")
 
 
@@ -29,7 +34,8 @@ async def get_model(request: Request) -> Response:
     """404 unless it is the served model. The id may hold slashes, as hub ids do."""
     service: Service = request.app.state.service
     service.check_model(request.path_params["model_id"])
-    return Response(msgspec.json.encode(_model(service)), media_type="application/json")
+    model = listed_model(service) if dialect_of(request.scope) == "anthropic" else _model(service)
+    return Response(msgspec.json.encode(model), media_type="application/json")
 
 
 async def get_version(request: Request) -> Response:

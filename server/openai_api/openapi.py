@@ -17,7 +17,13 @@ from starlette.responses import Response as HttpResponse
 from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
 from runtime.sampling_table import COLUMNS, json_schema
 from server.anthropic_api import description as messages_description
-from server.anthropic_api.objects import MessageAnswer, MessageEvent, TokensCount
+from server.anthropic_api.objects import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesModel,
+    MessagesModelList,
+    TokensCount,
+)
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.dialect import Dialect, dialect_of
 from server.observing.live import LiveMessage
@@ -133,6 +139,7 @@ class Operation:
     """One method of one path.
 
     request, answer  the bodies' types; None: there is none
+    anthropic_answer  the body's type for who sends the header `anthropic-version`
     stream           of each event's data, where the answer can be a stream; of each line in Ollama's API
     media_type       of an answer that is no JSON
     errors           statuses beside those that every route can have
@@ -143,6 +150,7 @@ class Operation:
     summary: str
     request: Any = None
     answer: Any = None
+    anthropic_answer: Any = None
     stream: Any = None
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
@@ -216,8 +224,10 @@ OPERATIONS = (
     Operation(
         "post", "/v1/requests/{request_id}/cancel", "End whatever runs under this name", answer=Cancelled, errors=(404,)
     ),
-    Operation("get", "/v1/models", "The served model", answer=ModelList),
-    Operation("get", "/v1/models/{model_id}", "The served model", answer=Model, errors=(404,)),
+    Operation("get", "/v1/models", "The served model", answer=ModelList, anthropic_answer=MessagesModelList),
+    Operation(
+        "get", "/v1/models/{model_id}", "The served model", answer=Model, anthropic_answer=MessagesModel, errors=(404,)
+    ),
     Operation("post", "/tokenize", "A prompt's or a conversation's ids", TokenizeRequest, Tokenized, errors=_READS),
     Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, Detokenized, errors=_READS),
     Operation("get", "/health", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
@@ -281,6 +291,7 @@ def description(model_name: str, vocab_size: int) -> Json:
     """The whole document, OpenAPI 3.1, of a server that has this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
+    answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
     items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
     parts = (Tool, *items, *messages_description.PARTS, *ollama_description.PARTS)
@@ -372,7 +383,8 @@ def _operation(operation: Operation, named: dict[str, Json]) -> Json:
     if operation.answer is Json:
         content["application/json"] = {"schema": {"type": "object"}}
     elif operation.answer is not None:
-        content["application/json"] = {"schema": named[repr(operation.answer)]}
+        kinds = [named[repr(kind)] for kind in (operation.answer, operation.anthropic_answer) if kind is not None]
+        content["application/json"] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
     elif operation.stream is None:
         content[operation.media_type] = {"schema": {"type": "string"}}
     if operation.stream is not None:

@@ -276,6 +276,17 @@ def test_counting(served: Served, client: anthropic.Anthropic) -> None:
         client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"max_tokens": 3})
 
 
+def test_models(served: Served, client: anthropic.Anthropic) -> None:
+    (listed,) = client.models.list().data
+    assert listed == client.models.retrieve(MODEL)
+    assert (listed.id, listed.type, listed.max_input_tokens) == (MODEL, "model", 4096)
+    assert listed.created_at.tzinfo is not None
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        client.models.retrieve("claude-9")
+    assert raised.value.type == "not_found_error"
+    assert served.http.get("/v1/models").json()["object"] == "list"
+
+
 def test_async(served: Served) -> None:
     async def talk() -> tuple[str, str, int]:
         async with anthropic.AsyncAnthropic(base_url=served.url, auth_token="any", max_retries=0) as client:

@@ -1,0 +1,23 @@
+"""The served model in Anthropic's shape, for `GET /v1/models` where Anthropic's header comes along."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from server.anthropic_api.objects import MessagesModel, MessagesModelList
+from server.service import Service
+
+
+def listed_model(service: Service) -> MessagesModel:
+    info = service.client.info
+    return MessagesModel(
+        id=service.model_name,
+        display_name=service.model_name,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=info.max_model_len,
+        max_tokens=info.max_model_len,
+    )
+
+
+def listed_models(service: Service) -> MessagesModelList:
+    return MessagesModelList(data=[listed_model(service)], first_id=service.model_name, last_id=service.model_name)
