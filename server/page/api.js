@@ -64,14 +64,19 @@ function titleOf(status, code) {
 
 /** A response with a body, or an `ApiFailure`; a request that was aborted throws as `fetch` does. */
 async function request(path, options = {}) {
+  const response = await fetchOf(path, options);
+  if (response.ok) return response;
+  throw await failureOf(response);
+}
+
+async function fetchOf(path, options = {}) {
   const headers = new Headers(options.headers);
   const key = apiKey();
   if (key) headers.set("Authorization", `Bearer ${key}`);
-  let response;
   try {
     // Without a key of the page's own, the browser sends what it has asked its user for.
     const credentials = key ? "omit" : "same-origin";
-    response = await fetch(new URL(path, BASE), { ...options, headers, credentials, cache: "no-store" });
+    return await fetch(new URL(path, BASE), { ...options, headers, credentials, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     if (error instanceof TypeError && /header|ByteString|ISO-8859-1/i.test(error.message)) {
@@ -79,8 +84,6 @@ async function request(path, options = {}) {
     }
     throw new ApiFailure(0, "No answer came. Is it still running, and are you online?");
   }
-  if (response.ok) return response;
-  throw await failureOf(response);
 }
 
 async function failureOf(response) {
@@ -113,9 +116,31 @@ export async function* getEvents(path, signal) {
   yield* eventsOf(await request(path, { signal }));
 }
 
+/** What `GET /ready` says, whether it is ready or not. */
+export async function readiness() {
+  const response = await fetchOf("ready");
+  if (response.ok || response.status === 503) {
+    const answer = await response.json().catch(() => ({}));
+    if (typeof answer.state === "string") return answer;
+    if (response.ok) return { state: "ready" };
+    return { state: answer.error?.code === "draining" ? "draining" : "down" };
+  }
+  throw await failureOf(response);
+}
+
+/** What went wrong, in words, for whoever waits for an answer. */
+export function wordsOf(error) {
+  if (!(error instanceof ApiFailure)) {
+    console.error(error);
+    return { title: "The page failed", message: "This should not happen; the browser’s console says more." };
+  }
+  const wait = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
+  return { title: error.title, message: `${error.message}${wait}`, needsKey: error.needsKey };
+}
+
 /** The chunks of a streamed answer, up to `[DONE]`. Throws `ApiFailure` for an error inside the stream, too. */
-export async function* streamChat(body, signal) {
-  const response = await request("v1/chat/completions", {
+export async function* stream(path, body, signal) {
+  const response = await request(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }),

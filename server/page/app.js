@@ -1,180 +1,136 @@
-// Puts the page together: the list of conversations, the bar, the composer, the keys.
+// Puts the page together: conversations, chat and text, the bar, the keys that work everywhere.
 
 import { ApiFailure, getJson } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId, h, iconButton, placeIcons, toast } from "./dom.js";
+import { Composer } from "./composer.js";
+import { TextDocument } from "./document.js";
+import { byId, placeIcons } from "./dom.js";
 import { Live } from "./live.js";
 import { Settings } from "./settings.js";
-import { MAX_CHARACTERS, Store, newConversation } from "./store.js";
+import { Sidebar, download } from "./sidebar.js";
+import { Status } from "./status.js";
+import { Store, asMarkdown, newConversation } from "./store.js";
 
-const MAX_LISTED = 200;
+const OPEN = "xserv.open"; // the conversation that this tab shows
 const NARROW = matchMedia("(max-width: 860px)");
 
 placeIcons(document);
 const store = new Store();
-const settings = new Settings(() => {
-  loadModels();
-  if (live.isShown) live.reconnect();
+const settings = new Settings({
+  keyChanged: () => {
+    status.look();
+    if (live.isShown) live.reconnect();
+  },
+  modeChanged: () => {
+    if (isEmpty(current)) open(newConversation(settings.isText));
+    showMode();
+  },
 });
-const chat = new Chat(store, () => settings.values, {
-  changed: () => showList(),
-  needsKey: () => settings.open(true),
-  asked: (id) => live.model.addMine(id),
-});
+const status = new Status({ ready: () => loadModel(), needsKey: () => settings.open(true) });
 const live = new Live(() => settings.open(true));
+const on = {
+  changed: () => showConversation(),
+  needsKey: () => status.needKey(),
+  asked: (id) => live.model.addMine(id),
+  failed: () => status.look(),
+};
+const chat = new Chat(store, () => settings.values, on);
+const text = new TextDocument(store, () => settings.values, {
+  ...on,
+  canSend: () => Boolean(settings.values.model),
+});
+const composer = new Composer({
+  send: (message, files) => chat.send(message, files),
+  stop: () => chat.stop(),
+  editLast: () => chat.editLast(),
+  canSend: () => Boolean(settings.values.model) && settings.hasChatTemplate && !chat.isRunning,
+});
+const sidebar = new Sidebar(store, () => current, {
+  open: (conversation) => open(conversation),
+  remove: (conversation) => {
+    viewOf(conversation).stop(conversation);
+    store.remove(conversation);
+    if (conversation === current) open(newConversation(settings.isText));
+  },
+  renamed: () => showConversation(),
+});
+let current = null; // the conversation that is shown
 
 // The model
 
-async function loadModels() {
-  const place = byId("model");
+async function loadModel() {
   try {
-    const { data } = await getJson("v1/models");
+    const [{ data }, about] = await Promise.all([getJson("v1/models"), getJson("page/about")]);
     settings.setModels(data.map((model) => model.id));
-    place.textContent = settings.values.model;
-    place.dataset.state = "ready";
-    byId("message").placeholder = `Ask ${settings.values.model}`;
-    showSend();
+    settings.setAbout(about);
   } catch (error) {
     if (!(error instanceof ApiFailure)) throw error;
-    place.textContent = error.needsKey ? "key needed" : error.title.toLowerCase();
-    place.dataset.state = "failed";
-    if (error.needsKey) settings.open(true);
-    else setTimeout(loadModels, 3000);
+    if (error.needsKey) status.needKey();
+    else setTimeout(loadModel, 3000);
+    return;
   }
+  if (settings.isText && isEmpty(current) && current.text === undefined) open(newConversation(true));
+  showModel();
+  showMode();
 }
 
-byId("set-model").addEventListener("change", () => (byId("model").textContent = settings.values.model));
-
-// The list of conversations
-
-function showList() {
-  const now = Date.now();
-  const items = store.list().slice(0, MAX_LISTED).map((conversation) => {
-    const isCurrent = conversation === chat.conversation;
-    const title = conversation.title || "New chat";
-    return h(
-      "li",
-      { class: isCurrent ? "current" : null },
-      h(
-        "button",
-        { type: "button", class: "conversation", "aria-current": isCurrent ? "true" : null, click: () => open(conversation) },
-        h("span", {}, title),
-        h("time", { datetime: new Date(conversation.updated).toISOString() }, ago(now - conversation.updated)),
-      ),
-      iconButton("trash", `Delete “${title}”`, () => remove(conversation)),
-    );
-  });
-  byId("conversations").replaceChildren(...items);
-  byId("export").disabled = items.length === 0;
-  const place = byId("storage");
-  const share = store.numCharacters / MAX_CHARACTERS;
-  place.hidden = !store.isFull && share < 0.8;
-  place.classList.toggle("full", store.isFull);
-  place.textContent = store.isFull
-    ? "The browser’s storage for this page is full: the latest messages are not kept. Export or delete conversations."
-    : `${Math.round(share * 100)} % of the room for conversations is taken.`;
+function showModel() {
+  status.name = settings.values.model;
+  byId("message").placeholder = `Ask ${settings.values.model}`;
 }
 
-function ago(milliseconds) {
-  const minutes = Math.floor(milliseconds / 60000);
-  if (minutes < 1) return "now";
-  if (minutes < 60) return `${minutes} min`;
-  if (minutes < 1440) return `${Math.floor(minutes / 60)} h`;
-  return `${Math.floor(minutes / 1440)} d`;
+function showMode() {
+  byId("new-label").textContent = settings.isText ? "New text" : "New chat";
+  const isChat = current.text === undefined;
+  byId("no-chat").hidden = !isChat || settings.hasChatTemplate;
+  byId("composer").hidden = !settings.hasChatTemplate;
+  composer.show();
+  if (!isChat) text.show();
 }
+
+byId("set-model").addEventListener("change", showModel);
+
+// The conversation that is shown: a chat, or a text
+
+const viewOf = (conversation) => (conversation.text === undefined ? chat : text);
+const isEmpty = (conversation) => !conversation.nodes.length && !conversation.text && !store.conversations.has(conversation.id);
 
 function open(conversation) {
-  chat.open(conversation);
-  showList();
-  showSidebar(false);
-  byId("message").focus();
-}
-
-function remove(conversation) {
-  chat.stop(conversation);
-  store.remove(conversation);
-  if (conversation === chat.conversation) chat.open(newConversation());
-  showList();
-  toast(`“${conversation.title || "New chat"}” was deleted.`, {
-    label: "Undo",
-    run: () => {
-      store.restore(conversation);
-      open(conversation);
-    },
-  });
-}
-
-byId("new-chat").addEventListener("click", () => open(newConversation()));
-
-byId("export").addEventListener("click", () => {
-  const address = URL.createObjectURL(new Blob([store.exported()], { type: "application/json" }));
-  h("a", { href: address, download: `xserv-conversations-${new Date().toISOString().slice(0, 10)}.json` }).click();
-  setTimeout(() => URL.revokeObjectURL(address), 10000);
-});
-
-byId("import").addEventListener("click", () => byId("import-file").click());
-byId("import-file").addEventListener("change", async (event) => {
-  const [file] = event.target.files;
-  event.target.value = "";
-  if (!file) return;
+  current = conversation;
   try {
-    const number = store.import(await file.text());
-    toast(number === 1 ? "One conversation was imported." : `${number} conversations were imported.`);
-  } catch (error) {
-    toast(error.message);
+    sessionStorage.setItem(OPEN, conversation.id);
+  } catch {
+    // the latest will be opened
   }
-  showList();
-});
-
-// The list as a drawer on narrow screens
-
-function showSidebar(isOpen) {
-  const isDrawer = NARROW.matches;
-  byId("sidebar").classList.toggle("open", isOpen && isDrawer);
-  byId("sidebar").inert = isDrawer && !isOpen;
-  byId("main").inert = isDrawer && isOpen;
-  byId("scrim").hidden = !(isDrawer && isOpen);
-  byId("open-sidebar").setAttribute("aria-expanded", String(isOpen && isDrawer));
+  const isChat = conversation.text === undefined;
+  for (const id of ["scroll", "composer-place"]) byId(id).hidden = !isChat;
+  byId("document").hidden = isChat;
+  viewOf(conversation).open(conversation);
+  if (isChat) composer.open(conversation);
+  showMode();
+  showConversation();
+  sidebar.slide(false);
+  if (isChat) composer.focus();
+  else text.focus();
 }
 
-byId("open-sidebar").addEventListener("click", () => (showSidebar(true), byId("close-sidebar").focus()));
-byId("close-sidebar").addEventListener("click", () => (showSidebar(false), byId("open-sidebar").focus()));
-byId("scrim").addEventListener("click", () => showSidebar(false));
-NARROW.addEventListener("change", () => showSidebar(false));
-
-// The composer
-
-const message = byId("message");
-
-function showSend() {
-  byId("send").disabled = !message.value.trim() || !settings.values.model;
-  message.rows = 1;
-  message.rows = Math.max(1, Math.min(10, Math.floor((message.scrollHeight - 16) / 24)));
+function showConversation() {
+  sidebar.show();
+  byId("title").textContent = current.title || (current.text === undefined ? "New chat" : "New text");
+  byId("export-one").disabled = isEmpty(current);
+  composer.show();
 }
 
-function send() {
-  const text = message.value.trim();
-  if (!text || chat.isRunning || !settings.values.model) return;
-  message.value = "";
-  showSend();
-  chat.send(text);
+byId("new-chat").addEventListener("click", () => open(newConversation(settings.isText)));
+
+function exportAs(ending, mediaType, content) {
+  byId("export-menu").hidePopover();
+  const name = current.title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60);
+  download(`${name || "conversation"}.${ending}`, mediaType, content);
 }
 
-message.addEventListener("input", showSend);
-message.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    send();
-  } else if (event.key === "ArrowUp" && !message.value && !chat.isRunning) {
-    event.preventDefault();
-    chat.editLast();
-  }
-});
-byId("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
-});
-byId("stop").addEventListener("click", () => (chat.stop(), message.focus()));
+byId("export-markdown").addEventListener("click", () => exportAs("md", "text/markdown", asMarkdown(current)));
+byId("export-json").addEventListener("click", () => exportAs("json", "application/json", store.exported([current])));
 
 // The bar
 
@@ -218,29 +174,37 @@ document.addEventListener("keydown", (event) => {
   const isInDialog = document.querySelector("dialog[open]") !== null;
   if (event.key === "k" && (event.ctrlKey || event.metaKey) && !event.altKey && !event.shiftKey) {
     event.preventDefault();
-    if (!isInDialog) open(newConversation());
+    if (!isInDialog) open(newConversation(settings.isText));
   } else if (event.key === "Escape" && !isInDialog) {
-    if (byId("sidebar").classList.contains("open")) showSidebar(false);
-    else if (chat.isRunning) chat.stop();
+    if (sidebar.isOpen) sidebar.slide(false);
+    else if (viewOf(current).isRunning) viewOf(current).stop();
   }
 });
 
 addEventListener("storage", (event) => {
   // Another tab has changed the conversations; the one on the screen stays as it is here.
-  if (!event.key?.startsWith("xserv.conversation.") || chat.isRunning) return;
-  const current = chat.conversation;
+  if (!event.key?.startsWith("xserv.conversation.") || chat.isRunning || text.isRunning) return;
   store.conversations.clear();
   store.sizes.clear();
   store.load();
   if (store.conversations.has(current.id)) store.conversations.set(current.id, current);
-  showList();
+  sidebar.show();
 });
 
-const latest = store.list()[0];
-if (latest) chat.open(latest);
+/** What this tab showed last; else the latest. */
+function firstConversation() {
+  let id = null;
+  try {
+    id = sessionStorage.getItem(OPEN);
+  } catch {
+    // the latest it is
+  }
+  const found = id === null ? store.list()[0] : store.conversations.get(id);
+  return found ?? { ...newConversation(settings.isText), ...(id === null ? {} : { id }) };
+}
+
+open(firstConversation());
 showTheme(document.documentElement.dataset.theme ?? "auto");
-showSidebar(false);
-showList();
 showLive(location.hash === "#engine");
-loadModels();
-if (!NARROW.matches) message.focus();
+status.look();
+if (NARROW.matches) document.activeElement?.blur();

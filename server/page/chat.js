@@ -1,9 +1,12 @@
 // The chat: shows the branch of a conversation, asks the server for answers, and follows them as they come.
 
-import { ApiFailure, streamChat } from "./api.js";
+import { ApiFailure, stream, wordsOf } from "./api.js";
+import { contentOf } from "./attachments.js";
+import { Clock } from "./clock.js";
+import { fit, surelyFits } from "./context.js";
 import { announce, byId, h, toast } from "./dom.js";
 import { MessageView } from "./message.js";
-import { addNode, choose, newConversation, path, pathTo, removeNode, siblings } from "./store.js";
+import { addNode, choose, path, pathTo, removeNode, siblings } from "./store.js";
 
 const SAVE_INTERVAL_MS = 1500;
 const SUGGESTIONS = ["What is 17 plus 25?", "Reverse the word planet", "Sort these words: pear, apple, fig", "What is the capital of France?"];
@@ -16,8 +19,9 @@ export class Chat {
 
   /**
    * store     where conversations are kept
-   * settings  () → {model, system, sampling}
-   * on        {changed(), needsKey(), asked(request id)}: what the rest of the page wants to know
+   * settings  () → {model, maxModelLen, system, sampling}
+   * on        {changed(), needsKey(), asked(request id), failed(): a request found no server or no engine}: what the
+   *           rest of the page wants to know
    */
   constructor(store, settings, on) {
     this.store = store;
@@ -35,7 +39,6 @@ export class Chat {
       focusComposer: () => byId("message").focus(),
     };
     addEventListener("pagehide", () => this.#saveRunning());
-    this.open(newConversation());
   }
 
   get isRunning() {
@@ -64,7 +67,6 @@ export class Chat {
     }
     byId("send").hidden = Boolean(run);
     byId("stop").hidden = !run;
-    byId("title").textContent = this.conversation.title || "New chat";
     this.follower.follow();
   }
 
@@ -80,9 +82,10 @@ export class Chat {
     );
   }
 
-  send(text) {
+  send(text, files = []) {
     const last = path(this.conversation).at(-1) ?? null;
-    const node = addNode(this.conversation, last, { role: "user", content: text });
+    const fields = files.length ? { files } : {};
+    const node = addNode(this.conversation, last, { role: "user", content: text, ...fields });
     this.follower.isFollowing = true;
     return this.#answer(node);
   }
@@ -100,7 +103,8 @@ export class Chat {
 
   edit(node, text) {
     const parent = this.conversation.nodes.find((each) => each.id === node.parent) ?? null;
-    const edited = addNode(this.conversation, parent, { role: node.role, content: text });
+    const files = node.files ? { files: node.files } : {};
+    const edited = addNode(this.conversation, parent, { role: node.role, content: text, ...files });
     return this.#answer(edited);
   }
 
@@ -144,14 +148,13 @@ export class Chat {
     if (this.#running.has(conversation.id)) return;
     const controller = new AbortController();
     this.#running.set(conversation.id, { node, controller });
-    for (const name of ["finish", "failure"]) delete node[name];
+    for (const name of ["finish", "failure", "numDropped"]) delete node[name];
     const clock = new Clock(node, resumes);
     this.#keep(conversation);
     this.render();
     announce("Answering");
     try {
-      const body = requestOf(conversation, node, this.settings(), resumes);
-      for await (const chunk of streamChat(body, controller.signal)) {
+      for await (const chunk of this.#chunks(conversation, node, resumes, controller.signal)) {
         if (chunk.id !== node.requestId) this.on.asked((node.requestId = chunk.id));
         absorb(node, chunk);
         clock.note(chunk);
@@ -161,6 +164,7 @@ export class Chat {
     } catch (error) {
       if (controller.signal.aborted) node.finish = "stopped";
       else node.failure = wordsOf(error);
+      if (error instanceof ApiFailure && (error.status === 0 || error.status === 503)) this.on.failed();
     } finally {
       delete node.requestId;
       this.#running.delete(conversation.id);
@@ -169,6 +173,26 @@ export class Chat {
     }
     announce(node.failure ? `${node.failure.title}. ${node.failure.message}` : node.content);
     if (node.failure?.needsKey) this.on.needsKey();
+  }
+
+  /** The chunks of the answer; without the oldest turns, where all of them are too long. */
+  async *#chunks(conversation, node, resumes, signal) {
+    const settings = this.settings();
+    const { maxModelLen } = settings;
+    const whole = requestOf(conversation, node, settings, resumes);
+    const shortened = async () => {
+      const { request, numDropped } = await fit(whole, maxModelLen, signal);
+      if (numDropped) node.numDropped = numDropped;
+      return request;
+    };
+    const isSure = !maxModelLen || surelyFits(whole, maxModelLen);
+    try {
+      yield* stream("v1/chat/completions", isSure ? whole : await shortened(), signal);
+    } catch (error) {
+      const isTooLong = error instanceof ApiFailure && error.code === "context_length_exceeded";
+      if (!isTooLong || !isSure || !maxModelLen) throw error;
+      yield* stream("v1/chat/completions", await shortened(), signal);
+    }
   }
 
   /** Something has come: shown with the next frame, kept before long. */
@@ -205,7 +229,7 @@ function requestOf(conversation, node, settings, resumes) {
   const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const turn of turns) {
     if (turn.role === "assistant" && !turn.content) continue; // an answer that failed
-    messages.push({ role: turn.role, content: turn.content });
+    messages.push({ role: turn.role, content: contentOf(turn) });
   }
   const request = { model: settings.model, messages, ...settings.sampling };
   return resumes ? { ...request, continue_final_message: true, add_generation_prompt: false } : request;
@@ -227,52 +251,6 @@ function absorb(node, chunk) {
     if (part.function?.arguments) call.arguments += part.function.arguments;
   }
   if (choice.finish_reason) node.finish = choice.finish_reason;
-}
-
-/** Measures one answer: the time to its first token, and its tokens a second from there on. */
-class Clock {
-  #begin = performance.now();
-  #first = null;
-  #tokensBefore;
-  #tokensAtFirst = 0;
-
-  constructor(node, resumes) {
-    this.node = node;
-    this.#tokensBefore = resumes ? (node.stats?.tokens ?? 0) : 0;
-    if (!resumes) node.stats = {};
-  }
-
-  note(chunk) {
-    const { stats } = this.node;
-    const now = performance.now();
-    const tokens = chunk.usage?.completion_tokens ?? 0;
-    const delta = chunk.choices?.[0]?.delta ?? {};
-    const hasText = Boolean(delta.content || delta.reasoning_content || delta.reasoning || delta.tool_calls?.length);
-    if (hasText && this.#first === null) {
-      this.#first = now;
-      this.#tokensAtFirst = tokens;
-      stats.ttftS = (now - this.#begin) / 1000;
-    }
-    if (delta.content && this.node.reasoning && stats.thoughtS === undefined) {
-      stats.thoughtS = (now - this.#begin) / 1000 - stats.ttftS;
-    }
-    if (tokens) stats.tokens = this.#tokensBefore + tokens;
-    if (chunk.usage) {
-      stats.promptTokens = chunk.usage.prompt_tokens;
-      stats.cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
-    }
-    const took = this.#first === null ? 0 : (now - this.#first) / 1000;
-    if (hasText && tokens > this.#tokensAtFirst && took > 0.02) stats.rate = (tokens - this.#tokensAtFirst) / took;
-  }
-}
-
-function wordsOf(error) {
-  if (!(error instanceof ApiFailure)) {
-    console.error(error);
-    return { title: "The page failed", message: "This should not happen; the browser’s console says more." };
-  }
-  const wait = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
-  return { title: error.title, message: `${error.message}${wait}`, needsKey: error.needsKey };
 }
 
 /** Keeps the end in view while an answer grows, unless the reader has scrolled away from it. */

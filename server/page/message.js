@@ -1,5 +1,6 @@
 // One message on the screen: what was said, how the answer came about, and what can be done with it.
 
+import { fileElement } from "./attachments.js";
 import { copyButton, h, icon, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { count, rate, seconds } from "./numbers.js";
@@ -9,6 +10,7 @@ const ENDS = {
   stopped: "Stopped.",
   interrupted: "Interrupted: the page was left while this was being written.",
 };
+const CONTINUABLE = new Set(Object.keys(ENDS));
 
 /**
  * actions  what the chat does when a button is pressed: retry, resume, edit, remove, show (another branch)
@@ -36,16 +38,19 @@ export class MessageView {
     this.calls = h("div", { class: "calls" });
     const prose = h("div", { class: "prose" });
     this.prose = new MarkdownView(prose);
+    this.notice = h("p", { class: "notice", hidden: true });
     this.pending = h("div", { class: "pending", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
     this.failure = h("div", { class: "failure", hidden: true });
-    this.body.append(this.reasoning, prose, this.calls, this.pending, this.failure);
+    this.body.append(this.notice, this.reasoning, prose, this.calls, this.pending, this.failure);
   }
 
   /** Shows the node as it is now. `branches`: its siblings, itself among them. */
   update({ isRunning, branches }) {
     if (this.node.role === "assistant") this.#showAnswer(isRunning);
     else if (!this.#isEditing) this.#showUser();
-    const footKey = JSON.stringify([isRunning, branches.length, branches.indexOf(this.node), this.node.finish]);
+    const footKey = JSON.stringify([
+      isRunning, branches.length, branches.indexOf(this.node), this.node.finish, Boolean(this.node.failure),
+    ]);
     if (footKey !== this.footKey || isRunning) {
       this.footKey = footKey;
       this.#showFoot(isRunning, branches);
@@ -58,15 +63,20 @@ export class MessageView {
   }
 
   #showUser() {
+    if (this.body.querySelector(".bubble, .file")) return; // a message never changes; an edited one is another
+    const { content, files = [] } = this.node;
     this.element.setAttribute("aria-label", "You");
-    if (this.body.firstChild?.textContent !== this.node.content || !this.body.querySelector(".bubble")) {
-      this.body.replaceChildren(h("div", { class: "bubble" }, this.node.content));
-    }
+    this.body.replaceChildren(...files.map(fileElement), content ? h("div", { class: "bubble" }, content) : "");
   }
 
   #showAnswer(isRunning) {
     const { node } = this;
     this.element.setAttribute("aria-busy", String(isRunning));
+    this.notice.hidden = !node.numDropped;
+    if (node.numDropped) {
+      const turns = node.numDropped === 1 ? "the oldest turn was" : `the oldest ${node.numDropped} turns were`;
+      this.notice.textContent = `The context is full: ${turns} left out.`;
+    }
     this.reasoning.hidden = !node.reasoning;
     if (node.reasoning) {
       const isThinking = isRunning && !node.content && !node.calls?.length;
@@ -112,14 +122,16 @@ export class MessageView {
     if (node.role === "assistant") {
       if (!isRunning && node.content) parts.push(copyButton(() => node.content, "Copy answer"));
       if (!isRunning) parts.push(iconButton("retry", "Answer again", () => this.#actions.retry(node)));
-      if (!isRunning && node.content && (node.finish === "length" || node.finish === "stopped")) {
-        parts.push(iconButton("resume", "Go on from here", () => this.#actions.resume(node)));
-      }
     } else {
       parts.push(copyButton(() => node.content, "Copy message"));
       if (!isRunning) parts.push(iconButton("edit", "Edit message", () => this.edit()));
     }
     if (!isRunning) parts.push(iconButton("trash", "Delete from here", () => this.#actions.remove(node)));
+    if (!isRunning && node.role === "assistant" && node.content && (CONTINUABLE.has(node.finish) || node.failure)) {
+      const label = h("span", {}, "Continue");
+      const resume = () => this.#actions.resume(node);
+      parts.unshift(h("button", { type: "button", class: "button small", click: resume }, icon("resume"), label));
+    }
     const meta = h("span", { class: "meta" }, describe(node, isRunning));
     const buttons = h("span", { class: "buttons" }, parts);
     this.foot.replaceChildren(...(meta.childNodes.length ? [meta, buttons] : [buttons]));
@@ -149,6 +161,7 @@ export class MessageView {
     };
     const end = () => {
       this.#isEditing = false;
+      this.body.replaceChildren();
       this.#showUser();
       this.foot.hidden = false;
     };

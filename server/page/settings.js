@@ -1,25 +1,38 @@
-// The settings sheet: key, model, system prompt, sampling. An empty field is not sent: then the server decides.
+// The settings sheet: key, model, mode, system prompt, sampling. An empty field is not sent: then the server decides.
 
 import { apiKey, setApiKey } from "./api.js";
 import { byId, h } from "./dom.js";
 import { loadSettings, saveSettings } from "./store.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+  "max_tokens", "seed",
+];
+const FIELDS = [...NUMBERS, "system", "stop"];
+const MAX_STOPS = 64;
 
 export class Settings {
-  /** keyChanged  called when another API key has been entered */
-  constructor(keyChanged) {
+  /** on  {keyChanged(): another API key has been entered, modeChanged()} */
+  constructor(on) {
+    this.maxModelLen = 0; // not known
+    this.hasChatTemplate = true;
     this.sheet = byId("settings");
     this.form = byId("settings-form");
     this.key = byId("set-key");
     this.model = byId("set-model");
+    this.mode = byId("set-mode");
     this.stored = loadSettings();
     this.#fill();
+    this.mode.addEventListener("change", () => {
+      this.#keep();
+      on.modeChanged();
+    });
     this.form.addEventListener("input", () => this.#keep());
     byId("reset-settings").addEventListener("click", () => {
       this.stored = {};
       this.#fill();
       this.#keep();
+      on.modeChanged();
     });
     this.sheet.addEventListener("click", (event) => {
       if (event.target === this.sheet) this.sheet.close(); // beside the sheet
@@ -28,7 +41,7 @@ export class Settings {
       const key = this.key.value.trim();
       if (key === apiKey()) return;
       setApiKey(key);
-      keyChanged();
+      on.keyChanged();
     });
   }
 
@@ -47,6 +60,20 @@ export class Settings {
     this.model.disabled = names.length < 2;
   }
 
+  /** What the server says of its model. */
+  setAbout({ max_model_len, has_chat_template }) {
+    this.maxModelLen = max_model_len;
+    this.hasChatTemplate = has_chat_template;
+    this.mode.disabled = !has_chat_template;
+    byId("mode-note").hidden = has_chat_template;
+    this.mode.value = this.isText ? "text" : "chat";
+  }
+
+  /** Whether what is new is a text to be continued, no chat. */
+  get isText() {
+    return !this.hasChatTemplate || this.stored.mode === "text";
+  }
+
   /** What a request is made with. */
   get values() {
     const sampling = {};
@@ -54,20 +81,31 @@ export class Settings {
       const field = this.form.elements[name];
       if (field.value !== "" && field.validity.valid) sampling[name] = field.valueAsNumber;
     }
-    return { model: this.model.value, system: this.form.elements.system.value.trim(), sampling };
+    const stop = this.form.elements.stop.value.split("\n").filter(Boolean).slice(0, MAX_STOPS).map(unescaped);
+    if (stop.length) sampling.stop = stop;
+    const system = this.form.elements.system.value.trim();
+    return { model: this.model.value, maxModelLen: this.maxModelLen, system, sampling };
   }
 
   #fill() {
-    for (const name of [...NUMBERS, "system"]) this.form.elements[name].value = this.stored[name] ?? "";
+    for (const name of FIELDS) this.form.elements[name].value = this.stored[name] ?? "";
+    this.mode.value = this.isText ? "text" : "chat";
   }
 
   #keep() {
     const stored = { model: this.model.value };
-    for (const name of [...NUMBERS, "system"]) {
+    const mode = this.hasChatTemplate ? this.mode.value : this.stored.mode; // a model without a template decides nothing
+    if (mode === "text") stored.mode = mode;
+    for (const name of FIELDS) {
       const { value } = this.form.elements[name];
       if (value !== "") stored[name] = value;
     }
     this.stored = stored;
     saveSettings(stored);
   }
+}
+
+/** A stop string as it was typed: \n, \t and \\ are written with a backslash. */
+function unescaped(text) {
+  return text.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t" })[letter] ?? "\\");
 }

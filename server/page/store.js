@@ -1,8 +1,12 @@
 // Conversations, kept in the browser. A conversation is a tree of messages: editing a message or asking again adds a
 // branch beside the old one, and `chosen` says which branch is shown.
 //
-//   conversation  {id, title, created, updated, nodes: [node], chosen: {parent id or "root": node id}}
-//   node          {id, parent, role, content, …}; an assistant's also has reasoning, calls, stats, finish, failure
+//   conversation  {id, title, created, updated, nodes: [node], chosen: {parent id or "root": node id}}; one that is a
+//                 text to be continued has `text`, and no nodes
+//   node          {id, parent, role, content, …}; a user's may have files: [{name, text}]; an assistant's also has
+//                 reasoning, calls, stats, finish, failure, numDropped (turns that were left out for it)
+
+import { contentOf } from "./attachments.js";
 
 const PREFIX = "xserv.conversation.";
 const SETTINGS = "xserv.settings";
@@ -11,27 +15,46 @@ const FORMAT = "xserv-conversations-1";
 /** Characters that all conversations may take together; browsers give a page about five million. */
 export const MAX_CHARACTERS = 4_000_000;
 const MAX_IMPORTED_BYTES = 16_000_000;
+const MAX_TITLE = 200;
 const ROLES = new Set(["user", "assistant"]);
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(3)).reduce((id, part) => id + part.toString(36), "");
 
-export function newConversation() {
-  return { id: newId(), title: "", created: Date.now(), updated: Date.now(), nodes: [], chosen: {} };
+/** isText  whether it is a text to be continued */
+export function newConversation(isText = false) {
+  const text = isText ? { text: "" } : {};
+  return { id: newId(), title: "", created: Date.now(), updated: Date.now(), nodes: [], chosen: {}, ...text };
 }
 
 export function addNode(conversation, parent, fields) {
   const node = { id: newId(), parent: parent?.id ?? null, content: "", ...fields };
   conversation.nodes.push(node);
   choose(conversation, node);
-  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content);
+  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content || (node.files?.[0]?.name ?? ""));
   return node;
+}
+
+/** Whether it has another title now. */
+export function rename(conversation, text) {
+  const title = text.replace(/\s+/g, " ").trim().slice(0, MAX_TITLE);
+  if (!title || title === conversation.title) return false;
+  conversation.title = title;
+  return true;
+}
+
+/** Whether the title or a message holds the words; `query` is in lower case. */
+export function matches(conversation, query) {
+  const has = (text) => text.toLowerCase().includes(query);
+  if (has(conversation.title) || has(conversation.text ?? "")) return true;
+  return conversation.nodes.some((node) => has(node.content) || node.files?.some((file) => has(file.name)));
 }
 
 export function choose(conversation, node) {
   conversation.chosen[node.parent ?? "root"] = node.id;
 }
 
-function titleOf(text) {
+/** The first line, shortened. */
+export function titleOf(text) {
   const line = text.trim().split("\n", 1)[0];
   return line.length > 60 ? `${line.slice(0, 57).trimEnd()}…` : line;
 }
@@ -130,8 +153,9 @@ export class Store {
     return this.save(conversation);
   }
 
-  exported() {
-    return JSON.stringify({ format: FORMAT, conversations: this.list() }, null, 1);
+  /** These conversations, or all, as a file that `import` takes. */
+  exported(conversations = this.list()) {
+    return JSON.stringify({ format: FORMAT, conversations }, null, 1);
   }
 
   /** Adds the conversations of an exported file; gives their number. Throws an `Error` in words. */
@@ -152,6 +176,18 @@ export class Store {
     }
     return found.length;
   }
+}
+
+/** The branch that is shown, to be read. */
+export function asMarkdown(conversation) {
+  if (conversation.text !== undefined) return conversation.text;
+  const parts = [`# ${conversation.title || "Chat"}`];
+  for (const node of path(conversation)) {
+    parts.push(node.role === "user" ? "## You" : "## Answer");
+    if (node.role === "user") parts.push(contentOf(node));
+    else parts.push(node.content, ...(node.calls ?? []).map((call) => `Tool call: \`${call.name}(${call.arguments})\``));
+  }
+  return `${parts.filter(Boolean).join("\n\n")}\n`;
 }
 
 export function loadSettings() {
@@ -181,7 +217,8 @@ function readConversation(value) {
   for (const [parent, child] of Object.entries(value.chosen ?? {})) if (known.has(child)) chosen[parent] = child;
   return {
     id: value.id.slice(0, 64),
-    title: typeof value.title === "string" ? value.title.slice(0, 200) : "",
+    ...(typeof value.text === "string" ? { text: value.text } : {}),
+    title: typeof value.title === "string" ? value.title.slice(0, MAX_TITLE) : "",
     created: Number(value.created) || 0,
     updated: Number(value.updated) || 0,
     nodes,
@@ -192,6 +229,10 @@ function readConversation(value) {
 function readNode(node) {
   const read = { id: node.id, parent: node.parent ?? null, role: node.role, content: node.content };
   if (typeof node.reasoning === "string") read.reasoning = node.reasoning;
+  if (Array.isArray(node.files)) {
+    read.files = node.files.map((file) => ({ name: String(file?.name ?? ""), text: String(file?.text ?? "") }));
+  }
+  if (Number.isInteger(node.numDropped) && node.numDropped > 0) read.numDropped = node.numDropped;
   if (Array.isArray(node.calls)) {
     read.calls = node.calls.map((call) => ({
       id: String(call?.id ?? ""),

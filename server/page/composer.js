@@ -1,0 +1,96 @@
+// The box that messages are written in. What is written and not yet sent is kept with its conversation for this tab,
+// so that it is still there when the page is loaded again.
+
+import { Attachments } from "./attachments.js";
+import { byId } from "./dom.js";
+
+const DRAFT = "xserv.draft.";
+const LINE_HEIGHT = 24;
+const PADDING = 16;
+
+export class Composer {
+  #id = null; // of the conversation
+
+  /** on  {send(text, files), stop(), editLast(), canSend(): whether a message may be sent now} */
+  constructor(on) {
+    this.on = on;
+    this.message = byId("message");
+    this.attachments = new Attachments(() => this.#changed());
+    this.message.addEventListener("input", () => this.#changed());
+    this.message.addEventListener("keydown", (event) => this.#key(event));
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    byId("stop").addEventListener("click", () => {
+      on.stop();
+      this.message.focus();
+    });
+  }
+
+  /** Shows what was being written in this conversation. */
+  open(conversation) {
+    this.#id = conversation.id;
+    const { text = "", files = [] } = readDraft(this.#id);
+    this.message.value = text;
+    this.attachments.files = files;
+    this.show();
+  }
+
+  /** The button and the height of the box as they have to be. */
+  show() {
+    const { message } = this;
+    const isEmpty = !message.value.trim() && !this.attachments.files.length;
+    byId("send").disabled = isEmpty || !this.on.canSend();
+    message.rows = 1;
+    message.rows = Math.max(1, Math.min(10, Math.floor((message.scrollHeight - PADDING) / LINE_HEIGHT)));
+  }
+
+  focus() {
+    this.message.focus();
+  }
+
+  #changed() {
+    keepDraft(this.#id, { text: this.message.value, files: this.attachments.files });
+    this.show();
+  }
+
+  #key(event) {
+    const isEmpty = !this.message.value && !this.attachments.files.length;
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      this.#send();
+    } else if (event.key === "ArrowUp" && isEmpty && this.on.canSend()) {
+      event.preventDefault();
+      this.on.editLast();
+    }
+  }
+
+  #send() {
+    const text = this.message.value.trim();
+    const { files } = this.attachments;
+    if ((!text && !files.length) || !this.on.canSend()) return;
+    this.message.value = "";
+    this.attachments.files = [];
+    this.#changed();
+    this.on.send(text, files);
+  }
+}
+
+function readDraft(id) {
+  try {
+    const { text, files } = JSON.parse(sessionStorage.getItem(DRAFT + id)) ?? {};
+    return { text: String(text ?? ""), files: Array.isArray(files) ? files : [] };
+  } catch {
+    return {};
+  }
+}
+
+function keepDraft(id, draft) {
+  try {
+    if (draft.text || draft.files.length) sessionStorage.setItem(DRAFT + id, JSON.stringify(draft));
+    else sessionStorage.removeItem(DRAFT + id);
+  } catch {
+    // it is there until the page is left
+  }
+}
