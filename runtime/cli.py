@@ -1,4 +1,4 @@
-"""The program `xserv`, which is `python -m runtime.cli`: chat, generate, serve, tokenize, info, kernels, bench.
+"""The program `xserv`, which is also `python -m xserv` and `python -m runtime.cli`.
 
 Typer's own import costs some 70 ms and is most of the start; rich is not used for the help, and everything
 else is imported when a command runs.
@@ -16,12 +16,15 @@ import typer
 
 from runtime.commands.chat import chat
 from runtime.commands.generate import generate
-from runtime.commands.group import CommandGroup
+from runtime.commands.group import Command, CommandGroup
 from runtime.commands.info import info
 from runtime.commands.kernels import kernels
 from runtime.commands.options import with_options
+from runtime.commands.perplexity import perplexity
 from runtime.commands.serve import serve
 from runtime.commands.tokenize import tokenize
+
+USE, LOOK, MEASURE = "Use a model", "Look at one", "Measure and compile"
 
 
 class Program(CommandGroup):
@@ -35,25 +38,49 @@ class Program(CommandGroup):
             return super().get_command(ctx, cmd_name)
         from runtime.commands.benchmarks import bench
 
-        return typer.main.get_command(bench)
+        command: Any = typer.main.get_command(bench)
+        command.rich_help_panel = MEASURE
+        return command
 
 
 app = typer.Typer(
-    cls=Program, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=Program,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from runtime.version import release
+
+        print(f"xserv {release()}")
+        raise typer.Exit
 
 
 @app.callback()
 def _program(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Chat with a language model, serve it, measure it."""
     assert not debug  # taken out of the arguments by CommandGroup
+    assert not version
 
 
-for _command in (chat, generate, serve, tokenize, info):
-    app.command()(with_options(_command))
-app.add_typer(kernels)
+for _command, _panel, _is_positional in (
+    (chat, USE, True),
+    (generate, USE, True),
+    (serve, USE, True),
+    (tokenize, LOOK, False),
+    (info, LOOK, True),
+    (perplexity, LOOK, False),
+):
+    app.command(cls=Command, rich_help_panel=_panel)(with_options(_command, takes_model=_is_positional))
+app.add_typer(kernels, rich_help_panel=MEASURE)
 
 
 def main() -> None:

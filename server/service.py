@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
@@ -22,6 +21,7 @@ from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
+from runtime.version import release
 from server.config import ServerConfig
 from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, unsatisfiable
 from server.observing.logs import FIELDS
@@ -188,14 +188,6 @@ class Service:
 def new_id(kind: str) -> str:
     """ "chatcmpl-…", "cmpl-…": unique, and nothing else."""
     return f"{kind}-{uuid4().hex}"
-
-
-def release() -> str:
-    """The version that is installed; "0" where the server runs from a checkout that is not."""
-    try:
-        return version("xserv")
-    except PackageNotFoundError:
-        return "0"
 
 
 def _fingerprint(client: EngineClient, model_name: str) -> str:

@@ -88,9 +88,9 @@ ELSEWHERE = {
         "make chat MODEL=Qwen/Qwen3-0.6B", "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
         ".venv/bin/xserv chat --model /path/to/model-Q4_K_M.gguf",
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
-        "python -m tools.simulate", "python -m tools.perplexity FOLDER TEXT [--quantization int8]",
-        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config Qwen3-8B --gpu h200",
-        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config Qwen3-8B --output-json azure.json",
+        "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
+        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
+        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
         "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",

@@ -1,6 +1,6 @@
 """What a trace of requests would see of one or many replicas: the real scheduler in virtual time.
 
-    python -m tools.simulate TRACE.csv --config path/to/Qwen3-8B --gpu h200
+    python -m tools.simulate TRACE.csv --config qwen3-8b --gpu h200          # or a folder with a config.json
     python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4 --router least-loaded
 
 A step takes what a step-time model says: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models.registry import load_config
 from runtime.bench.load.traces import Trace, read_trace
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.scheduling.presets import PRESETS, find_config
 from runtime.bench.scheduling.simulation import ROUTERS, simulate
 from runtime.bench.scheduling.step_model import (
     GPUS,
@@ -105,8 +105,8 @@ def _step_model(options: argparse.Namespace) -> tuple[StepModel, tuple[int | Non
             return LinearStepModel.from_json(values), (None,), None
         return LinearStepModel.from_json(values["step_model"]), _layer_windows(values), None
     if options.config is None:
-        raise BenchmarkError("a step-time model is needed: --step-model FILE, or --config FOLDER for a roofline")
-    config = load_config(options.config)
+        raise BenchmarkError("a step-time model is needed: --step-model FILE, or --config NAME for a roofline")
+    config = find_config(options.config)
     model = roofline(config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3)
     return model, config.layer_windows, config.max_position_embeddings
 
@@ -186,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals this many times as dense")
     parser.add_argument("--length", type=float, default=1.0, help="prompts and answers this many times as long")
     parser.add_argument("--step-model", type=Path, help="JSON of a fitted step-time model")
-    parser.add_argument("--config", type=Path, help="folder with a config.json, for a roofline")
+    parser.add_argument(
+        "--config", help=f"shapes for a roofline: {', '.join(PRESETS)}, or a folder with a config.json"
+    )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline")
     parser.add_argument("--overhead-ms", type=float, default=0.5, help="of each step beside the roofline's time")
     parser.add_argument("--replicas", type=int, default=1)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from runtime.commands.group import Command
 from runtime.commands.options import EngineOptions, integers, with_options
 from runtime.commands.report import ReportOptions, listing
 
@@ -206,4 +207,4 @@ def loading(
 
 
 for _command in (latency, throughput, streaming, allocator, exact, overhead, loading):
-    bench.command()(with_options(_command))
+    bench.command(cls=Command)(with_options(_command))

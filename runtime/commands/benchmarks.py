@@ -8,9 +8,10 @@ from runtime.commands.bench_peers import COMMANDS as PEER_COMMANDS
 from runtime.commands.bench_scheduling import COMMANDS as SCHEDULING_COMMANDS
 from runtime.commands.bench_serve import COMMANDS as SERVE_COMMANDS
 from runtime.commands.bench_tokenizer import COMMANDS as TOKENIZER_COMMANDS
+from runtime.commands.group import Command
 from runtime.commands.options import with_options
 
 __all__ = ["bench"]
 
 for _command in PEER_COMMANDS + TOKENIZER_COMMANDS + SERVE_COMMANDS + SCHEDULING_COMMANDS + KERNEL_COMMANDS:
-    bench.command()(with_options(_command))
+    bench.command(cls=Command)(with_options(_command))

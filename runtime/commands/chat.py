@@ -28,7 +28,8 @@ def chat(
 ) -> None:
     """Talk with a model. On a pipe each line is a message, and only answers go to stdout.
 
-    On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.
+    A model without a chat template goes on with the text. On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help
+    lists the commands.
     """
     from runtime.commands.chat_session import ChatSession
     from runtime.llm import LLM
@@ -36,6 +37,8 @@ def chat(
     is_terminal = sys.stdin.isatty()
     with LLM(**llm_options.arguments()) as llm:
         session = ChatSession(llm, system=system, given=sampling.given(), on_reasoning=show_reasoning)
+        if not session.has_template:
+            say("the model has no chat template: it goes on with your text (--chat-template FILE gives it one)")
         if is_terminal:
             facts = llm.client.info
             context = f"{facts.max_model_len} tokens of context"

@@ -15,10 +15,14 @@ from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 
 if TYPE_CHECKING:
+    from runtime.engine.sampling_params import SamplingParams
     from runtime.llm import LLM
 
 MOST_RESERVED_TOKENS = 256
 """Room kept for the answer when nothing says how long it may be (never more than half the context)."""
+
+MOST_CONTINUED_TOKENS = 128
+"""Length of an answer of a model without a chat template, unless something says how long it may be."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,9 @@ class AnswerStats:
 class ChatSession:
     """A conversation with `llm`.
 
+    Without a chat template (`has_template`) the model goes on with the text: its prompt is all that was said so far,
+    each message on a line of its own.
+
     given         fields of `SamplingParams` that override the model's defaults
     on_reasoning  is shown what the model thinks before it answers, as it comes; the conversation forgets it
     """
@@ -61,6 +68,7 @@ class ChatSession:
     ) -> None:
         self.llm = llm
         self.on_reasoning = on_reasoning
+        self.has_template = llm.tokenizer is None or llm.tokenizer.has_chat_template
         self.answer_format = AnswerFormat(reasoning=AnswerFormat.of(llm.tokenizer).reasoning)
         self.conversation = Conversation(system)
         self.given: dict[str, Any] = {}
@@ -70,14 +78,23 @@ class ChatSession:
 
     def set_sampling(self, given: dict[str, Any]) -> None:
         """Replaces the overriding fields; raises `RequestError`, and changes nothing, when one is wrong."""
-        params = sampling_params(self.llm, given, max_tokens=None)
+        params = self.params(given)
         if params.n != 1:
             raise InvalidArgumentError(f"n={params.n}: a chat has one answer", param="n")
         self.given = given
 
+    def params(self, given: dict[str, Any]) -> SamplingParams:
+        """`given` over the model's defaults. A text that is gone on with has no end of its own, and gets one."""
+        return sampling_params(self.llm, given, max_tokens=None if self.has_template else MOST_CONTINUED_TOKENS)
+
     def encode(self, messages: list[Message]) -> list[int]:
-        """The prompt's token ids, by the model's chat template."""
-        return chat_prompt(self.llm.tokenizer, messages)
+        """The prompt's token ids, by the model's chat template; without one, those of the text so far."""
+        if self.has_template:
+            return chat_prompt(self.llm.tokenizer, messages)
+        text = ""
+        for message in messages:
+            text += message["content"] if message["role"] == "assistant" else f"\n{message['content']}"
+        return self.llm.get_tokenizer().encode(text.removeprefix("\n"))
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Asks, and yields the answer's text as it comes.
@@ -88,7 +105,7 @@ class ChatSession:
         """
         if self.conversation.is_open:  # an interrupt came at an awkward moment
             self.conversation.take_back()
-        params = sampling_params(self.llm, self.given, max_tokens=None)
+        params = self.params(self.given)
         context = self.llm.client.info.max_model_len
         reserved = min(params.max_tokens or MOST_RESERVED_TOKENS, context // 2)
         self.conversation.ask(text)

@@ -1,4 +1,6 @@
-"""How every command ends: status 0; or one line on stderr, and status 2 (usage, model, request) or 1."""
+"""How every command ends: status 0; or one line on stderr, and status 2 (usage, model, request) or 1. And how its help
+is set: options and commands under the headings that they belong to (``rich_help_panel``), without rich, which would
+take longer to import than all the rest."""
 
 from __future__ import annotations
 
@@ -7,13 +9,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 MOST_CHARACTERS = 1000
 
 
+class Command(TyperCommand):
+    """A command whose help has its options under their headings, those of its own first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        _write(formatter, sections)
+
+
+def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+    for heading, rows in sections.items():
+        if rows:
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
 class CommandGroup(TyperGroup):
     """The commands; errors become one line. `--debug`, anywhere before a `--`, shows the traceback."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        names = self.list_commands(ctx)
+        width = formatter.width - 6 - max(map(len, names))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in names:
+            command: Any = self.get_command(ctx, name)
+            heading = getattr(command, "rich_help_panel", None) or "Commands"
+            sections.setdefault(heading, []).append((name, command.get_short_help_str(width)))
+        _write(formatter, sections)
 
     def main(
         self,

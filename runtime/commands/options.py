@@ -5,11 +5,12 @@ A command takes such a dataclass as one parameter; `with_options` spreads its fi
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
 
@@ -33,6 +34,16 @@ _CONFIG = EngineConfig()
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What an engine is built of; the defaults are `EngineConfig`'s."""
+
+    HEADINGS: ClassVar = {
+        "model": "Model",
+        "max_model_len": "Memory and batches",
+        "load_format": "Model",
+        "gemm": "Execution",
+        "scheduling_policy": "Scheduling",
+        "exact": "Execution",
+    }
+    """Under which heading of the help an option and those behind it stand."""
 
     model: Annotated[
         str | None,
@@ -148,6 +159,8 @@ class EngineOptions:
 class LlmOptions(EngineOptions):
     """What `LLM` is made of: an engine, and a tokenizer."""
 
+    HEADINGS: ClassVar = {**EngineOptions.HEADINGS, "tokenizer": "Model"}
+
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder or GGUF file of the tokenizer; default: the model's.")
     ] = None
@@ -180,6 +193,8 @@ class SamplingOptions(_NumberOptions):
     """`SamplingParams`' fields, those of `runtime.sampling_table` first. None: as in the model's generation config,
     else `SamplingParams`' default."""
 
+    HEADINGS: ClassVar = {"temperature": "Sampling", "max_tokens": "Sampling"}
+
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None
@@ -203,34 +218,42 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         raise RequestError(f"{name} must be integers with commas between them, got {text!r:.80}", param=name) from None
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
     """A command whose dataclass parameters are spread into one option a field.
 
     `def f(text: str, engine: EngineOptions)` becomes, for typer, `f(text, *, model=None, device="auto",
-    ...)`.
+    ...)`. With `takes_model` the model may also be given as an argument, without `--model`.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
+
+    def add(name: str, annotation: Any, default: Any) -> None:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, annotation=annotation, default=default))
+
+    if takes_model:
+        argument = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+        add("model_argument", Annotated[str | None, argument], None)
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name not in groups:
-            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            add(parameter.name, hints[parameter.name], parameter.default)
             continue
         group = groups[parameter.name]
         group_hints = get_type_hints(group, include_extras=True)
+        headings, heading = getattr(group, "HEADINGS", {}), None
         for field in fields(group):
             assert field.default is not MISSING, f"{group.__name__}.{field.name} needs a default"
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=group_hints[field.name],
-                )
-            )
+            heading = headings.get(field.name, heading)
+            add(field.name, _under(heading, group_hints[field.name]), field.default)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        model = values.pop("model_argument", None)
+        if model is not None:
+            if values["model"] is not None:
+                raise typer.BadParameter(f"the model {model!r} is given beside --model {values['model']!r}")
+            values["model"] = model
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
@@ -239,3 +262,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del run.__dict__["__wrapped__"]  # or typer would read the command's own annotations
     return run
+
+
+def _under(heading: str | None, hint: Any) -> Any:
+    """The same annotation, with the option under a heading of the help."""
+    kind, option = get_args(hint)
+    option = copy.copy(option)
+    option.rich_help_panel = heading
+    return Annotated[kind, option]

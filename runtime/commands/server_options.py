@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -18,6 +18,14 @@ _CONFIG = ServerConfig()
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Limits, keys and operations of the server; the meanings are `ServerConfig`'s."""
+
+    HEADINGS: ClassVar = {
+        "max_connections": "Limits of the server",
+        "tool_call_parser": "Answers",
+        "num_tokenizer_threads": "Limits of the server",
+        "api_keys": "Keys and addresses",
+        "drain_timeout_s": "Operations",
+    }
 
     max_connections: Annotated[
         int, typer.Option(help="Connections open at once; beyond it the answer is 503.", min=1)

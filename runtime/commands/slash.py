@@ -6,7 +6,7 @@ The table at the end is what `/help` prints. Knows no terminal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from runtime.commands.chat_session import ChatSession
@@ -49,7 +49,8 @@ def _system(session: ChatSession, rest: str) -> Reply:
 
 
 def _set(session: ChatSession, rest: str) -> Reply:
-    hints = get_type_hints(SamplingOptions)
+    every_hint = get_type_hints(SamplingOptions)
+    hints = {field.name: every_hint[field.name] for field in fields(SamplingOptions)}
     if not rest:
         lines = [f"{name} = {value}" for name, value in session.given.items()]
         return Reply("\n".join(lines) or f"nothing is set; names: {', '.join(hints)}")

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.version import release
 from server.errors import invalid
 from server.ollama_api.objects import (
     ListedModel,
@@ -24,7 +25,7 @@ from server.ollama_api.objects import (
 )
 from server.ollama_api.request import own_model, tagged
 from server.ollama_api.schema import OllamaShowRequest
-from server.service import Service, release
+from server.service import Service
 from server.transport.body import decode_body, read_body
 
 API_VERSION = "0.12.11"

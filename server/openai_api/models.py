@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError
+from runtime.version import release
 from server.anthropic_api.models import listed_model, listed_models
 from server.dialect import dialect_of
 from server.errors import engine_unavailable
 from server.openai_api.answers import Model, ModelList, Version
-from server.service import Service, release
+from server.service import Service
 
 
 def _model(service: Service) -> Model:

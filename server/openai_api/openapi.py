@@ -16,6 +16,7 @@ from starlette.responses import Response as HttpResponse
 
 from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
 from runtime.sampling_table import COLUMNS, json_schema
+from runtime.version import release
 from server.anthropic_api import description as messages_description
 from server.anthropic_api.objects import (
     MessageAnswer,
@@ -76,7 +77,7 @@ from server.responses_api.schema import (
     InputReasoning,
     ResponsesRequest,
 )
-from server.service import Service, release
+from server.service import Service
 from server.static_page import About
 
 Json = dict[str, Any]

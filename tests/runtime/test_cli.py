@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -53,11 +56,74 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_help_names_every_command() -> None:
     status, out, _ = invoke("--help")
     assert status == 0
-    for command in ("chat", "generate", "serve", "tokenize", "info", "kernels", "bench"):
+    for command in ("chat", "generate", "serve", "tokenize", "info", "perplexity", "kernels", "bench"):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE)
         assert invoke(command, "--help")[0] == 0
     for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "allocator", "overhead"):
         assert invoke("bench", benchmark, "--help")[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["serve", "-h"], ["kernels", "build", "-h"], ["bench", "latency", "-h"]])
+def test_h_is_help(arguments: list[str]) -> None:
+    assert invoke(*arguments) == invoke(*arguments[:-1], "--help")
+    assert invoke(*arguments)[0] == 0
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"xserv {version('xserv')}\n", "")
+
+
+def test_help_stands_under_headings() -> None:
+    def headings(*arguments: str) -> list[str]:
+        return re.findall(r"^(\w.*):$", invoke(*arguments, "--help")[1], re.MULTILINE)
+
+    assert headings() == ["Options", "Use a model", "Look at one", "Measure and compile"]
+    engine = ["Model", "Memory and batches", "Execution", "Scheduling"]
+    assert headings("chat") == ["Arguments", "Options", *engine, "Sampling"]
+    of_server = ["Limits of the server", "Answers", "Keys and addresses", "Operations"]
+    assert headings("serve") == ["Arguments", "Options", *engine, *of_server]
+    assert headings("bench", "latency")[1:5] == engine
+    text = invoke("serve", "--help")[1]
+    assert text.index("Keys and addresses:") < text.index("--api-key") < text.index("Operations:")
+
+
+@needs_stories
+def test_the_model_may_be_an_argument() -> None:
+    named, given = (json.loads(invoke("info", *words, str(STORIES), "--json")[1]) for words in (["--model"], []))
+    assert named["model"] == given["model"]
+    status, out, err = invoke("generate", str(STORIES), "-p", "Once", "--max-tokens", "2", "--device", "cpu")
+    assert (status, err, len(out.splitlines())) == (0, "", 1)
+    for command in ("chat", "serve"):
+        assert invoke(command, "/nowhere/at/all")[::2] == invoke(command, "--model", "/nowhere/at/all")[::2]
+    assert "beside --model" in invoke("info", "a", "--model", "b")[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    """The script for a shell, and what the program answers when the shell asks as that script does."""
+
+    def run(environment: dict[str, str], *arguments: str) -> str:
+        ours = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", **environment}
+        done = subprocess.run(
+            [sys.executable, "-m", "runtime.cli", *arguments],
+            cwd=ROOT, timeout=60, capture_output=True, text=True, env={**os.environ, **ours},
+        )  # fmt: skip
+        return done.stdout
+
+    script = run({}, "--show-completion", shell)
+    assert "_XSERV_COMPLETE" in script
+    assert "xserv" in script
+    asked = {
+        "bash": {"COMP_WORDS": "xserv ser", "COMP_CWORD": "1"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "xserv ser"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "xserv ser", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    answer = run({"_XSERV_COMPLETE": f"complete_{shell}", **asked})
+    assert "serve" in answer
+    assert "generate" not in answer
+    run({}, "--install-completion", shell)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("_XSERV_COMPLETE" in path.read_text() for path in written), written
 
 
 def test_defaults_are_those_of_the_library() -> None:
@@ -106,6 +172,8 @@ def test_engine_options_in_their_units() -> None:
         (["generate", "-p", "x", "--device", "cuda"], 2, "cuda"),
         (["generate", "-p", "x", "--device", "tpu"], 2, "tpu"),
         (["generate", "--prompt-file", "/nowhere/prompts"], 1, "/nowhere/prompts: No such file"),
+        (["perplexity", "/nowhere/text"], 1, "/nowhere/text: No such file"),
+        (["perplexity"], 2, "Missing argument 'TEXT'"),
         (["info", "--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["info", "--prefill-chunk-stages", "a,b"], 2, "prefill_chunk_stages must be integers"),
         (["info", "--prefill-chunk-stages", "64,32"], 2, "(high, low, stages, over_tokens)"),

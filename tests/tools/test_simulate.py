@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import models.demo
+from runtime.bench.scheduling.presets import PRESETS, find_config
 from runtime.bench.scheduling.step_model import TERMS
 from tools import simulate
 
@@ -36,6 +37,29 @@ def test_roofline(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (report["num_requests"], report["num_steps"], report["max_model_len"]) == (10, 50, 115)
     assert report["ttft_s"]["p50"] == pytest.approx(0.01, rel=0.05)
     assert report["tpot_s"]["p50"] == pytest.approx(0.01, rel=0.05)
+
+
+# Parameters as their makers give them, in thousands of millions; of tied ones, without the second matrix.
+SIZES = {
+    "qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+    "llama-3.2-1b": 1.236, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "mistral-7b": 7.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_as_many_parameters_as_the_models(name: str) -> None:
+    config = find_config(name.upper())
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    num_tables = 1 if PRESETS[name]["tie_word_embeddings"] else 2
+    count = config.num_layers * per_layer + num_tables * config.vocab_size * config.hidden_size
+    assert count / 1e9 == pytest.approx(SIZES[name], rel=0.003)
+
+
+def test_a_preset_is_simulated(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, trace, "--config", "qwen3-8b", "--gpu", "h200")
+    assert report["num_requests"] == 10
+    assert report["tpot_s"]["p50"] > 0.003  # 16 GB at 4.8 TB/s
 
 
 def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +116,7 @@ def test_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         ([], "--step-model FILE, or --config"),
+        (["--config", "qwen9-8b"], "none of qwen3-0.6b, qwen3-4b, qwen3-8b"),
         (["--config", CONFIG, "--num-blocks", "2"], "KV cache"),
         (["--config", CONFIG, "--rate", "0"], "positive"),
         (["--config", CONFIG, "--replicas", "0"], "0 replicas"),

@@ -35,6 +35,22 @@ def test_chat_on_a_pipe(stories: Path, tmp_path: Path) -> None:
 
 
 @needs_stories
+def test_a_model_without_a_template_goes_on_with_the_text(tmp_path: Path) -> None:
+    """And says so; the answer is what `generate` makes of the same text. A template makes a chat of it."""
+    arguments = ("--model", str(STORIES), "--temperature", "0", "--max-tokens", "8")
+    status, out, err = invoke("chat", *arguments, stdin="Once upon a time\nLily\n")
+    assert status == 0
+    assert err.count("no chat template: it goes on with your text") == 1
+    first, second = out.splitlines()
+    assert first == invoke("generate", *arguments, "-p", "Once upon a time")[1].rstrip("\n")
+    assert second == invoke("generate", *arguments, "-p", f"Once upon a time{first}\nLily")[1].rstrip("\n")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    status, out, err = invoke("chat", *arguments, "--chat-template", str(template), stdin="Once upon a time\n")
+    assert (status, out, "no chat template" in err) == (0, f"{first}\n", False)
+
+
+@needs_stories
 def test_chat_forgets_its_oldest_turns_and_says_so(stories: Path) -> None:
     message = "Once upon a time there was a little girl named Lily. " * 7
     status, out, err = invoke(
@@ -55,13 +71,6 @@ def test_chat_forgets_its_oldest_turns_and_says_so(stories: Path) -> None:
     assert "there is room for" in err  # the third message is too long by itself
     assert len(out.splitlines()) == 4
     assert status == 1
-
-
-@needs_stories
-def test_chat_needs_a_template(stories: Path) -> None:
-    status, out, err = invoke("chat", "--model", str(STORIES), stdin="hello\n")
-    assert (status, out) == (2, "")
-    assert "chat template" in err
 
 
 SLOW_CHAT = """

@@ -1,8 +1,11 @@
-"""The perplexity tool: its windows, and its numbers against the logits of the same engine and of a uniform model."""
+"""Perplexity: its windows, and its numbers against the logits of the same engine and of a uniform model."""
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import LLM
+from runtime.bench.perplexity import Window, log_probabilities, summary, windows
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
-from tools.perplexity import Window, log_probabilities, summary, windows
+from tests.runtime.commands.running import ROOT, invoke
 
 
 @given(num_tokens=st.integers(2, 400), window=st.integers(2, 90), stride=st.integers(1, 89))
@@ -79,3 +83,28 @@ def test_a_missing_or_broken_score_is_an_error() -> None:
         with pytest.raises(ValueError, match="not all finite or not one for each of 2"):
             summary(iter(scores), [1, 2, 3], 2, 1)
     assert windows(3, 2, 1) == [Window(0, 2, 1), Window(1, 3, 2)]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Over the bundled model: its report, and the tool's windows."""
+    text = tmp_path / "text.txt"
+    text.write_text("What is 17 plus 25?\n" * 9)
+    status, out, _ = invoke("perplexity", str(text), "--device", "cpu", "--window", "32", "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert (report["window"], report["stride"]) == (32, 16)
+    with LLM(device="cpu") as llm:
+        token_ids = llm.get_tokenizer().encode(text.read_text())
+        expected = summary(log_probabilities(llm, token_ids, windows(len(token_ids), 32, 16)), token_ids, 32, 16)
+    assert {name: report[name] for name in expected} == pytest.approx(expected)
+    status, out, _ = invoke("perplexity", str(text), "--device", "cpu", "--max-tokens", "40")
+    assert (status, out.split()[0], out.split()[-2]) == (0, "perplexity", "39")
+    assert invoke("perplexity", str(text), "--device", "cpu", "--stride", "9000")[0] == 2
+
+
+def test_the_tool_needs_nothing_of_ours_but_the_standard_library() -> None:
+    script = "import sys; sys.argv = ['x', '--help']; import tools.perplexity; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "runtime.bench.perplexity" in done.stdout
+    for name in ("numpy", "numba", "msgspec", "runtime.llm"):
+        assert f"'{name}'" not in done.stdout
