@@ -19,13 +19,16 @@ from server.ollama_api.request import (
     chat_of_messages,
     chat_of_prompt,
     completion_of_prompt,
-    own_model,
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
 from server.openai_api.chat import prepare_chat
 from server.openai_api.completions import prepare_completion
+from server.openai_api.schema import ChatCompletionRequest
 from server.requests.collect import take_whole
+from server.requests.conversation import template_tools
 from server.requests.generation import GenerationError
+from server.requests.sampling import chat_params
+from server.requests.structured import grammar_of
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.sse import StreamedResponse
@@ -73,7 +76,7 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
 def _prepare_chat(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaChatRequest, service.config)
     if not asked.messages:
-        service.check_model(own_model(service, asked.model))
+        _check(service, chat_of_messages(service, asked), RENAMED)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
     try:
         prepared = prepare_chat(service, chat_of_messages(service, asked), new_id("chat"), arrival_time_s)
@@ -92,7 +95,7 @@ def _prepare_chat(service: Service, body: bytes, arrival_time_s: float) -> Ollam
 def _prepare_generate(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaGenerateRequest, service.config)
     if not asked.prompt:
-        service.check_model(own_model(service, asked.model))
+        _check(service, chat_of_prompt(service, asked), NAMES_OF_PROMPT)
         return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
     request_id = new_id("gen")
     tokenizer = service.tokenizer
@@ -114,6 +117,17 @@ def _prepare_generate(service: Service, body: bytes, arrival_time_s: float) -> O
         tokenizer=service.tokenizer,
         grammar_field=grammar_field,
     )
+
+
+def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, str]) -> None:
+    """What would be checked if there were anything to answer. Raises `ApiError`."""
+    try:
+        service.check_model(asked.model)
+        chat_params(
+            asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked, template_tools(asked))
+        )
+    except ApiError as error:
+        raise renamed(error, names) from None
 
 
 async def _lines(service: Service, answer: OllamaAnswer) -> AsyncGenerator[bytes, None]:

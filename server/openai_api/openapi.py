@@ -140,10 +140,10 @@ class Operation:
     """One method of one path.
 
     request, answer  the bodies' types; None: there is none
-    anthropic_answer  the body's type for who sends the header `anthropic-version`
     stream           of each event's data, where the answer can be a stream; of each line in Ollama's API
     media_type       of an answer that is no JSON
     errors           statuses beside those that every route can have
+    anthropic_answer  the answer's type for who sends the header `anthropic-version`
     """
 
     method: str
@@ -151,11 +151,11 @@ class Operation:
     summary: str
     request: Any = None
     answer: Any = None
-    anthropic_answer: Any = None
     stream: Any = None
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
     is_open: bool = False
+    anthropic_answer: Any = None
 
     @property
     def dialect(self) -> Dialect:

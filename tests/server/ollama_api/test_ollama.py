@@ -125,6 +125,11 @@ def test_loading(served: Served, client: ollama.Client) -> None:
     assert served.engine.requests == []
     with pytest.raises(ollama.ResponseError, match="does not exist"):
         client.generate("other")
+    for options in ({"top_p": 2}, {"warmth": 1}):
+        with pytest.raises(ollama.ResponseError, match=r"options\.(top_p|warmth)"):
+            client.chat(MODEL, [], options=options)
+        with pytest.raises(ollama.ResponseError, match=r"options\.(top_p|warmth)"):
+            client.generate(MODEL, options=options)
 
 
 def test_tools(served: Served, client: ollama.Client) -> None:

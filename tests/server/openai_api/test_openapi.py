@@ -29,6 +29,23 @@ def test_every_route_is_described(served: Served, fake_engine: FakeEngineClient,
     assert described == routes
 
 
+def test_streams_are_described(served: Served) -> None:
+    found = {
+        path: kind
+        for path, item in document(served)["paths"].items()
+        for operation in item.values()
+        for kind in operation["responses"]["200"]["content"]
+        if kind in ("text/event-stream", "application/x-ndjson")
+    }
+    assert found == {
+        **dict.fromkeys(
+            ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), "text/event-stream"
+        ),
+        **dict.fromkeys(("/api/chat", "/api/generate"), "application/x-ndjson"),
+        "/live": "text/event-stream",
+    }
+
+
 def test_every_schema_is_one(served: Served) -> None:
     found = document(served)
     assert found["openapi"] == "3.1.0"
