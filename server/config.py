@@ -8,6 +8,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 UNKNOWN_FIELDS = ("refuse", "warn")
+SPECIAL_TOKENS_IN_CONTENT = ("text", "parse")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -48,6 +49,8 @@ class ServerConfig:
     max_logit_bias           entries of `logit_bias`
 
     unknown_fields           a field that nobody knows: "refuse" it, or "warn" in the log and the answer's header
+    special_tokens_in_content  a special token's text in a chat's messages and tools: "text" like any other, or "parse"d
+                             into the token, so that who writes a message can write turns of others
 
     max_stored_responses     of `/v1/responses`, kept in memory: how many, how large together, and for how long
     max_stored_response_bytes
@@ -98,6 +101,7 @@ class ServerConfig:
     max_logit_bias: int = 4096
 
     unknown_fields: str = "refuse"
+    special_tokens_in_content: str = "text"
 
     max_stored_responses: int = 1024
     max_stored_response_bytes: int = 64 * 1024 * 1024
@@ -133,7 +137,10 @@ class ServerConfig:
                 raise ServerConfigError(f"{each.name} must be above 0 and below 1,000,000 seconds, got {value!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ServerConfigError("ssl_certfile and ssl_keyfile belong together: give both, or neither")
-        for name, choices in (("unknown_fields", UNKNOWN_FIELDS),):
+        for name, choices in (
+            ("unknown_fields", UNKNOWN_FIELDS),
+            ("special_tokens_in_content", SPECIAL_TOKENS_IN_CONTENT),
+        ):
             if (value := getattr(self, name)) not in choices:
                 raise ServerConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.log_format not in LOG_FORMATS:

@@ -7,7 +7,7 @@ special ids are put around the result (`post_processors`). `decoders` leads back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -26,8 +26,14 @@ from tokenizer.loading import TokenizerFiles, read_folder
 from tokenizer.patterns.automaton import compile_automaton
 from tokenizer.patterns.tree import NotTabularError
 from tokenizer.templates.chat_template import render_chat
+from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_turn, mapped, without
 
 _ID_LIMIT = 1 << 32
+
+SpecialTokensInContent = Literal["parse", "text"]
+
+_PROBE = tuple({"role": role, "content": role} for role in ("system", "user", "assistant", "user"))
+"""A conversation that shows what a template writes around messages."""
 
 
 class Tokenizer:
@@ -53,6 +59,7 @@ class Tokenizer:
         self._added_ids: dict[str, int] = {}
         self._add_tokens(fields, files)
         self._named_tokens = {name: token.content for name, token in files.named_tokens.items()}
+        self._marks: dict[str, ContentMarks] = {}
         self._special_texts = {token.content for token in self._id_to_added.values() if token.is_special}
         self._set_added_bos_eos(files)
         self._index_tokens()
@@ -259,6 +266,7 @@ class Tokenizer:
         continue_final_message: bool | str = ...,
         tokenize: Literal[True] = ...,
         chat_template: str | None = ...,
+        special_tokens_in_content: SpecialTokensInContent = ...,
         **template_kwargs: Any,
     ) -> list[int]: ...
 
@@ -272,6 +280,7 @@ class Tokenizer:
         *,
         tokenize: Literal[False],
         chat_template: str | None = ...,
+        special_tokens_in_content: SpecialTokensInContent = ...,
         **template_kwargs: Any,
     ) -> str: ...
 
@@ -283,6 +292,7 @@ class Tokenizer:
         continue_final_message: bool | str = False,
         tokenize: bool = True,
         chat_template: str | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "parse",
         **template_kwargs: Any,
     ) -> list[int] | str:
         """Render a conversation, and encode it unless `tokenize` is false.
@@ -297,17 +307,80 @@ class Tokenizer:
             chat_template = self.chat_template(chat_template, has_tools=tools is not None)
         documents = template_kwargs.pop("documents", None)
         now = template_kwargs.pop("now", None)
-        text = render_chat(
-            chat_template,
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables={**self._named_tokens, **template_kwargs},
-            now=now,
-        )
+        template = chat_template
+
+        def render(given: Sequence[Any]) -> str:
+            return render_chat(
+                template,
+                given[0],
+                tools=given[1],
+                documents=given[2],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self._named_tokens, **given[3]},
+                now=now,
+            )
+
+        content = (list(messages), tools, documents, template_kwargs)
+        if special_tokens_in_content == "text":
+            marks = self._content_marks(template)
+            if marks.concerns(content):
+                text, mark = self._render_marked(render, content, marks, free_mark(content, template))
+                return self._encode_marked(text, mark) if tokenize else without(text, mark)
+        text = render(content)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _content_marks(self, template: str) -> ContentMarks:
+        """Marks for special tokens, and for others with which the template parts messages."""
+        if (found := self._marks.get(template)) is None:
+            tokens = {*self._special_texts, *self._turn_tokens(template)}
+            found = self._marks[template] = ContentMarks({token: self._added_ids[token] for token in tokens}, template)
+            if len(self._marks) > 64:
+                del self._marks[next(iter(self._marks))]
+        return found
+
+    def _turn_tokens(self, template: str) -> set[str]:
+        """Added tokens, special or not, that the template writes around messages; not white space."""
+        for messages in (_PROBE, _PROBE[1:]):
+            try:
+                text = render_chat(template, messages, variables=self._named_tokens)
+            except ChatTemplateError:
+                continue
+            found = {self._id_to_added[i].content for i in self.encode(text, False) if i in self._id_to_added}
+            return {token for token in found if not (token.isspace() or token.isalnum() or is_no_turn(token))}
+        return set()
+
+    def _render_marked(
+        self, render: Callable[[Sequence[Any]], str], content: Sequence[Any], marks: ContentMarks, mark: str
+    ) -> tuple[str, str]:
+        """The rendered text with marks in it, and the mark."""
+        messages, *rest = content
+        exact, exact_in_answers = (marks.exact(mark, is_answer=is_answer) for is_answer in (False, True))
+        marked = [
+            [mapped(message, exact_in_answers if _is_answer(message) else exact) for message in messages],
+            *(mapped(each, exact) for each in rest),
+        ]
+        text = render(marked)
+        strict_text = render([mapped(each, marks.strict(mark)) for each in content])
+        turns, strict_turns = (
+            [token_id for token_id in self._encode_marked(each, mark) if token_id in marks.turn_ids]
+            for each in (text, strict_text)
+        )
+        return text if turns == strict_turns else strict_text, mark
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """The ids of a text without its marks, where no added token is found that holds one."""
+        if without(text, mark) == text:
+            return self.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for piece, start, token_id in self._finder.split(_valid(text), False):
+            if token_id >= 0:
+                ids.append(token_id)
+            elif (plain := without(piece, mark)) != piece or self._normalized_finder is None:
+                self._encode_piece(plain, start == 0, ids)
+            else:
+                self._encode_normalized(piece, start == 0, False, ids)
+        return ids
 
     # Construction
 
@@ -405,6 +478,10 @@ class _TokenBytes(dict[int, bytes]):
             return b""
         found = self[token_id] = self._tokenizer.decoder.token_bytes(token)
         return found
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _check_top_level(fields: Fields) -> None:

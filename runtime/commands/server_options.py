@@ -81,6 +81,10 @@ class ServerOptions:
         Literal["refuse", "warn"],
         typer.Option(help="A request's field that nobody knows: 400, or only a warning and X-Xserv-Ignored."),
     ] = "refuse"
+    special_tokens_in_content: Annotated[
+        Literal["text", "parse"],
+        typer.Option(help="A special token's text in a chat's messages: text, or the token (turns can be forged)."),
+    ] = "text"
     max_stored_responses: Annotated[int, typer.Option(help="Most answers of /v1/responses that are kept.", min=1)] = (
         _CONFIG.max_stored_responses
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
 
@@ -25,9 +25,11 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
+    special_tokens_in_content: Literal["parse", "text"] = "parse",
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
+    ``special_tokens_in_content``: whether a special token's text in a message becomes the token.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -49,6 +51,8 @@ def chat_prompt(
         **template_kwargs,
     )
     taken = messages
+    if special_tokens_in_content == "text":
+        render = partial(render, special_tokens_in_content="text")
     try:
         ids: list[int] = render(messages)
         if _left_out(render, messages, _late_systems(messages)):

@@ -158,6 +158,6 @@ def _count(service: Service, body: bytes) -> TokensCount:
     conversation = Conversation(asked)
     try:
         chat = chat_request(asked, conversation, service.tokenizer)
-        return TokensCount(len(message_ids(chat, service.tokenizer)))
+        return TokensCount(len(message_ids(chat, service.tokenizer, service.config)))
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None

@@ -115,7 +115,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
-    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.client.info)
+    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.config, service.client.info)
     reasoning = service.answer_format.reasoning
     if reasoning and grammar is not None:
         if forced_by == "structured_outputs" and grammar.kind == "lark":

@@ -67,24 +67,24 @@ def _given_ids(
 
 
 def conversation_prompt(
-    request: ChatCompletionRequest, tokenizer: Tokenizer | None, info: EngineInfo
+    request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
 ) -> tuple[list[int], str]:
     """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
     before the answer. Raises `ApiError` 400."""
     messages = template_messages(request)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
-    ids = _cut(_rendered(request, messages, tokenizer), request.truncate_prompt_tokens, room)
+    ids = _cut(_rendered(request, messages, tokenizer, config), request.truncate_prompt_tokens, room)
     return _checked(ids, "messages", info, info.max_model_len - 1), echoed_text(request, messages)
 
 
-def message_ids(request: ChatCompletionRequest, tokenizer: Tokenizer | None) -> list[int]:
+def message_ids(request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig) -> list[int]:
     """The same ids, however many. Raises `ApiError` 400."""
-    return _rendered(request, template_messages(request), tokenizer)
+    return _rendered(request, template_messages(request), tokenizer, config)
 
 
 def _rendered(
-    request: ChatCompletionRequest, messages: list[dict[str, Any]], tokenizer: Tokenizer | None
+    request: ChatCompletionRequest, messages: list[dict[str, Any]], tokenizer: Tokenizer | None, config: ServerConfig
 ) -> list[int]:
     tools = template_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
@@ -111,6 +111,7 @@ def _rendered(
             tools=tools,
             add_generation_prompt=adds_generation_prompt,
             continue_final_message=continues_final_message,
+            special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
             **variables,
         )
     except RequestError as error:
@@ -152,6 +153,7 @@ _RESERVED = frozenset(
         "continue_final_message",
         "tokenize",
         "chat_template",
+        "special_tokens_in_content",
     }
 )
 """Variables that a request cannot set through `chat_template_kwargs`."""
