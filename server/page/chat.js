@@ -16,6 +16,7 @@ export class Chat {
   #running = new Map(); // by conversation id: {node, controller}
   #frame = 0;
   #saveTimer = 0;
+  #isLeaving = false;
 
   /**
    * store     where conversations are kept
@@ -38,7 +39,8 @@ export class Chat {
       openKey: () => this.on.needsKey(),
       focusComposer: () => byId("message").focus(),
     };
-    addEventListener("pagehide", () => this.#saveRunning());
+    for (const type of ["beforeunload", "pagehide"]) addEventListener(type, () => this.#leave(true));
+    addEventListener("pageshow", () => this.#leave(false));
   }
 
   get isRunning() {
@@ -163,6 +165,7 @@ export class Chat {
       if (!node.finish) node.failure = { title: "The answer broke off", message: "The server ended it early." };
     } catch (error) {
       if (controller.signal.aborted) node.finish = "stopped";
+      else if (this.#isLeaving) node.finish = "interrupted"; // the browser has cut the connection
       else node.failure = wordsOf(error);
       if (error instanceof ApiFailure && (error.status === 0 || error.status === 503)) this.on.failed();
     } finally {
@@ -204,6 +207,11 @@ export class Chat {
       });
     }
     this.#saveTimer ||= setTimeout(() => this.#saveRunning(), SAVE_INTERVAL_MS);
+  }
+
+  #leave(isLeaving) {
+    this.#isLeaving = isLeaving;
+    if (isLeaving) this.#saveRunning();
   }
 
   #saveRunning() {

@@ -14,6 +14,7 @@ export class TextDocument {
   #run = null; // {conversation, controller}
   #undo = []; // texts before what the model wrote, of the conversation that is open
   #saveTimer = 0;
+  #isLeaving = false;
 
   /** As the chat's; `canSend`: () → whether a request may be sent now. */
   constructor(store, settings, on) {
@@ -34,7 +35,8 @@ export class TextDocument {
     byId("text-again").addEventListener("click", () => this.again());
     byId("text-undo").addEventListener("click", () => this.undo());
     byId("text-stop").addEventListener("click", () => this.stop());
-    addEventListener("pagehide", () => this.#save());
+    for (const type of ["beforeunload", "pagehide"]) addEventListener(type, () => this.#leave(true));
+    addEventListener("pageshow", () => this.#leave(false));
   }
 
   get isRunning() {
@@ -114,7 +116,7 @@ export class TextDocument {
         this.#saveTimer ||= setTimeout(() => this.#save(), SAVE_INTERVAL_MS);
       }
     } catch (error) {
-      if (controller.signal.aborted) end = "stopped";
+      if (controller.signal.aborted || this.#isLeaving) end = "stopped";
       else node.failure = wordsOf(error);
     }
     this.#run = null;
@@ -138,6 +140,11 @@ export class TextDocument {
       node.isCut = true;
       yield* stream("v1/completions", { ...request, truncate_prompt_tokens: -1 }, signal);
     }
+  }
+
+  #leave(isLeaving) {
+    this.#isLeaving = isLeaving;
+    if (isLeaving) this.#save();
   }
 
   #set(text) {

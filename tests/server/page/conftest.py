@@ -1,4 +1,4 @@
-"""Fixtures: Chromium, and a server on the fake engine for it."""
+"""Fixtures: Chromium, and a server on the fake engine for it; one of each for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
     engine = FakeEngineClient(lambda request, index: say("Hello."), max_model_len=8192)
     with serving(engine, tokenizer) as served:

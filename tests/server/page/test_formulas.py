@@ -181,6 +181,7 @@ def test_what_a_formula_says_stays_text(browser: Browser, fake: Served) -> None:
 
 
 @needs_browser
+@pytest.mark.exhaustive
 def test_without_the_server_the_source_is_shown(browser: Browser, fake: Served) -> None:
     fake.engine.script = lambda request, index: say("so $x^2$ is\n\n```python\nx = 1\n```\n")
     expected = ("Failed to load", "the server responded")

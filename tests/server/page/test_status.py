@@ -1,0 +1,58 @@
+"""The dot beside the model's name says how the server is, and the page comes back by itself."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Browser, Page, expect
+
+from tests.server.conftest import Served
+from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
+
+
+def shows(page: Page, text: str, kind: str) -> None:
+    expect(page.locator("#model")).to_have_text(text)
+    expect(page.locator("#model")).to_have_attribute("data-state", kind)
+
+
+def look(page: Page) -> None:
+    page.evaluate("dispatchEvent(new Event('online'))")
+
+
+@needs_browser
+def test_it_tells_how_server_and_engine_are(browser: Browser, fake: Served) -> None:
+    expected = ("Failed to load resource", "the server responded with a status")
+    with opened(browser, fake.url, expected_errors=expected) as page:
+        shows(page, "fake-model", "ready")
+        fake.engine.die()
+        ask(page, "anybody?")
+        shows(page, "fake-model: restarting", "waiting")
+        fake.engine.state = "starting"
+        look(page)
+        shows(page, "fake-model: restarting", "waiting")
+        fake.engine.die(retry_after_s=None)  # nobody starts it again
+        look(page)
+        shows(page, "fake-model: engine failed", "failed")
+        fake.engine.revive()
+        shows(page, "fake-model", "ready")  # without being asked
+        page.click("[aria-label='Answer again']")
+        expect(answers(page).last).to_have_text("Hello.")
+        wait_idle(page)
+        page.context.set_offline(True)
+        shows(page, "fake-model: server gone", "failed")
+        page.context.set_offline(False)
+        shows(page, "fake-model", "ready")
+        page.route("**/ready", lambda route: route.fulfill(status=503, json={"ready": False, "state": "draining"}))
+        look(page)
+        shows(page, "fake-model: shutting down", "waiting")
+
+
+@needs_browser
+def test_while_a_server_starts_nothing_can_be_sent(browser: Browser, fake: Served) -> None:
+    expected = ("Failed to load resource", "the server responded with a status")
+    fake.engine.state = "starting"
+    with opened(browser, fake.url, expected_errors=expected) as page:
+        shows(page, "starting", "waiting")
+        page.fill("#message", "too early")
+        expect(page.locator("#send")).to_be_disabled()
+        fake.engine.revive()
+        shows(page, "fake-model", "ready")
+        expect(page.locator("#send")).to_be_enabled()
