@@ -145,7 +145,7 @@ class ServerOptions:
     log_file: Annotated[str | None, typer.Option(metavar="PATH", help="Where the log goes instead of stderr.")] = None
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = _CONFIG.log_prompts
     otlp_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where OpenTelemetry traces go (needs xserv[otel]).")
+        str | None, typer.Option(metavar="URL", help="Where OpenTelemetry traces go (needs the extra otel).")
     ] = None
 
     def config(self) -> ServerConfig:

@@ -122,7 +122,7 @@ def cuda_bindings(user: str) -> Any:
     except ImportError as error:
         raise NoDriverError(
             f"{user} needs cuda-python and numba-cuda, which are not installed ({error}): "
-            f"pip install 'xserv[cuda]'; --device cpu needs neither"
+            "pip install '.[cuda]' in xserv's checkout; --device cpu needs neither"
         ) from None
     return driver
 

@@ -1,10 +1,14 @@
 """``AsyncLLM``: the same model for programs on asyncio. Requests come at any time and are computed together.
 
+    import asyncio
     from xserv import AsyncLLM, SamplingParams
 
-    async with AsyncLLM() as llm:
-        async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
-            print(output.outputs[0].text)
+    async def main() -> None:
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
+                print(output.outputs[0].text)
+
+    asyncio.run(main())
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from runtime.llm.prompts import Prompt
 
 
 class AsyncLLM(LoadedModel):
-    """See ``LoadedModel`` for the constructor's options; it blocks while the model is loaded. ``async with`` or
-    ``shutdown`` stops the engine. Calls may come from several event loops."""
+    """The constructor blocks while the model is loaded; ``async with`` or ``shutdown`` stops the engine. Calls may come
+    from several event loops."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class LLM(LoadedModel):
-    """See ``LoadedModel`` for the constructor's options."""
+    """Calls wait for their results; they may come from several threads."""
 
     @known_options()
     def generate(

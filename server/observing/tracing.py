@@ -1,6 +1,6 @@
 """OpenTelemetry: a span for every request that reached the engine, under vLLM's names.
 
-The libraries (`pip install xserv[otel]`) are imported when `--otlp-endpoint` asks for traces, and never else. A span is
+The libraries (`pip install '.[otel]'`) are imported when `--otlp-endpoint` asks for traces, and never else. A span is
 made when the answer is over, from what the exchange has gathered by then; the exporter has a thread and a bounded queue
 of its own, and what it cannot send is lost."""
 
@@ -97,5 +97,6 @@ def open_tracing(endpoint: str, model_name: str) -> Tracing:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ServerConfigError("otlp_endpoint needs OpenTelemetry: pip install 'xserv[otel]'") from None
+        hint = "pip install '.[otel]' in xserv's checkout"
+        raise ServerConfigError(f"otlp_endpoint needs OpenTelemetry: {hint}") from None
     return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)), model_name)

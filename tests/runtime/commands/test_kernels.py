@@ -149,4 +149,4 @@ def test_build_without_the_extra_says_how_to_get_it(missing: str) -> None:
     command = [sys.executable, "-c", WITHOUT_THE_EXTRA, missing, "--match", "rope"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.startswith("2 xserv: error: the kernels' compiler needs cuda-python and numba-cuda"), done.stdout
-    assert "pip install 'xserv[cuda]'" in done.stdout
+    assert "pip install '.[cuda]'" in done.stdout

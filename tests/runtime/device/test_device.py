@@ -125,7 +125,7 @@ def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     for arch in (None, "sm_80"):
-        with pytest.raises(NoDriverError, match=r"pip install 'xserv\[cuda\]'"):
+        with pytest.raises(NoDriverError, match=r"pip install '\.\[cuda\]'"):
             open_driver.__wrapped__(arch)
 
 

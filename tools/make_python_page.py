@@ -1,0 +1,166 @@
+"""Makes docs/python.md, the page of the Python API, from the docstrings of what `xserv` exports.
+
+    python -m tools.make_python_page
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xserv
+
+from runtime.engine.config import EngineConfig
+from runtime.llm import async_llm, llm
+from runtime.llm.loaded_model import LoadedModel
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"
+
+HEAD = """# Python
+
+What `import xserv` gives. The names are vLLM's where it has one. A keyword that does not exist raises
+`UnknownOptionError`, which is a `TypeError`, with the nearest one; a wrong value raises `RequestError`, which is a
+`ValueError` and names it. The page is made of the docstrings by `python -m tools.make_python_page`.
+
+"""
+
+EXAMPLES = """
+A prompt is a text, its token ids, or a mapping with `prompt` or `prompt_token_ids`, and with `cache_salt`, `priority`,
+`ttft_target_s` and `tpot_target_s` if need be. Chats, answers that follow a schema, words that must not come, vectors,
+and beams:
+
+```python
+from xserv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+
+with LLM() as llm:
+    messages = [{"role": "user", "content": "Reverse the word planet"}]
+    print(llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=20))[0].outputs[0].text)
+    color = StructuredOutputsParams(choice=["red", "green", "blue"])
+    print(llm.generate("My favourite colour is", SamplingParams(structured_outputs=color))[0].outputs[0].text)
+    print(llm.generate("Once", SamplingParams(bad_words=["upon"], max_tokens=8))[0].outputs[0].text)
+    print(len(llm.embed("some text")[0].outputs.embedding))
+    for beam in llm.beam_search("17 plus 25 is", BeamSearchParams(beam_width=3, max_tokens=4))[0].sequences:
+        print(round(beam.cum_logprob, 3), repr(beam.text))
+```
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Examples\n", _example(llm), EXAMPLES, "\nFor programs on asyncio:\n", _example(async_llm), ""]
+    parts += ["## Contents\n", *(f"- [`{name}`](#{name.lower()})" for name in xserv.__all__), ""]
+    for name in xserv.__all__:
+        parts += _class(name, getattr(xserv, name))
+    parts += ["## Settings of the engine\n", "Keyword arguments of `LLM` and `AsyncLLM`.\n", _defaults(EngineConfig)]
+    parts += [_markdown(inspect.getdoc(EngineConfig) or "")]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _class(name: str, cls: type) -> Iterator[str]:
+    yield f"## {name}\n"
+    if issubclass(cls, LoadedModel):
+        yield _signature(name, cls.__init__) + "\n"
+        yield _markdown((inspect.getdoc(LoadedModel) or "").replace("settings   ", "**settings  "))
+        yield _markdown(inspect.getdoc(cls) or "")
+    elif issubclass(cls, enum.Enum):
+        yield _markdown(inspect.getdoc(cls) or "")
+        yield ", ".join(f"`{each.name}`" for each in cls) + "\n"
+        return
+    else:
+        yield _defaults(cls)
+        yield _markdown(inspect.getdoc(cls) or "")
+    for method, function in _methods(cls):
+        yield f"### {name}.{method}\n"
+        if not isinstance(function, property):
+            yield _signature(method, function) + "\n"
+        yield _markdown(inspect.getdoc(function) or "")
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """What is public of a class, and of the one of ours that it extends."""
+    for owner in cls.__mro__[:-1]:
+        if owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
+            for name, value in vars(owner).items():
+                if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                    yield name, value
+
+
+def _signature(name: str, function: Any) -> str:
+    parts = []
+    is_keyword_only = False
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
+            is_keyword_only = True
+            parts.append("*")
+        mark = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
+        parts.append(f"{mark}{parameter.name}: {parameter.annotation}{default}")
+    returned = inspect.signature(function).return_annotation
+    head = "async def " if inspect.iscoroutinefunction(inspect.unwrap(function)) else ""
+    tail = "" if name[0].isupper() else f" -> {returned}"
+    line = f"{head}{name}({', '.join(parts)}){tail}"
+    if len(line) > 110:
+        line = f"{head}{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){tail}"
+    return f"```python\n{line}\n```"
+
+
+def _defaults(cls: type) -> str:
+    """A class's fields with their defaults, as one would write them."""
+    if dataclasses.is_dataclass(cls):
+        fields = [(each.name, each.default, each.default is dataclasses.MISSING) for each in dataclasses.fields(cls)]
+    elif issubclass(cls, msgspec.Struct):
+        fields = [(each.name, each.default, each.required) for each in msgspec.structs.fields(cls)]
+    else:
+        return ""
+    shown = [name if is_required else f"{name}={_value(value)}" for name, value, is_required in fields]
+    text = textwrap.fill(", ".join(shown), 108, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    return f"```python\n{cls.__name__}(\n{text}\n)\n```\n"
+
+
+def _value(value: object) -> str:
+    return str(value) if isinstance(value, enum.Enum) else repr(value)
+
+
+def _example(module: Any) -> str:
+    """The block of code in a module's docstring."""
+    found = [each for each in re.findall(r"(?:^    .*\n|^\n)+", f"{module.__doc__}\n", re.M) if "import" in each]
+    return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
+
+
+def _markdown(doc: str) -> str:
+    """A docstring: paragraphs stay, lines of a name and its meaning become a list, indented blocks become code."""
+    parts: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", doc.strip("\n")):
+        lines = paragraph.splitlines()
+        if all(line.startswith("    ") for line in lines):
+            parts.append("```text\n" + textwrap.dedent(paragraph) + "\n```")
+            continue
+        shown: list[str] = []
+        for line in lines:
+            entry = re.match(r"^(\*{0,2}[a-z_]\w*(?:, \w+)*)\s{2,}(\S.*)$", line)
+            if entry is not None:
+                shown.append(f"- `{entry[1]}`: {entry[2]}")
+            elif shown and shown[-1].startswith("- ") and line.startswith(" "):
+                shown[-1] += f" {line.strip()}"
+            else:
+                shown.append(line)
+        if any(line.startswith("- ") for line in shown) and not shown[0].startswith("- "):
+            first = next(place for place, line in enumerate(shown) if line.startswith("- "))
+            shown.insert(first, "")
+        parts.append("\n".join(shown))
+    return "\n\n".join(parts).replace("``", "`") + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
