@@ -45,6 +45,7 @@ def check(case: Case, folder: Path, noise: float) -> Findings:
     tolerance = max(TOLERANCES[case["dtype"]], 2 * noise)
     seen: dict[str, list[Answer]] = {}
     findings = Findings()
+    findings.worst[f"transformers {case['dtype']}"] = noise
     for run in case["runs"]:
         device = run["device"]
         try:
