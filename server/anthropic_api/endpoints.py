@@ -37,7 +37,7 @@ from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
 from server.requests.prompt import message_ids
 from server.service import Service
-from server.transport.body import decode_body, read_body
+from server.transport.body import Body, decode_body, read_body
 from server.transport.sse import EventStreamResponse, event_frame, named_frame
 
 
@@ -104,13 +104,14 @@ async def create_message(request: Request) -> Response:
     return Response(msgspec.json.encode(running.answer), media_type="application/json", headers=headers)
 
 
-def _prepare(service: Service, body: bytes, arrival_time_s: float) -> RunningMessage:
+def _prepare(service: Service, body: Body, arrival_time_s: float) -> RunningMessage:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, MessagesRequest, service.config)
     conversation = Conversation(asked)
     answer_id = f"msg_{uuid4().hex}"
     try:
-        chat = prepare_chat(service, chat_request(asked, conversation, service.tokenizer), answer_id, arrival_time_s)
+        request = chat_request(asked, conversation, service.tokenizer, body.ignored)
+        chat = prepare_chat(service, request, answer_id, arrival_time_s)
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None
     usage = MessageUsage(input_tokens=chat.generation.num_prompt_tokens, output_tokens=0)
@@ -152,12 +153,12 @@ async def count_tokens(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _count(service: Service, body: bytes) -> TokensCount:
+def _count(service: Service, body: Body) -> TokensCount:
     asked = decode_body(body, CountTokensRequest, service.config)
     service.check_model(asked.model)
     conversation = Conversation(asked)
     try:
-        chat = chat_request(asked, conversation, service.tokenizer)
+        chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
         return TokensCount(len(message_ids(chat, service.tokenizer, service.config)))
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None

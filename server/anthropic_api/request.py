@@ -37,14 +37,25 @@ RENAMED = {
 
 
 def chat_request(
-    asked: MessagesRequest | CountTokensRequest, conversation: Conversation, tokenizer: Tokenizer | None
+    asked: MessagesRequest | CountTokensRequest,
+    conversation: Conversation,
+    tokenizer: Tokenizer | None,
+    ignored: list[str],
 ) -> ChatCompletionRequest:
-    """The chat's request. Raises `ApiError` 400."""
+    """The chat's request. `ignored` gets the names of fields that mean nothing to the model's chat template. Raises
+    `ApiError` 400."""
     tools = [_tool(fields, f"tools[{i}]") for i, fields in enumerate(asked.tools)] if asked.tools else None
     choice = asked.tool_choice
     has_tools = tools is not None and not (choice is not None and choice.type == "none")
     thinking = None if asked.thinking is None else asked.thinking.type != "disabled"
-    variables = thinking_variables(tokenizer, thinking, has_tools=has_tools) | (asked.chat_template_kwargs or {})
+    variables = thinking_variables(tokenizer, thinking, has_tools=has_tools)
+    if thinking is not None and not variables:
+        ignored.append("thinking")
+    elif asked.thinking is not None and asked.thinking.budget_tokens is not None:
+        ignored.append("thinking.budget_tokens")
+    effort = _effort(asked, tokenizer, has_tools=has_tools)
+    if asked.output_config is not None and asked.output_config.effort != effort:
+        ignored.append("output_config.effort")
     own: dict[str, Any] = {}
     if isinstance(asked, MessagesRequest):
         own = {name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT} | {"stop": asked.stop_sequences}
@@ -55,9 +66,9 @@ def chat_request(
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         response_format=_response_format(asked),
-        reasoning_effort=_effort(asked, tokenizer, has_tools=has_tools),
+        reasoning_effort=effort,
         continue_final_message=conversation.continues,
-        chat_template_kwargs=variables or None,
+        chat_template_kwargs=variables | (asked.chat_template_kwargs or {}) or None,
         **own,
     )
 

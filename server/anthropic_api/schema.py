@@ -61,7 +61,6 @@ class MessageTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 

@@ -6,10 +6,18 @@ from typing import Any
 
 from server.ollama_api.request import tagged
 from server.ollama_api.schema import OllamaMessage, OllamaOptions
+from server.openai_api.extensions import EXTENSIONS
 from server.openai_api.schema import Tool
 
 PARTS = (OllamaMessage, OllamaOptions)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
+
+WITHOUT_EFFECT = (
+    "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "draft_num_predict", "numa",
+    "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n",
+    "typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_newline",
+)  # fmt: skip
+"""Ollama's options among `EXTENSIONS`."""
 
 _NULL = {"type": "null"}
 
@@ -26,6 +34,12 @@ def complete(components: dict[str, Any], model_name: str) -> None:
     chat["messages"] = {"anyOf": [messages, _NULL], "default": None}
     chat["tools"] = {"anyOf": [tools, _NULL], "default": None}
     components["OllamaMessage"]["properties"]["images"] = {"enum": [[], None]}
+    options = components["OllamaOptions"]["properties"]
+    options |= {name: {"description": f"No effect: {EXTENSIONS[name]}."} for name in WITHOUT_EFFECT}
+    for request in ("OllamaChatRequest", "OllamaGenerateRequest", "OllamaEmbedRequest", "OllamaEmbeddingsRequest"):
+        fields = components[request]["properties"]
+        for name in ("keep_alive", "options"):
+            fields.setdefault(name, {"description": f"No effect: {EXTENSIONS[name]}."})
     for name, schema in components.items():
         if name.startswith("Ollama") and "model" in schema.get("properties", {}):
             schema["properties"]["model"]["enum"].append(tagged(model_name))

@@ -30,12 +30,12 @@ from server.requests.generation import GenerationError
 from server.requests.sampling import chat_params
 from server.requests.structured import grammar_of
 from server.service import Service, new_id
-from server.transport.body import decode_body, read_body
+from server.transport.body import Body, decode_body, read_body
 from server.transport.sse import StreamedResponse
 
 _encode = msgspec.json.Encoder().encode
 
-Prepare = Callable[[Service, bytes, float], OllamaAnswer | Line]
+Prepare = Callable[[Service, Body, float], OllamaAnswer | Line]
 
 
 class LinesResponse(StreamedResponse):
@@ -73,13 +73,13 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
     return Response(_encode(answer.whole()), media_type="application/json", headers=headers)
 
 
-def _prepare_chat(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_chat(service: Service, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaChatRequest, service.config)
     if not asked.messages:
-        _check(service, chat_of_messages(service, asked), RENAMED)
+        _check(service, chat_of_messages(service, asked, body.ignored), RENAMED)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
     try:
-        prepared = prepare_chat(service, chat_of_messages(service, asked), new_id("chat"), arrival_time_s)
+        prepared = prepare_chat(service, chat_of_messages(service, asked, body.ignored), new_id("chat"), arrival_time_s)
     except ApiError as error:
         raise renamed(error, RENAMED) from None
     return OllamaAnswer(
@@ -92,20 +92,22 @@ def _prepare_chat(service: Service, body: bytes, arrival_time_s: float) -> Ollam
     )
 
 
-def _prepare_generate(service: Service, body: bytes, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_generate(service: Service, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaGenerateRequest, service.config)
     if not asked.prompt:
-        _check(service, chat_of_prompt(service, asked), NAMES_OF_PROMPT)
+        _check(service, chat_of_prompt(service, asked, body.ignored), NAMES_OF_PROMPT)
         return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
     request_id = new_id("gen")
     tokenizer = service.tokenizer
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
     try:
         if asked.raw or is_plain:  # without a template, the prompt is all there is to say
-            completion = prepare_completion(service, completion_of_prompt(service, asked), request_id, arrival_time_s)
+            completion = prepare_completion(
+                service, completion_of_prompt(service, asked, body.ignored), request_id, arrival_time_s
+            )
             generation, grammar_field = completion.generation, completion.grammar_field
         else:
-            prepared = prepare_chat(service, chat_of_prompt(service, asked), request_id, arrival_time_s)
+            prepared = prepare_chat(service, chat_of_prompt(service, asked, body.ignored), request_id, arrival_time_s)
             generation, grammar_field = prepared.generation, prepared.grammar_field
     except ApiError as error:
         raise renamed(error, NAMES_OF_PROMPT) from None

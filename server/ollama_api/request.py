@@ -30,6 +30,7 @@ from server.openai_api.schema import (
 from server.requests.thinking import has_variable, thinking_variables
 from server.service import Service
 from server.transport.body import schema_error
+from server.transport.cleaning import Cleaner
 from server.transport.json_limits import check_limits
 
 NO_LIMIT = (-1, -2)
@@ -56,45 +57,45 @@ def tagged(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
-def chat_of_messages(service: Service, asked: OllamaChatRequest) -> ChatCompletionRequest:
+def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:
     """Raises `ApiError` 400."""
     return ChatCompletionRequest(
         messages=[_message(fields, f"messages[{i}]") for i, fields in enumerate(asked.messages or ())],
         tools=asked.tools,
-        **_fields(service, asked),
+        **_fields(service, asked, ignored),
         **_thinking(service, asked.think, has_tools=bool(asked.tools)),
         logprobs=asked.logprobs,
         top_logprobs=asked.top_logprobs,
     )
 
 
-def chat_of_prompt(service: Service, asked: OllamaGenerateRequest) -> ChatCompletionRequest:
+def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> ChatCompletionRequest:
     """Raises `ApiError` 400."""
     system = [Message(role="system", content=asked.system)] if asked.system else []
     return ChatCompletionRequest(
         messages=[*system, Message(role="user", content=asked.prompt)],
-        **_fields(service, asked),
+        **_fields(service, asked, ignored),
         **_thinking(service, asked.think, has_tools=False),
         logprobs=asked.logprobs,
         top_logprobs=asked.top_logprobs,
     )
 
 
-def completion_of_prompt(service: Service, asked: OllamaGenerateRequest) -> CompletionRequest:
+def completion_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> CompletionRequest:
     """Raises `ApiError` 400."""
     for name in ("system", "think"):
         if getattr(asked, name):
             raise invalid(name, f"{name} means nothing to a raw prompt.")
-    fields = _fields(service, asked)
+    fields = _fields(service, asked, ignored)
     fields.setdefault("max_tokens", service.client.info.max_model_len)
     return CompletionRequest(
         prompt=asked.prompt or "", logprobs=(asked.top_logprobs or 0) if asked.logprobs else None, **fields
     )
 
 
-def _fields(service: Service, asked: AnswerFields) -> dict[str, Any]:
-    """What any answer may be asked for."""
-    options = _options(asked.options or {}, service.config)
+def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[str, Any]:
+    """What any answer may be asked for. `ignored` gets the names of options without effect."""
+    options = _options(asked.options or {}, service.config, ignored)
     given: dict[str, Any] = {
         CHAT_NAMES[name]: value for name in CHAT_NAMES if (value := getattr(options, name)) is not None
     }
@@ -110,14 +111,20 @@ def _fields(service: Service, asked: AnswerFields) -> dict[str, Any]:
     }
 
 
-def _options(fields: dict[str, Any], config: ServerConfig) -> OllamaOptions:
+def _options(fields: dict[str, Any], config: ServerConfig, ignored: list[str]) -> OllamaOptions:
+    without_effect: list[str] = []
     try:
+        fields = take_table_fields(fields, OllamaOptions, without_effect)
+        cleaner = Cleaner(without_effect, takes_unknown=config.unknown_fields == "warn")
+        fields = cleaner.request(fields, OllamaOptions)
         check_limits(fields, config)
-        return msgspec.convert(take_table_fields(fields, OllamaOptions), OllamaOptions)
+        options = msgspec.convert(fields, OllamaOptions)
     except msgspec.ValidationError as error:
         raise below("options", schema_error(str(error))) from None
     except ApiError as error:
         raise below("options", error) from None
+    ignored += [f"options.{name}" for name in without_effect]
+    return options
 
 
 def _response_format(form: str | dict[str, Any] | None) -> JsonObjectFormat | JsonSchemaFormat | None:

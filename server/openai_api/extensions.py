@@ -44,11 +44,11 @@ _SEARCH = "there is no search"
 
 _REASONS: dict[str, str] = {
     _AT_START: "num_ctx num_batch num_ubatch num_gpu main_gpu low_vram f16_kv vocab_only use_mmap use_mlock num_thread "
-    "numa keep_alive ttl id_slot slot_id draft_model draft_num_predict lora lora_path adapter_id options "
-    "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+    "numa logits_all embedding_only keep_alive ttl id_slot slot_id draft_model draft_num_predict lora lora_path "
+    "adapter_id options speculative.n_max speculative.n_min speculative.p_min speculative.type",
     _SAMPLER: "typical_p tfs_z top_a top_n_sigma mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
     "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-    "repeat_last_n penalize_nl samplers min_keep adaptive_target adaptive_decay smoothing_factor "
+    "repeat_last_n penalize_nl penalize_newline samplers min_keep adaptive_target adaptive_decay smoothing_factor "
     "repetition_detection backend_sampling do_sample watermark",
     _SHAPE: "timings_per_token return_progress post_sampling_probs response_fields n_probs separate_reasoning "
     "stream_reasoning reasoning_format reasoning_in_content parse_tool_calls incremental_output result_format details "
@@ -92,6 +92,12 @@ _WITHIN = {
     "InputFunctionCall": "parsed_arguments namespace caller created_by agent thought_signature",
     "InputFunctionCallOutput": "created_by name namespace caller agent cache_control",
     "InputReasoning": "created_by agent signature format",
+    "Turn": "id type model stop_reason stop_sequence stop_details usage container",
+    "TextInput": "index parsed_output",
+    "ToolUseInput": "index partial_json",
+    "ThinkingInput": "index cache_control",
+    "MessageTool": "defer_loading input_examples",
+    "OllamaMessage": "id created_at model done timestamp",
 }
 
 WITHIN: dict[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, names in _WITHIN.items()}

@@ -132,36 +132,6 @@ NOT_BUILT_IN_MESSAGES: dict[str, NotBuilt] = {
     "inference_geo": NotBuilt("there is one place"),
 }
 
-_LOADING = "the model is loaded already"
-_CONTEXT = "the context is the server's, and what does not fit is refused"
-
-_KEEP_ALIVE = {"keep_alive": Accepted(str | int | float, "the model stays for as long as the server")}
-
-ACCEPTED_IN_OPTIONS: dict[str, Accepted] = {
-    "num_ctx": Accepted(int, _CONTEXT),
-    "num_keep": Accepted(int, _CONTEXT),
-    **{
-        name: Accepted(int, _LOADING)
-        for name in ("num_batch", "num_gpu", "main_gpu", "num_thread", "draft_num_predict")
-    },
-    **{
-        name: Accepted(bool, _LOADING)
-        for name in (
-            "numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"
-        )
-    },
-    "mirostat_tau": Accepted(float, "Mirostat is not built"),
-    "mirostat_eta": Accepted(float, "Mirostat is not built"),
-}
-
-NOT_BUILT_IN_OPTIONS: dict[str, NotBuilt] = {
-    "repeat_last_n": NotBuilt("repeat_penalty looks at all of the context", (-1,)),
-    "mirostat": NotBuilt("Mirostat is not built", (0,)),
-    "tfs_z": NotBuilt("tail-free sampling is not built", (1, 1.0)),
-    "typical_p": NotBuilt("typical sampling is not built", (1, 1.0)),
-    "penalize_newline": NotBuilt("line ends count as any text", (True,)),
-}
-
 NOT_BUILT_IN_OLLAMA_CHAT: dict[str, NotBuilt] = {
     "truncate": NotBuilt("a conversation is never cut", (False,)),
     "shift": NotBuilt("a conversation is never cut", (False,)),
@@ -178,8 +148,6 @@ NOT_BUILT_IN_GENERATE: dict[str, NotBuilt] = {
     "steps": NotBuilt("no images are made"),
 }
 
-_EMBEDDING_OPTIONS = {"options": Accepted(dict[str, Any], "an embedding has none")}
-
 Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
 _TABLES: dict[type[msgspec.Struct], Tables] = {
@@ -189,11 +157,11 @@ _TABLES: dict[type[msgspec.Struct], Tables] = {
     ),
     MessagesRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
     CountTokensRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
-    OllamaChatRequest: (_KEEP_ALIVE, NOT_BUILT_IN_OLLAMA_CHAT),
-    OllamaGenerateRequest: (_KEEP_ALIVE, NOT_BUILT_IN_GENERATE),
-    OllamaOptions: (ACCEPTED_IN_OPTIONS, NOT_BUILT_IN_OPTIONS),
-    OllamaEmbedRequest: (_KEEP_ALIVE | _EMBEDDING_OPTIONS, {}),
-    OllamaEmbeddingsRequest: (_KEEP_ALIVE | _EMBEDDING_OPTIONS, {}),
+    OllamaChatRequest: ({}, NOT_BUILT_IN_OLLAMA_CHAT),
+    OllamaGenerateRequest: ({}, NOT_BUILT_IN_GENERATE),
+    OllamaOptions: ({}, {}),
+    OllamaEmbedRequest: ({}, {}),
+    OllamaEmbeddingsRequest: ({}, {}),
     OllamaShowRequest: ({"verbose": Accepted(bool, "all there is to show is shown")}, {}),
     EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
     TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),

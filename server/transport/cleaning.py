@@ -22,6 +22,7 @@ from server.anthropic_api.schema import (
     ToolUseInput,
     Turn,
 )
+from server.ollama_api.schema import OllamaChatRequest, OllamaMessage
 from server.openai_api.extensions import WITHIN
 from server.openai_api.schema import ChatCompletionRequest, Message, TokenizeRequest, Tool
 from server.responses_api.schema import (
@@ -58,6 +59,8 @@ _HELD: dict[tuple[type, str], tuple[type, ...]] = {
     (ChatCompletionRequest, "tools"): (Tool,),
     (TokenizeRequest, "tools"): (Tool,),
     (Message, "content"): (ContentPart,),
+    (OllamaChatRequest, "messages"): (OllamaMessage,),
+    (OllamaChatRequest, "tools"): (Tool,),
     (ResponsesRequest, "input"): _ITEMS,
     (InputMessage, "content"): (InputPart,),
     (InputFunctionCallOutput, "output"): (InputPart,),

@@ -210,6 +210,25 @@ def test_thinking(served: Served, client: anthropic.Anthropic) -> None:
     assert prompt_of(served).startswith("[effort high]<s>")
 
 
+def test_what_has_no_effect_is_named(served: Served, tokenizer: Tokenizer) -> None:
+    def ignored(served: Served, **fields: Any) -> str | None:
+        answer = served.http.post("/v1/messages", json={"model": MODEL, "max_tokens": 9, "messages": HELLO, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.headers.get("x-xserv-ignored")
+
+    enabled = {"type": "enabled", "budget_tokens": 2000}
+    assert ignored(served, thinking={"type": "adaptive"}, output_config={"effort": "low"}) is None
+    assert ignored(served, thinking=enabled, metadata={"user_id": "me"}) == "metadata, thinking.budget_tokens"
+    whole = {"id": "msg_1", "type": "message", "role": "assistant", "content": "x", "usage": {}, "stop_sequence": None}
+    assert ignored(served, messages=[*HELLO, whole]) == "messages[1].id, messages[1].type, messages[1].usage"
+    assert ignored(served, tools=[{**TOOLS[0], "defer_loading": True}]) == "tools[0].defer_loading"
+    engine = FakeEngineClient(answer_of)  # its template knows neither
+    with serving(engine, tokenizer) as other:
+        fields = {"thinking": enabled, "output_config": {"effort": "low"}}
+        assert ignored(other, **fields) == "thinking, output_config.effort"
+    engine.close()
+
+
 def test_the_order_of_events(served: Served) -> None:
     saying(served, THOUGHT + "See.\n" + ROME + "\n" + TIME)
     events = events_of(served, tools=TOOLS)
@@ -322,7 +341,7 @@ BLOCK = "messages[0].content[1]"
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [TOOLS[0], {"name": "x"}]}, "tools[1].input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOLS[0], "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
