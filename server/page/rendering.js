@@ -77,8 +77,17 @@ export function mathElement(latex, isDisplay, source) {
     const math = build(tree);
     math.setAttribute("alttext", latex.trim());
     element.replaceChildren(math);
+    if (isDisplay) requestAnimationFrame(() => letScroll(element));
   });
   return element;
+}
+
+/** A formula that is wider than its place can be scrolled by keyboard. */
+function letScroll(element) {
+  if (element.scrollWidth <= element.clientWidth) return;
+  for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", "Formula"]]) {
+    element.setAttribute(name, value);
+  }
 }
 
 function build([tag, attributes, children]) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from playwright.sync_api import Browser, Page, expect
@@ -9,6 +10,9 @@ from playwright.sync_api import Browser, Page, expect
 from tests.server.conftest import Served, say
 from tests.server.page.browser import ask, needs_browser, opened, wait_idle
 from tests.waiting import wait_until
+
+GUTTER = 64
+"""Pixels on the left of the timeline that its labels have."""
 
 
 @needs_browser
@@ -103,6 +107,57 @@ def test_the_view_reads_only_while_it_is_seen(browser: Browser, fake: Served) ->
         expect(page.locator("#live")).to_be_visible()
         page.click("#toggle-live")
         wait_until(lambda: not fake.engine.watchers)
+
+
+LARGE = {
+    "now_s": 1000.0,
+    "state": "ready",
+    "info": {
+        "model": "a-model-with-a-name-of-some-length-instruct-0905-quantised-q4_k_m",
+        "device": "cuda:0", "dtype": "bfloat16", "quantization": "int8", "block_size": 16, "num_blocks": 123456,
+        "max_num_seqs": 4096, "max_num_batched_tokens": 16384, "max_model_len": 131072, "group_windows": [None, 4096],
+    },
+    "stats": {
+        "num_running": 4096, "num_waiting": 12345, "num_blocks": 123456, "num_free_blocks": 11111,
+        "num_cached_blocks": 1000, "num_preemptions": 123456, "prompt_tokens": 10**9, "generation_tokens": 10**9,
+        "prefix_cache_queries": 1000, "prefix_cache_hits": 1000,
+    },
+    "steps": [{
+        "step": 1, "start_s": 999.0, "duration_s": 0.5, "num_running": 4096, "num_waiting": 12345, "preempted": [],
+        "block_map": "100000u2345w10000s1000c10111f",
+        "chunks": [{"request_id": f"chatcmpl-{row:032x}-0", "index": 100 + row, "start": 0, "count": 123456,
+                    "num_prompt_tokens": 123456, "arrival_s": 900.0} for row in range(9)],
+    }],
+    "num_missed": 123456,
+}  # fmt: skip
+"""A message of `/live` with numbers as large as they get."""
+
+
+@needs_browser
+def test_no_label_of_the_engine_is_cut_off(browser: Browser, fake: Served) -> None:
+    with opened(browser, fake.url) as page:
+        body = f"data: {json.dumps(LARGE)}\n\n"
+        page.route("**/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        page.click("#toggle-live")
+        expect(page.locator("#requests tr")).to_have_count(8)
+        expect(page.locator("#live-state")).to_have_text("disconnected")
+        for width in (1360, 1280, 1179, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            cut = page.evaluate(
+                """[...document.querySelectorAll("#live *, .bar *")].filter((e) => e.clientWidth && !e.closest("svg") &&
+                    e.id !== "title" && e.scrollWidth > e.clientWidth + 1).map((e) => [e.tagName, e.textContent])"""
+            )
+            assert cut == [], width
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        expect(page.locator("#model")).to_be_in_viewport()
+        # "this page", "tokens/s" and the names of choices stand in a column on the canvas
+        widths = page.evaluate(
+            """["requests", "tokens/s", "this page", "1e8b48·100"].map((text) => {
+                const context = document.querySelector("#timeline").getContext("2d");
+                return context.measureText(text).width;
+            })"""
+        )
+        assert max(widths) <= GUTTER
 
 
 @needs_browser
