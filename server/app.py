@@ -8,7 +8,7 @@ origin cannot use a server on localhost."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -58,7 +58,7 @@ from server.transport.auth import ApiKeys, Authentication
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from server.transport.gate import Gate, Observer
-from server.transport.origins import OriginRules
+from server.transport.origins import OriginRules, origins_pattern
 from tokenizer import Tokenizer
 
 
@@ -100,7 +100,8 @@ class Application(Starlette):
         if config.allowed_origins:
             app = CORSMiddleware(
                 app,
-                allow_origins=config.allowed_origins,
+                allow_origins=("*",) if "*" in config.allowed_origins else (),
+                allow_origin_regex=origins_pattern(config.allowed_origins),
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored"),
@@ -114,7 +115,7 @@ def create_app(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     *,
-    model_name: str | None = None,
+    model_name: str | Sequence[str] | None = None,
     default_sampling: Mapping[str, float | int] | None = None,
     config: ServerConfig | None = None,
     log_writer: LogWriter | None = None,
@@ -124,7 +125,7 @@ def create_app(
 
     client            stays the caller's, who closes it after the application has stopped
     tokenizer         None: prompts and answers are token ids
-    model_name        the one name under which the model is asked for; None: the engine's
+    model_name        the name, or names, under which the model is asked for; answers have the first. None: the engine's
     default_sampling  what a silent request means, by `SamplingParams`' names: the model's generation config
     log_writer        whose lost lines the metrics count
     tracing           is told of every answer; the caller closes it
@@ -132,7 +133,8 @@ def create_app(
     Raises `ServerConfigError` for API keys that cannot be read.
     """
     settings = config or ServerConfig()
-    name = model_name or client.info.model_name
+    names = (model_name,) if isinstance(model_name, str) else tuple(model_name or ())
+    names = names or (client.info.model_name,)
     http = HttpMetrics()
 
     @asynccontextmanager
@@ -146,11 +148,11 @@ def create_app(
         service = Service.begin(
             client,
             tokenizer,
-            name,
+            names,
             default_sampling or {},
             settings,
             app.lifecycle,
-            Metrics(client, name, http, gauges),
+            Metrics(client, names[0], http, gauges),
         )
         app.state.service = service
         try:

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from server.config import ServerConfig, ServerConfigError
 from server.observing.logs import close_log, open_log
 from server.observing.tracing import open_tracing
 from server.transport.auth import ApiKeys
-from server.transport.origins import hosts_for
+from server.transport.origins import hosts_for, origins_for
 from server.transport.protocol import RESERVED_CONNECTIONS, uvicorn_config
 from tokenizer import warm_up as tokenizer_warm_up
 
@@ -55,7 +56,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    served_model_name: str | None = None,
+    served_model_name: str | Sequence[str] | None = None,
     config: ServerConfig | None = None,
     in_process: bool = False,
     chat_template: str | None = None,
@@ -65,9 +66,9 @@ def serve(
 
     model              None: the bundled one; a folder; a GGUF file; a hub id
     port               0: any free one; the line printed when ready names it
-    served_model_name  the name in the API; None: the folder's or the hub id
+    served_model_name  the name in the API, or several; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
-                       `allowed_hosts`
+                       `allowed_hosts`, and pages that it serves itself may ask
     in_process         the engine in a thread of this process, not in one of its own; for debugging
     chat_template      a Jinja template, or a file that holds one, instead of the model's own
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
@@ -75,7 +76,11 @@ def serve(
     Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
     """
     config = config or ServerConfig()
-    config = replace(config, allowed_hosts=hosts_for(host, config.allowed_hosts or ()))
+    config = replace(
+        config,
+        allowed_hosts=hosts_for(host, config.allowed_hosts or ()),
+        allowed_origins=origins_for(host, config.allowed_origins),
+    )
     with ExitStack() as stack:
         writer = open_log(config)
         stack.callback(close_log, writer)
@@ -89,7 +94,8 @@ def serve(
             threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
         client = start_client(model, in_process=in_process, **engine_options)
         stack.callback(client.close)
-        name = served_model_name or client.info.model_name
+        names = [served_model_name] if isinstance(served_model_name, str) else list(served_model_name or ())
+        name = names[0] if names else client.info.model_name
         folder = Path(client.info.model_path)
         tokenizer = load_tokenizer(folder, template)
         tracing = None
@@ -100,7 +106,7 @@ def serve(
         app = create_app(
             client,
             tokenizer,
-            model_name=name,
+            model_name=names or name,
             default_sampling=recommended_sampling(folder),
             config=config,
             log_writer=writer,

@@ -52,7 +52,7 @@ SMALL_BODY_BYTES = 4096
 class Service:
     """One server's state; lives as `app.state.service` from start to stop.
 
-    model_name          the one name under which the model is asked for
+    model_name          the first of model_names, under which the model is asked for; answers have it
     answer_format       what its answers may hold beside content
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             what runs, to be cancelled by name
@@ -63,6 +63,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer | None
     model_name: str
+    model_names: tuple[str, ...]
     answer_format: AnswerFormat
     default_sampling: Mapping[str, float | int]
     config: ServerConfig
@@ -83,7 +84,7 @@ class Service:
         cls,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        model_name: str,
+        model_names: tuple[str, ...],
         default_sampling: Mapping[str, float | int],
         config: ServerConfig,
         lifecycle: Lifecycle,
@@ -94,7 +95,8 @@ class Service:
         return cls(
             client=client,
             tokenizer=tokenizer,
-            model_name=model_name,
+            model_name=model_names[0],
+            model_names=model_names,
             answer_format=AnswerFormat.of(
                 tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
             ),
@@ -112,7 +114,7 @@ class Service:
             executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
             grammars=GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids)),
             created=int(time.time()),
-            system_fingerprint=_fingerprint(client, model_name),
+            system_fingerprint=_fingerprint(client, model_names[0]),
         )
 
     def end(self) -> None:
@@ -121,9 +123,9 @@ class Service:
         self.renderer.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
 
-    def check_model(self, name: str) -> None:
-        """Raises `ApiError` 404 unless `name` is the served model."""
-        if name != self.model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one."""
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",

@@ -17,7 +17,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo).")
+        list[str] | None,
+        typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo). May be repeated."),
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="PATH", help="Jinja template, a file or itself; default: the model's.")

@@ -33,8 +33,8 @@ class ContextLengthExceededError(RequestError):
 
     def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens has room for "
-            f"at most {max_model_len - 1}, so that one can be generated",
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has {num_prompt_tokens}, and "
+            "the answer needs at least one: please shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )

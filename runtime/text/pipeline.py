@@ -36,6 +36,7 @@ class TextDelta(msgspec.Struct):
     reasoning, tool_calls  where the pipeline looks for them; else they are content
     token_ids         of all of these, of the layout between them, and of what ended the choice
     logprobs          one entry a token when the request asked for them, else None
+    token_ends        where in the choice's text each of these tokens ends; None where there is more than content
     content_logprobs  the same, of the tokens that hold some of the content
     num_reasoning_tokens  how many of the tokens hold some of the reasoning
     stop_reason       with ``finish_reason="stop"``: the stop string or the stop id; None for EOS
@@ -47,6 +48,7 @@ class TextDelta(msgspec.Struct):
     tool_calls: list[ToolCallDelta] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    token_ends: list[int] | None = None
     content_logprobs: list[TokenLogprobs] | None = None
     num_reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -195,11 +197,14 @@ class TextPipeline:
         self._held_start += length
         if self._sorter is not None:
             return self._sorter.push(taken, text, is_last=is_last)
-        logprobs = None
-        if self._params.logprobs is not None:
-            logprobs = [token.logprobs for token in taken if token.logprobs is not None]
         token_ids = [token.token_id for token in taken]
-        return TextDelta(text=text, token_ids=token_ids, logprobs=logprobs, content_logprobs=logprobs)
+        if self._params.logprobs is None:
+            return TextDelta(text=text, token_ids=token_ids)
+        logprobs = [token.logprobs for token in taken if token.logprobs is not None]
+        ends = [token.end for token in taken if token.logprobs is not None]
+        return TextDelta(
+            text=text, token_ids=token_ids, logprobs=logprobs, token_ends=ends, content_logprobs=logprobs
+        )
 
 
 class _Sorter:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from runtime.text.pipeline import TextDelta
 from server.errors import invalid
 from server.openai_api.answers import Completion, CompletionChoice, Usage
-from server.openai_api.logprobs import Echo, join_logprobs, legacy_logprobs, prompt_logprobs
+from server.openai_api.logprobs import Echo, TokenPlaces, join_logprobs, legacy_logprobs, prompt_logprobs
 from server.openai_api.schema import CompletionRequest, Prompt
 from server.requests.collect import take_whole
 from server.requests.generation import Generation, GenerationError, Scheduling
@@ -104,8 +104,9 @@ def prepare_completion(
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
     prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
-    if len(prompts) * params.n > service.config.max_choices:
-        raise invalid("n", f"n × prompts must be at most {service.config.max_choices}.")
+    most_choices = service.config.max_choices
+    if len(prompts) * params.n > most_choices:
+        raise invalid("n", f"n × prompts must be at most {most_choices}, got {params.n} × {len(prompts)}.")
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -154,6 +155,8 @@ class _ChoiceStream:
     completion: PreparedCompletion
     index: int
     num_characters: int = 0
+    text_start: int = 0  # where the answer begins, behind an echoed prompt
+    places: TokenPlaces | None = None
     is_begun: bool = False
 
     def chunk(self, delta: TextDelta) -> CompletionChoice:
@@ -173,8 +176,10 @@ class _ChoiceStream:
                     parts.append(echo.logprobs(completion.generation.prompt_logprobs(number)))
         if not completion.drops_output:
             if completion.has_logprobs:
-                offset = self.num_characters + len(choice.text)
-                parts.append(legacy_logprobs(delta, offset, tokenizer))
+                if self.places is None:
+                    self.places, self.text_start = TokenPlaces(tokenizer), len(choice.text)
+                end = self.num_characters + len(choice.text) + len(delta.text)
+                parts.append(legacy_logprobs(delta, self.places, self.text_start, end, tokenizer))
             choice.text += delta.text
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason

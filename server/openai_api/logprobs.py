@@ -3,6 +3,8 @@ prompts."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,8 +72,9 @@ class Echo:
         offsets: list[int] = []
         if has_offsets:
             decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-            lengths = [len(decoder.push([token_id])) for token_id in token_ids]
-            offsets = [min(offset, len(text)) for offset in accumulate(lengths[:-1], initial=0)]
+            ends = accumulate(len(decoder.push([token_id])) for token_id in token_ids)
+            places = TokenPlaces(tokenizer)
+            offsets = [min(places.next(*each), len(text)) for each in zip(token_ids, ends, strict=True)]
         return cls(tokenizer, text, token_ids, offsets)
 
     def logprobs(self, entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
@@ -82,13 +85,58 @@ class Echo:
         return result
 
 
-def legacy_logprobs(delta: TextDelta, text_offset: int, tokenizer: Tokenizer | None) -> CompletionLogprobs:
-    """The legacy form; the delta's text begins at `text_offset` of the choice's."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of byte fallback, whose text waits for the next."""
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+class TokenPlaces:
+    """Where each token of a text begins, told in their order, by where its text ends as far as that is known.
+
+    A token that goes on with a character begins where the character does. Decoders with byte fallback show a run of
+    bytes only when the next token has come: its text is then what is left of the end."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._next = 0  # where the next token begins, if it shows its own text
+        self._end = 0
+        self._run = _utf8()  # of bytes that are not shown yet
+
+    def next(self, token_id: int, end: int) -> int:
+        """The next token's place."""
+        is_shown = end > self._end
+        length = self._length(token_id, is_shown=is_shown)
+        offset = max(self._next, self._end if length is None else end - length)
+        self._next = end if is_shown else offset + (length or 0)
+        self._end = end
+        return offset
+
+    def _length(self, token_id: int, *, is_shown: bool) -> int | None:
+        """Of the token's own text, or how many characters it completes; None: nothing is known."""
+        if self._tokenizer is None:
+            return 0
+        data = self._tokenizer.token_bytes(token_id)
+        if is_shown:
+            self._run.reset()
+            try:
+                return len(data.decode("utf-8"))
+            except UnicodeDecodeError:
+                return None
+        is_byte = _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+        return len(self._run.decode(data)) if is_byte else None
+
+
+def legacy_logprobs(
+    delta: TextDelta, places: TokenPlaces, text_start: int, text_end: int, tokenizer: Tokenizer | None
+) -> CompletionLogprobs:
+    """The legacy form; the answer begins at `text_start` of the choice's text, which goes to `text_end` by now."""
     result = CompletionLogprobs()
-    offset, end = text_offset, text_offset + len(delta.text)
-    for entry in delta.logprobs or ():
-        _append(result, entry.token_id, entry, min(offset, end), tokenizer)
-        offset += len(token_text(entry.token_id, tokenizer))
+    for entry, end in zip(delta.logprobs or (), delta.token_ends or (), strict=True):
+        offset = text_start + places.next(entry.token_id, end)
+        _append(result, entry.token_id, entry, min(offset, text_end), tokenizer)
     return result
 
 

@@ -16,9 +16,9 @@ from server.openai_api.answers import Model, ModelList, Version
 from server.service import Service
 
 
-def _model(service: Service) -> Model:
+def _model(service: Service, name: str) -> Model:
     return Model(
-        id=service.model_name,
+        id=name,
         created=service.created,
         max_model_len=service.client.info.max_model_len,
     )
@@ -27,15 +27,18 @@ def _model(service: Service) -> Model:
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
     is_anthropic = dialect_of(request.scope) == "anthropic"
-    models = listed_models(service) if is_anthropic else ModelList(data=[_model(service)])
+    models = listed_models(service) if is_anthropic else ModelList(
+        data=[_model(service, name) for name in service.model_names]
+    )
     return Response(msgspec.json.encode(models), media_type="application/json")
 
 
 async def get_model(request: Request) -> Response:
-    """404 unless it is the served model. The id may hold slashes, as hub ids do."""
+    """404 unless it is a name of the served model. The id may hold slashes, as hub ids do."""
     service: Service = request.app.state.service
-    service.check_model(request.path_params["model_id"])
-    model = listed_model(service) if dialect_of(request.scope) == "anthropic" else _model(service)
+    name = request.path_params["model_id"]
+    service.check_model(name)
+    model = listed_model(service) if dialect_of(request.scope) == "anthropic" else _model(service, name)
     return Response(msgspec.json.encode(model), media_type="application/json")
 
 

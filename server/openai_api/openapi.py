@@ -232,7 +232,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "A prompt's or a conversation's ids", TokenizeRequest, Tokenized, errors=_READS),
     Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, Detokenized, errors=_READS),
     Operation("get", "/health", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
-    Operation("get", "/ready", "Whether requests are taken", answer=Readiness),
+    Operation("get", "/ready", "Whether requests are taken", answer=Readiness, is_open=True),
     Operation("get", "/version", "The release", answer=Version),
     Operation("get", "/metrics", "Prometheus' metrics", media_type="text/plain"),
     Operation("get", "/live", "What the engine does", stream=LiveMessage),
@@ -288,7 +288,7 @@ _STOP: Json = {
 
 
 @functools.cache
-def description(model_name: str, vocab_size: int) -> Json:
+def description(model_names: tuple[str, ...], vocab_size: int) -> Json:
     """The whole document, OpenAPI 3.1, of a server that has this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
@@ -300,14 +300,14 @@ def description(model_name: str, vocab_size: int) -> Json:
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
     for request in (*types, OllamaOptions):
-        _complete(components[request.__name__], request, model_name, vocab_size)
+        _complete(components[request.__name__], request, model_names, vocab_size)
     components["Message"]["properties"]["content"] = _content("text")
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not InputReasoning:
                 components[item.__name__]["properties"][name] = _content("input_text", "output_text")
     messages_description.complete(components)
-    ollama_description.complete(components, model_name)
+    ollama_description.complete(components, model_names[0])
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
@@ -340,12 +340,12 @@ def _content(*kinds: str) -> Json:
     return content
 
 
-def _complete(schema: Json, request: type[msgspec.Struct], model_name: str, vocab_size: int) -> None:
+def _complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str, ...], vocab_size: int) -> None:
     """Add what the type alone does not say: the model's name and ids, ranges, items, and the tables' fields."""
     fields = schema["properties"]
     required = schema.get("required", ())
     if "model" in fields:
-        fields["model"] = {"enum": [model_name] if "model" in required else [model_name, None]}
+        fields["model"] = {"enum": [*model_names] if "model" in required else [*model_names, None]}
     for name, limits in _RANGES.items():
         if name in required:
             fields[name] = limits
@@ -439,5 +439,5 @@ _MEANINGS = {
 
 async def get_description(request: Request) -> HttpResponse:
     service: Service = request.app.state.service
-    document = description(service.model_name, service.client.info.vocab_size)
+    document = description(service.model_names, service.client.info.vocab_size)
     return HttpResponse(msgspec.json.encode(document), media_type="application/json")

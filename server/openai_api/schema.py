@@ -114,7 +114,7 @@ class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     response_format, structured_outputs  what the answer must be; at most one of them
     """
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -258,7 +258,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
     """
 
-    model: str
+    model: str | None = None
     input: EmbeddingInput
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None

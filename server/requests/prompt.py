@@ -175,7 +175,7 @@ def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[in
     try:
         if len(ids) > most == info.max_model_len:
             raise RequestError(
-                f"{field} has an entry of {len(ids)} tokens; the model reads at most {most}",
+                f"This model's maximum context length is {most} tokens, and {field} has an entry of {len(ids)}",
                 param="prompt",
                 code="context_length_exceeded",
             )

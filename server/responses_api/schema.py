@@ -93,7 +93,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     metadata              given back
     """
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=128)] | None = None

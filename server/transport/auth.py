@@ -1,4 +1,4 @@
-"""API keys: who may ask. Every route but `/health` wants one as soon as there is any.
+"""API keys: who may ask. Every route but `OPEN_PATHS` wants one as soon as there is any.
 
 A key comes as `Authorization: Bearer KEY`, as OpenAI's clients send it, as `X-Api-Key: KEY`, as Anthropic's do, or as
 the password of Basic authentication, so that a browser can ask for it and open the page. Keys are compared by their
@@ -23,8 +23,8 @@ from server.transport.exchange import KEY, Exchange
 
 logger = logging.getLogger("xserv.server")
 
-OPEN_PATH = "/health"
-"""The one path without a key: whoever keeps the server running need not know any."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+"""The paths without a key: whoever keeps the server running need not know any. They tell a state and no more."""
 
 MAX_KEY_FILE_BYTES = 1 << 20
 
@@ -92,7 +92,8 @@ def _keys_in(file: str) -> list[str]:
 
 class Authentication:
     """An ASGI layer that lets nobody pass without a key, whatever the path, the method, or whether there is such a
-    route. The path is the one that is routed, after its escapes were resolved, and only the exact `OPEN_PATH` is open.
+    route. The path is the one that is routed, after its escapes were resolved, and only `OPEN_PATHS`
+    are open.
 
     Notes in the exchange whose key it was."""
 
@@ -101,7 +102,7 @@ class Authentication:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH:  # the gate lets no websocket this far
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:  # the gate lets no websocket this far
             await self.app(scope, receive, send)
             return
         key = key_of(scope["headers"])

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.dialect import dialect_of
 from server.errors import ApiError, draining, overloaded
-from server.transport.auth import OPEN_PATH
+from server.transport.auth import OPEN_PATHS
 from server.transport.drain import PROBES, WATCHERS, Lifecycle
 from server.transport.exchange import KEY, Exchange, new_request_id, request_id_of
 from server.transport.origins import OriginRules
@@ -55,6 +55,8 @@ class Gate:
             else:  # there are no websockets here, with a key or without
                 await send({"type": "websocket.close", "code": 1008})
             return
+        if scope["path"].endswith("/"):  # "/v1/models/" is asked by some clients: the same route
+            scope["path"] = scope["path"][:-1] or "/"
         exchange = Exchange(arrival_s=time.monotonic(), send=send, given_id=request_id_of(scope))
         scope[KEY] = exchange
 
@@ -82,7 +84,7 @@ class Gate:
                 observer(exchange, scope, route, duration_s)
 
     def _refusal(self, scope: Scope, path: str) -> ApiError | None:
-        if path == OPEN_PATH:
+        if path in OPEN_PATHS:
             return None
         try:
             self.rules.check(scope["method"], scope.get("scheme", "http"), scope["headers"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.engine.sampling_params import MAX_N
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 
@@ -29,8 +30,9 @@ def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
     if isinstance(items, list) and items and not isinstance(items[0], int):
         _check_length("input", items, config.max_messages)
     n = request.get("n")
-    if isinstance(n, int) and n > config.max_choices:
-        raise invalid("n", f"n must be at most {config.max_choices}, got {n if n < 10**18 else 'more'}.")
+    most_choices = min(MAX_N, config.max_choices)
+    if isinstance(n, int) and n > most_choices:
+        raise invalid("n", f"n must be at most {most_choices}, got {n if n < 10**18 else 'more'}.")
     for name in _SCHEMA_FIELDS:
         value = request.get(name)
         if isinstance(value, (dict, list)) and is_deeper(value, config.max_schema_depth):

@@ -8,11 +8,18 @@ the page counts as of the same origin. The first is refused by the Origin header
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 
 from server.errors import ApiError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+ANY_PORT = ":*"
+"""The end of an origin that stands for those of every port."""
+
+LOCAL_ORIGINS = tuple(f"{scheme}://{name}{ANY_PORT}" for scheme in ("http", "https") for name in LOOPBACK_NAMES)
+"""Pages that this machine itself serves."""
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -21,13 +28,13 @@ class OriginRules:
     """What of Host and Origin is let in.
 
     allowed_hosts    names and addresses without port, "*": any; None: no rule
-    allowed_origins  origins besides the server's own, "*": any
+    allowed_origins  origins besides the server's own, "*": any; "http://localhost:*": on any port
     """
 
     def __init__(self, allowed_hosts: Sequence[str] | None, allowed_origins: Sequence[str]) -> None:
         is_open = allowed_hosts is None or "*" in allowed_hosts
         self._hosts = None if is_open else frozenset(host.lower().encode() for host in allowed_hosts or ())
-        self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in allowed_origins)
+        self._origins = re.compile(origins_pattern(allowed_origins).encode())
 
     def check(self, method: str, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises `ApiError` 403 for a foreign name, and for a page of another site that asks for more than to read."""
@@ -45,7 +52,7 @@ class OriginRules:
                 "This server does not answer to the name in the Host header; --allowed-host names those it does.",
                 code="host_not_allowed",
             )
-        if not origin or method in SAFE_METHODS or b"*" in self._origins or origin in self._origins:
+        if not origin or method in SAFE_METHODS or self._origins.fullmatch(origin):
             return
         if fetch_site != b"same-origin" and origin != b"%b://%b" % (scheme.encode(), host):
             raise ApiError(
@@ -68,6 +75,26 @@ def hosts_for(host: str, further: Sequence[str]) -> tuple[str, ...] | None:
         shown = f"[{host}]" if ":" in host else host
         return (*dict.fromkeys((*LOOPBACK_NAMES, shown, *further)),)
     return tuple(further) or None
+
+
+def origins_for(host: str, further: Sequence[str]) -> tuple[str, ...]:
+    """The origins that may use a server which listens on `host`: where that is this machine alone, its own, too."""
+    is_local = host == "localhost" or _is_loopback(host)
+    return (*dict.fromkeys((*further, *(LOCAL_ORIGINS if is_local else ()))),)
+
+
+def origins_pattern(origins: Sequence[str]) -> str:
+    """A regular expression of whole origins; of none if there are none."""
+    patterns = []
+    for origin in origins:
+        lowered = origin.lower().rstrip("/")
+        if lowered == "*":
+            patterns.append(".*")
+        elif lowered.endswith(ANY_PORT):
+            patterns.append(re.escape(lowered.removesuffix(ANY_PORT)) + "(:[0-9]{1,5})?")
+        else:
+            patterns.append(re.escape(lowered))
+    return "|".join(patterns) or "(?!)"
 
 
 def _is_loopback(host: str) -> bool:

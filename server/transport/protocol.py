@@ -39,6 +39,16 @@ class _HeadersTooLarge(Exception):
     """Ends the parsing; what is answered lies in the protocol."""
 
 
+class _Unbounded(int):
+    """A body's length that nobody knows: there is always room for more, and nothing is missing."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _Unbounded:
+        return self
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. `limits` belongs to the class that `limited` makes.
 
@@ -118,6 +128,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.chunked_encoding = False  # chunks came with HTTP/1.1: here a body ends with its connection
+            self.cycle.expected_content_length = _Unbounded()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

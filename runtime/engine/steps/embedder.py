@@ -82,8 +82,9 @@ class Embedder:
         check_one_of("pooling", pooling, POOLINGS)
         ids = as_token_ids("token_ids", token_ids, self._vocab_size)
         if len(ids) > self._limits.max_model_len:
+            most = self._limits.max_model_len
             raise RequestError(
-                f"the input has {len(ids)} tokens; the model reads at most {self._limits.max_model_len}",
+                f"This model's maximum context length is {most} tokens, and the input has {len(ids)}",
                 param="token_ids",
                 code="context_length_exceeded",
             )

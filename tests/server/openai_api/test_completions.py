@@ -101,7 +101,7 @@ def test_logprobs(served: Served) -> None:
     assert logprobs.tokens[:4] == ["G", "r", "bytes:\\xc3", "bytes:\\xbc"]
     assert logprobs.token_logprobs == [-0.25] * NUM_ANSWER_TOKENS
     assert logprobs.top_logprobs[0] == {"G": -0.25, "H": -1.25}
-    assert logprobs.text_offset[:6] == [0, 1, 2, 3, 3, 4]
+    assert logprobs.text_offset[:7] == [0, 1, 2, 2, 3, 3, 4]
     assert max(logprobs.text_offset) == len(ANSWER)
     parts = [chunk.choices[0].logprobs for chunk in streamed(served, "Hi", logprobs=2)]
     parts = [part for part in parts if part is not None]
