@@ -21,7 +21,7 @@ watched() {
                 Collecting*|"Requirement already"*) count=$((count + 1)); doing="$count packages found: ${line#* }" ;;
                 *Downloading*|*Using\ cached*) doing="$count packages found: ${line#"${line%%[! ]*}"}" ;;
                 *Building*|*Preparing*) doing="building xserv" ;;
-                Installing\ collected*) doing="installing $(printf '%s' "$line" | tr ',' '\n' | wc -l) packages" ;;
+                Installing\ collected*) doing="installing $(printf '%s\n' "$line" | tr ',' '\n' | wc -l) packages" ;;
                 *) continue ;;
             esac
             if [ -t 2 ]; then printf '\r\033[Kxserv: %.70s' "$doing"
