@@ -154,7 +154,8 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
-        print(f"Serving {self.model_name} at {scheme}://{shown_host}:{port}/v1", flush=True)
+        address = f"{scheme}://{shown_host}:{port}"
+        print(f"Serving {self.model_name} at {address}/v1 (OpenAI's API) and {address} (the page)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
