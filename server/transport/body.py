@@ -17,6 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from server.config import ServerConfig
+from server.dialect import dialect_of
 from server.errors import ApiError, invalid
 from server.openai_api.fields import take_table_fields
 from server.transport.cleaning import Cleaner
@@ -26,6 +27,11 @@ from server.transport.json_limits import check_limits, is_deeper
 T = TypeVar("T", bound=msgspec.Struct)
 
 logger = logging.getLogger("xserv.server")
+
+
+_PLAIN_MEDIA_TYPES = ("", "application/x-www-form-urlencoded")
+"""What Ollama's clients may send: litellm names no type, and curl by itself that of a form. Pages of other sites could,
+too; their Origin is refused before."""
 
 
 class Body(bytes):
@@ -53,7 +59,8 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
             415, f"The body must not be compressed (Content-Encoding: {encoding[:40]}).", code="unsupported_encoding"
         )
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    is_plain = media_type in _PLAIN_MEDIA_TYPES and dialect_of(request.scope) == "ollama"
+    if media_type != "application/json" and not is_plain:
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     is_too_large = declared.isdecimal() and (len(declared) > 18 or int(declared) > config.max_body_bytes)

@@ -76,6 +76,18 @@ def test_the_gates_are_the_same(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert {message_of(answer.json()) for answer in answers} == {draining().message}
 
 
+@pytest.mark.parametrize("media_type", ["", "application/x-www-form-urlencoded", "text/plain"])
+def test_curl_and_litellm_name_no_type(served: Served, media_type: str) -> None:
+    """To Ollama they need not; a page of another site that does the same is refused by its Origin."""
+    body = b'{"model": "fake-model", "messages": [{"role": "user", "content": "Hello"}], "stream": false}'
+    headers = {"content-type": media_type} if media_type else {}
+    expected = 415 if media_type == "text/plain" else 200
+    assert served.http.post("/api/chat", content=body, headers=headers).status_code == expected
+    assert served.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 415
+    headers["origin"] = "https://evil.example"
+    assert served.http.post("/api/chat", content=body, headers=headers).status_code == 403
+
+
 def test_metrics_know_the_routes(served: Served) -> None:
     hello = [{"role": "user", "content": "Hello"}]
     asked = {"model": "fake-model", "max_tokens": 3, "messages": hello}
