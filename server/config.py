@@ -56,9 +56,11 @@ class ServerConfig:
     max_stored_response_bytes
     stored_response_ttl_s
 
-    tool_call_parser         how tool calls are read: "hermes", "none", or "auto": what the model's chat template shows
+    tool_call_parser         how tool calls are read: a notation's name, "none", or "auto": what the model's chat
+                             template shows
     reasoning_parser         how reasoning is read: "think", "none", or "auto", the same
 
+    close_schemas            JSON schemas of requests mean no keys but those that they name, unless `strict` is false
     num_tokenizer_threads    threads that render chat templates and encode prompts, away from the event loop
 
     Who is let in:
@@ -109,6 +111,7 @@ class ServerConfig:
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    close_schemas: bool = False
 
     num_tokenizer_threads: int = 2
 

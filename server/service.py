@@ -78,6 +78,7 @@ class Service:
     grammars: GrammarChecker
     created: int
     system_fingerprint: str
+    has_noted_tools: bool = False
 
     @classmethod
     def begin(
@@ -116,6 +117,16 @@ class Service:
             created=int(time.time()),
             system_fingerprint=_fingerprint(client, model_names[0]),
         )
+
+    def note_tools(self) -> None:
+        """Says in the log, once, where tools come with a request and the model's chat template leaves them out."""
+        if self.answer_format.tells_tools and self.answer_format.tools is not None and not self.has_noted_tools:
+            self.has_noted_tools = True
+            logger.warning(
+                "the model's chat template ignores tools: a system message of the server's own tells them, and how to "
+                "call them (%s)",
+                self.answer_format.tools.name,
+            )
 
     def end(self) -> None:
         """Ends what `begin` began. The client belongs to whoever made it."""

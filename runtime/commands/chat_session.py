@@ -69,7 +69,7 @@ class ChatSession:
         self.llm = llm
         self.on_reasoning = on_reasoning
         self.has_template = llm.tokenizer is None or llm.tokenizer.has_chat_template
-        self.answer_format = AnswerFormat(reasoning=AnswerFormat.of(llm.tokenizer).reasoning)
+        self.answer_format = AnswerFormat.of(llm.tokenizer, tool_call_parser="none")
         self.conversation = Conversation(system)
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()

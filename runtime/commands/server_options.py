@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
+from runtime.text.parser_names import TOOL_CALL_PARSERS
 from server.config import ServerConfig
 
 API_KEY_VARIABLE = "XSERV_API_KEY"
@@ -95,13 +96,19 @@ class ServerOptions:
         _CONFIG.stored_response_ttl_s
     )
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "none"],
-        typer.Option(help="How tool calls are read in answers; auto: as the chat template shows."),
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"How tool calls are read in answers: {', '.join(TOOL_CALL_PARSERS)}. auto: as the template shows.",
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "think", "none"],
         typer.Option(help="How reasoning is read in answers; auto: as the chat template shows."),
     ] = "auto"
+    close_schemas: Annotated[
+        bool, typer.Option(help="JSON schemas allow no keys but those that they name, unless strict is false.")
+    ] = _CONFIG.close_schemas
     num_tokenizer_threads: Annotated[
         int, typer.Option(help="Threads that render templates and encode large prompts.", min=1)
     ] = _CONFIG.num_tokenizer_threads

@@ -10,6 +10,7 @@ from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
+from runtime.text.tools.notation import ToolReading
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -31,8 +32,9 @@ class Job:
         reasoning = None
         if answer_format.reasoning and tokenizer is not None:
             reasoning = reasoning_start(tokenizer, prompt_token_ids)
+        tools = None if answer_format.tools is None else ToolReading(answer_format.tools)
         self.pipelines = [
-            TextPipeline(tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=answer_format.tools)
+            TextPipeline(tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=tools)
             for _ in range(params.n)
         ]
         self._tokenizer = tokenizer

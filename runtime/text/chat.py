@@ -2,16 +2,20 @@
 
 Templates know less than OpenAI's and Anthropic's APIs allow. Where one refuses a conversation, or leaves out a system's
 message in its midst, such messages become the user's, and messages of one role in a row become one; where one leaves
-out a tool's answer, the conversation is refused, since the model would never see it.
+out a tool's answer, the conversation is refused, since the model would never see it. Calls get short ids, arguments as
+texts, or messages of their own where a template refuses them otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
+from runtime.text.tools.notation import Notation
+from runtime.text.tools.past_calls import has_calls, with_short_ids, with_single_calls, with_text_arguments
+from runtime.text.tools.told import told
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -26,10 +30,12 @@ def chat_prompt(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     special_tokens_in_content: Literal["parse", "text"] = "parse",
+    told_tools: Notation | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
-    ``special_tokens_in_content``: whether a special token's text in a message becomes the token.
+    ``special_tokens_in_content``: whether a special token's text in a message becomes the token. ``told_tools``: the
+    template knows no tools; a message of our own tells them, and that calls are written so.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -42,6 +48,8 @@ def chat_prompt(
         raise RequestError(
             "the model has no chat template: give a prompt, or chat_template", param="messages"
         )
+    if told_tools is not None:
+        messages, tools = told(tokenizer, told_tools, messages, tools), None
     render: partial[Any] = partial(
         tokenizer.apply_chat_template,
         tools=tools,
@@ -50,24 +58,42 @@ def chat_prompt(
         chat_template=chat_template,
         **template_kwargs,
     )
-    taken = messages
     if special_tokens_in_content == "text":
         render = partial(render, special_tokens_in_content="text")
-    try:
-        ids: list[int] = render(messages)
-        if _left_out(render, messages, _late_systems(messages)):
-            taken = _joined(_with_late_systems_as_users(messages))
-            ids = render(taken)
-    except ChatTemplateError as error:
-        taken = _joined(_with_late_systems_as_users(messages))
+    refused: ChatTemplateError | None = None
+    for attempt in _attempts(messages):
         try:
-            if taken == list(messages):
-                raise error
-            ids = render(taken)
-        except ChatTemplateError:
-            raise RequestError(str(error), param="messages") from error
-    _check_tool_answers(render, taken, messages)
-    return ids
+            ids: list[int] = render(attempt)
+            taken = attempt
+            if _left_out(render, taken, _late_systems(taken)):
+                taken = _plainer(taken)
+                ids = render(taken)
+        except ChatTemplateError as error:
+            refused = refused or error
+        else:
+            _check_tool_answers(render, taken, messages)
+            return ids
+    assert refused is not None
+    raise RequestError(str(refused), param="messages") from refused
+
+
+def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """The conversation, and what it may become where the template refuses it."""
+    yield messages
+    is_plain = _plainer(messages) == list(messages)
+    if not is_plain:
+        yield _plainer(messages)
+    if any(map(has_calls, messages)):
+        short = with_short_ids(messages)
+        for attempt in (short, with_text_arguments(short), with_single_calls(short)):
+            yield attempt
+            if not is_plain:
+                yield _plainer(attempt)
+
+
+def _plainer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without system messages behind others, and without messages of one role in a row."""
+    return _joined(_with_late_systems_as_users(messages))
 
 
 def _late_systems(messages: Sequence[Mapping[str, Any]]) -> list[int]:

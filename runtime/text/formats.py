@@ -6,25 +6,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.text.reasoning import TAGS
-from runtime.text.tool_calls import HERMES, ToolFormat
+from runtime.text.tools.notation import Notation
+from runtime.text.tools.table import BY_NAME, HERMES, JSON, notation_in
+from runtime.text.tools.told import ignores_tools
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
-
-_OTHER_CALLS = ("<function=", "<arg_key>")
-"""What templates write between the same tags where their models' calls are no JSON (Qwen3-Coder, GLM-4.5)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """What a model may write beside content.
 
-    reasoning  between tags
-    tools      how it writes tool calls; None: not at all, or in a way that is not known here
+    reasoning     between tags
+    tools         how it writes tool calls; None: not at all, or in a way that is not known here
+    forced_tools  how a call is written that it is made to write; None: it is never made to
+    tells_tools   its chat template leaves tools out, so that a message of our own tells them, and how to call them
     """
 
     reasoning: bool = False
-    tools: ToolFormat | None = None
+    tools: Notation | None = None
+    forced_tools: Notation | None = None
+    tells_tools: bool = False
 
     @classmethod
     def of(
@@ -33,19 +36,17 @@ class AnswerFormat:
         """With "auto", what the tokenizer's chat templates and vocabulary show. Without a tokenizer nothing is text."""
         if tokenizer is None:
             return cls()
-        return cls(
-            _has_reasoning(tokenizer) if reasoning_parser == "auto" else reasoning_parser == "think",
-            _tool_format(tokenizer) if tool_call_parser == "auto" else {"hermes": HERMES}.get(tool_call_parser),
-        )
+        reasoning = _has_reasoning(tokenizer) if reasoning_parser == "auto" else reasoning_parser == "think"
+        if tool_call_parser == "none":
+            return cls(reasoning)
+        tells_tools = ignores_tools(tokenizer)
+        if tool_call_parser != "auto":
+            tools = BY_NAME.get(tool_call_parser)
+        else:
+            tools = HERMES if tells_tools else notation_in(tokenizer.chat_templates.values())
+        return cls(reasoning, tools, tools or JSON, tells_tools)
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:
     templates = tokenizer.chat_templates.values()
     return any(tokenizer.token_to_id(tag) is not None or any(tag in text for text in templates) for tag in TAGS)
-
-
-def _tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    templates = tokenizer.chat_templates.values()
-    if any(other in text for text in templates for other in _OTHER_CALLS):
-        return None
-    return HERMES if any(HERMES.open_tag in text for text in templates) else None

@@ -2,5 +2,28 @@
 
 from __future__ import annotations
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "none")
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma4",
+    "glm4",
+    "glm45",
+    "glm47",
+    "granite",
+    "hermes",
+    "json",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "mistral",
+    "mistral_v11",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+)
+"""Those that vLLM has, too, bear its names."""
+
 REASONING_PARSERS = ("auto", "think", "none")

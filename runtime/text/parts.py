@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -41,8 +42,8 @@ class Part(NamedTuple):
 class PartParser(Protocol):
     """Sorts a text that comes in pieces. However it is cut, what the parts show is the same; none ever raises."""
 
-    def push(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+    def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
+        """The parts that are certain now. `places`: where a special token that marks tool calls begins in the text."""
 
     def finish(self) -> list[Part]:
         """The rest: the text has ended."""
@@ -51,7 +52,7 @@ class PartParser(Protocol):
 class ContentParser:
     """All is content."""
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
         return [Part("content", text)] if text else []
 
     def finish(self) -> list[Part]:

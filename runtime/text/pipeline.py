@@ -20,7 +20,8 @@ from runtime.text.parts import Part, PartKind, PartParser, ToolCallDelta
 from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
 from runtime.text.stop import StopMatch, StopMatcher
-from runtime.text.tool_calls import ToolCallParser, ToolFormat
+from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.parser import ToolCallParser
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -68,8 +69,7 @@ class TextPipeline:
     """One choice's way from ids to text; ``push`` takes its outputs in order.
 
     reasoning       the model may think between tags: how the prompt leaves that; None: it is all content
-    tools           how the model writes tool calls; None: it makes none
-    parallel_tool_calls  False: only the first call is kept
+    tools           how the answer's tool calls are read; None: it has none
 
     Without a tokenizer, or with ``detokenize=False``, ids pass through and the text is empty. Raises
     ``RequestError`` for stop strings without a tokenizer.
@@ -82,8 +82,7 @@ class TextPipeline:
         prompt_token_ids: Sequence[int],
         *,
         reasoning: ReasoningStart | None = None,
-        tools: ToolFormat | None = None,
-        parallel_tool_calls: bool = True,
+        tools: ToolReading | None = None,
     ) -> None:
         if tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
@@ -91,14 +90,18 @@ class TextPipeline:
         self._params = params
         self._decoder = None
         self._sorter = None
+        self._markers: dict[int, str] = {}  # special tokens that mark tool calls
         if tokenizer is not None and params.detokenize:
             from tokenizer import IncrementalDecoder
 
             tags: list[str] = []
             parser: PartParser | None = None
             if tools is not None:
-                parser = ToolCallParser(tools, parallel=parallel_tool_calls)
-                tags += (tools.open_tag, tools.close_tag)
+                ids = {marker: tokenizer.token_to_id(marker) for marker in tools.notation.markers}
+                special = {ids[marker]: marker for marker in ids if ids[marker] in tokenizer.all_special_ids}
+                parser = ToolCallParser(tools, frozenset(special.values()))
+                self._markers = {token_id: marker for token_id, marker in special.items() if token_id is not None}
+                tags += special.values()
             if reasoning is not None:
                 parser = ReasoningParser(reasoning, parser)
                 tags += REASONING_TAGS
@@ -114,6 +117,7 @@ class TextPipeline:
         self._held: list[_Token] = []
         self._held_text = ""  # text[_held_start:], not handed out yet
         self._held_start = 0
+        self._places: list[int] = []  # where the markers that are not handed out yet begin
 
     def push(self, output: EngineOutput) -> TextDelta:
         """What this output adds. After the choice has finished, nothing."""
@@ -127,7 +131,7 @@ class TextPipeline:
             self._num_tokens += 1
             if place < num_with_text:
                 assert self._decoder is not None
-                self._add_text(self._decoder.push((token_id,)))
+                self._add_text(self._decoder.push((token_id,)), self._markers.get(token_id))
             logprobs = None if output.logprobs is None else output.logprobs[place]
             self._held.append(_Token(token_id, logprobs, self._held_start + len(self._held_text)))
             if self._match is not None:
@@ -140,8 +144,11 @@ class TextPipeline:
             return self._finish(reason, output.stop_reason, has_stop_id=reason == "stop" and bool(ids))
         return self._delta(self._num_certain())
 
-    def _add_text(self, text: str) -> None:
+    def _add_text(self, text: str, marker: str | None = None) -> None:
+        """`marker`: the text is a special token's, which ends with this."""
         self._held_text += text
+        if marker is not None and text.endswith(marker):
+            self._places.append(self._held_start + len(self._held_text) - len(marker))
         if self._matcher is not None:
             self._match = self._matcher.push(text, can_match=self._num_tokens > self._params.min_tokens)
 
@@ -194,9 +201,13 @@ class TextPipeline:
         taken, self._held = self._held[:num_tokens], self._held[num_tokens:]
         length = len(self._held_text) if is_last else taken[-1].end - self._held_start
         text, self._held_text = self._held_text[:length], self._held_text[length:]
-        self._held_start += length
+        start, self._held_start = self._held_start, self._held_start + length
         if self._sorter is not None:
-            return self._sorter.push(taken, text, is_last=is_last)
+            places: list[int] = []
+            if self._places:
+                places = [place - start for place in self._places if place < self._held_start]
+                del self._places[: len(places)]
+            return self._sorter.push(taken, text, places, is_last=is_last)
         token_ids = [token.token_id for token in taken]
         if self._params.logprobs is None:
             return TextDelta(text=text, token_ids=token_ids)
@@ -219,9 +230,10 @@ class _Sorter:
         self._end = 0  # of the text that is sorted
         self._last_kind: PartKind = "content"
 
-    def push(self, tokens: Sequence[_Token], text: str, *, is_last: bool) -> TextDelta:
-        """What is certain of `text`, which these tokens hold, and of what was held before."""
-        parts = self._parser.push(text)
+    def push(self, tokens: Sequence[_Token], text: str, places: Sequence[int], *, is_last: bool) -> TextDelta:
+        """What is certain of `text`, which these tokens hold, and of what was held before. `places`: where markers that
+        are special tokens begin in it."""
+        parts = self._parser.push(text, places)
         if is_last:
             parts += self._parser.finish()
         if len(parts) == 1 and not (self._tokens or is_last or self._has_logprobs) and len(parts[0].text) == len(text):

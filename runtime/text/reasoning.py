@@ -55,11 +55,14 @@ class ReasoningParser:
         self._state = "outside" if start == "closed" else "start"
         self._is_open = start == "open"
         self._held = ""
+        self._places: list[int] = []  # of special tokens in what is held
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
         if self._state == "outside":
-            return self._rest.push(text)
+            return self._rest.push(text, places)
+        self._places += [len(self._held) + place for place in places]
         if self._state == "inside" and not self._held and "<" not in text and not text.endswith("\n"):
+            self._places.clear()
             return [Part("reasoning", text)] if text else []
         parts: list[Part] = []
         self._held += text
@@ -107,9 +110,10 @@ class ReasoningParser:
     def _end(self) -> list[Part]:
         """What is left is the rest's."""
         text, self._held = self._held, ""
-        return self._rest.push(text)
+        return self._rest.push(text, self._places)
 
     def _take(self, parts: list[Part], kind: Literal["reasoning", "layout"], length: int) -> None:
         if length:
             parts.append(Part(kind, self._held[:length]))
             self._held = self._held[length:]
+            self._places = [place - length for place in self._places if place >= length]

@@ -1,4 +1,4 @@
-"""A grammar for an answer that a model may think about first: it begins where the reasoning ends."""
+"""A grammar for an answer beside which there may be something else: reasoning in front of it, or calls instead."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
         r"line_ends: /\n{0,2}/",
         f"answer: {_rule(grammar)}",
     ]
+    return Grammar(kind="lark", text="\n".join(lines))
+
+
+def or_calls(grammar: Grammar, calls: str) -> Grammar:
+    """A text of the grammar, or tool calls, whose grammar in Lark's notation begins with the rule `start`. Raises
+    ``RequestError`` where both are too long."""
+    lines = ["start: content | calls", f"content: {_rule(grammar)}", f"calls: {calls.removeprefix('start:')}"]
     return Grammar(kind="lark", text="\n".join(lines))
 
 

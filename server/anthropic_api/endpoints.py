@@ -159,6 +159,6 @@ def _count(service: Service, body: Body) -> TokensCount:
     conversation = Conversation(asked)
     try:
         chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
-        return TokensCount(len(message_ids(chat, service.tokenizer, service.config)))
+        return TokensCount(len(message_ids(chat, service.tokenizer, service.config, service.answer_format)))
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None

@@ -94,7 +94,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
     if (choice.name is None) == (choice.type == "tool"):
         raise invalid("tool_choice.name", 'tool_choice.name belongs to type "tool", and to no other.')
     if choice.name is not None:
-        return NamedToolChoice("function", NamedFunction(choice.name))
+        return NamedToolChoice(NamedFunction(choice.name))
     return "required" if choice.type == "any" else choice.type
 
 

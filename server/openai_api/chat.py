@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -13,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta
 from runtime.text.reasoning import reasoning_start
-from runtime.text.reasoning_grammar import after_reasoning
+from runtime.text.reasoning_grammar import after_reasoning, or_calls
+from runtime.text.tools.notation import ToolReading
 from server.errors import invalid
 from server.openai_api.admitted_chat import Chat
 from server.openai_api.answers import (
@@ -30,13 +33,13 @@ from server.openai_api.answers import (
 )
 from server.openai_api.chat_chunks import ChatChunks
 from server.openai_api.logprobs import prompt_logprobs
-from server.openai_api.schema import ChatCompletionRequest
+from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest
 from server.requests.collect import take_whole
-from server.requests.conversation import template_tools
 from server.requests.generation import Generation, GenerationError, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
-from server.requests.structured import grammar_field, grammar_of, refused
+from server.requests.structured import answer_grammar, contradiction, grammar_field, refused
+from server.requests.tool_choice import callable_tools, calls_text, forced_calls, forces_call
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.sse import DONE, EventStreamResponse, frame
@@ -104,18 +107,14 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    tools = template_tools(asked)
-    grammar, forced_by = grammar_of(asked, tools), grammar_field(asked)
-    if forced_by == "tool_choice" and service.answer_format.tools is None:
-        raise invalid(
-            "tool_choice",
-            'This model has no tool calls that can be forced; tool_choice can be "none" or "auto".',
-            "unsupported_value",
-        )
+    tools = callable_tools(asked)
+    grammar, forced_by = _grammar(service, asked, tools)
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
-    token_ids, echo = conversation_prompt(asked, service.tokenizer, service.config, service.client.info)
+    token_ids, echo = conversation_prompt(
+        asked, service.tokenizer, service.config, service.answer_format, service.client.info
+    )
     reasoning = service.answer_format.reasoning
     if reasoning and grammar is not None:
         if forced_by == "structured_outputs" and grammar.kind == "lark":
@@ -132,8 +131,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         arrival_time_s=arrival_time_s,
         scheduling=Scheduling.of(asked),
         reasoning=reasoning,
-        tools=service.answer_format.tools if tools is not None else None,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        tools=_tool_reading(service, asked, tools),
     )
     return Chat(
         service=service,
@@ -148,6 +146,45 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),
+    )
+
+
+def _grammar(
+    service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> tuple[Grammar | None, str | None]:
+    """What the answer has to be, and the field that says so. A call that is forced is all that there will be; where
+    calls may be made, an answer of some format is that, or calls. Raises `ApiError` 400."""
+    closes_schemas = service.config.close_schemas
+    if forces_call(asked):
+        if asked.structured_outputs is not None:
+            raise contradiction("structured_outputs", "tool_choice")
+        forced = forced_calls(asked, tools, service.answer_format, service.tokenizer, closes_schemas=closes_schemas)
+        return forced, "tool_choice"
+    grammar, field = answer_grammar(asked, closes_schemas=closes_schemas), grammar_field(asked)
+    notation = service.answer_format.tools
+    if grammar is None or field != "response_format" or tools is None or notation is None:
+        return grammar, field
+    calls = calls_text(asked, tools, notation, service.tokenizer, closes_schemas=closes_schemas)
+    try:
+        return or_calls(grammar, calls), field
+    except RequestError as error:
+        raise refused(error, field) from None
+
+
+def _tool_reading(
+    service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> ToolReading | None:
+    """How the answer's calls are read; None: it has none."""
+    answer_format = service.answer_format
+    notation = answer_format.forced_tools if forces_call(asked) else answer_format.tools
+    if tools is None or notation is None:
+        return None
+    service.note_tools()
+    return ToolReading.of(
+        notation,
+        tools,
+        is_closed=isinstance(asked.tool_choice, AllowedToolsChoice),
+        parallel=asked.parallel_tool_calls is not False,
     )
 
 

@@ -22,7 +22,7 @@ from server.requests.collect import take_whole
 from server.requests.generation import Generation, GenerationError, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
-from server.requests.structured import grammar_field, grammar_of
+from server.requests.structured import answer_grammar, grammar_field
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.sse import DONE, EventStreamResponse, frame
@@ -100,7 +100,8 @@ def prepare_completion(
     """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked))
+    grammar = answer_grammar(asked, closes_schemas=service.config.close_schemas)
+    params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
     prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)

@@ -160,11 +160,33 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """The one function that must be called."""
+
+    function: NamedFunction
+
+
+class AllowedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the request's tools."""
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Only these of the request's tools may be called ("auto"); one of them must be ("required")."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=128)]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,7 +226,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
     logprobs, top_logprobs   whether, and how many alternatives beside each token (0 … 20)
     tools, tool_choice       given to the chat template, unless tool_choice is "none"; "required" and a named
-                             function force a call
+                             function force a call; allowed_tools are the only ones that are given
     parallel_tool_calls      false: at most one call (default: true)
     reasoning_effort         the template's variable of that name
     add_generation_prompt    the template ends with the opening of the assistant's turn (default: true)
@@ -220,7 +242,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None

@@ -57,7 +57,7 @@ def _tokenize(service: Service, body: bytes) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        ids = message_ids(chat, tokenizer, service.config)
+        ids = message_ids(chat, tokenizer, service.config, service.answer_format)
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None
     return Tokenized(len(ids), service.client.info.max_model_len, ids, texts)
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
-from server.errors import ApiError, below, invalid
-from server.openai_api.schema import ChatCompletionRequest, Message, Tool
-from server.transport.body import schema_error
+from server.errors import ApiError, invalid
+from server.openai_api.schema import ChatCompletionRequest, Message
 from server.transport.json_limits import is_deeper
 
 MAX_ARGUMENTS_DEPTH = 64
@@ -32,16 +29,6 @@ _MEDIA = {
 def template_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """The conversation, in Hugging Face's form. Raises `ApiError` 400 naming the message's field."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
-
-
-def template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools as they were sent, checked; None where there are none or `tool_choice` is "none"."""
-    for i, tool in enumerate(request.tools or ()):
-        try:
-            msgspec.convert(tool, Tool)
-        except msgspec.ValidationError as error:
-            raise below(f"tools[{i}]", schema_error(str(error))) from None
-    return request.tools if request.tools and request.tool_choice != "none" else None
 
 
 def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
-from runtime.text.tool_calls import ToolFormat
+from runtime.text.tools.notation import ToolReading
 from server.observing.meter import RequestMeter
 from server.openai_api.schema import GenerationRequest
 from server.requests.bridge import LoopBridge, Signal
@@ -95,8 +95,7 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
-    reasoning, tools, parallel_tool_calls  what to look for in the answers: whether the model may think, and
-                    `TextPipeline`'s
+    reasoning, tools  what to look for in the answers: whether the model may think, and how it writes calls
     meter           is shown every output; `Service.admit` sets it
 
     on_close        called once, by the first `close`
@@ -114,8 +113,7 @@ class Generation:
     arrival_time_s: float
     scheduling: Scheduling = Scheduling()
     reasoning: bool = False
-    tools: ToolFormat | None = None
-    parallel_tool_calls: bool = True
+    tools: ToolReading | None = None
     meter: RequestMeter | None = None
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
@@ -152,7 +150,6 @@ class Generation:
                 prompt_token_ids,
                 reasoning=reasoning,
                 tools=self.tools,
-                parallel_tool_calls=self.parallel_tool_calls,
             )
             for _ in range(self.params.n)
         ]

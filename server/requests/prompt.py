@@ -11,10 +11,12 @@ from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo
 from runtime.engine.sampling_params import check_token_ids
 from runtime.text.chat import chat_prompt
+from runtime.text.formats import AnswerFormat
 from server.config import ServerConfig
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
-from server.requests.conversation import check_ending, echoed_text, template_messages, template_tools
+from server.requests.conversation import check_ending, echoed_text, template_messages
+from server.requests.tool_choice import callable_tools
 from tokenizer import Tokenizer
 
 
@@ -67,26 +69,36 @@ def _given_ids(
 
 
 def conversation_prompt(
-    request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
+    request: ChatCompletionRequest,
+    tokenizer: Tokenizer | None,
+    config: ServerConfig,
+    answer_format: AnswerFormat,
+    info: EngineInfo,
 ) -> tuple[list[int], str]:
     """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
     before the answer. Raises `ApiError` 400."""
     messages = template_messages(request)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
-    ids = _cut(_rendered(request, messages, tokenizer, config), request.truncate_prompt_tokens, room)
+    ids = _cut(_rendered(request, messages, tokenizer, config, answer_format), request.truncate_prompt_tokens, room)
     return _checked(ids, "messages", info, info.max_model_len - 1), echoed_text(request, messages)
 
 
-def message_ids(request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig) -> list[int]:
+def message_ids(
+    request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, answer_format: AnswerFormat
+) -> list[int]:
     """The same ids, however many. Raises `ApiError` 400."""
-    return _rendered(request, template_messages(request), tokenizer, config)
+    return _rendered(request, template_messages(request), tokenizer, config, answer_format)
 
 
 def _rendered(
-    request: ChatCompletionRequest, messages: list[dict[str, Any]], tokenizer: Tokenizer | None, config: ServerConfig
+    request: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer | None,
+    config: ServerConfig,
+    answer_format: AnswerFormat,
 ) -> list[int]:
-    tools = template_tools(request)
+    tools = callable_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
     if tokenizer is not None:
         if not tokenizer.has_chat_template:
@@ -112,6 +124,7 @@ def _rendered(
             add_generation_prompt=adds_generation_prompt,
             continue_final_message=continues_final_message,
             special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
+            told_tools=answer_format.tools if answer_format.tells_tools else None,
             **variables,
         )
     except RequestError as error:

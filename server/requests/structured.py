@@ -1,55 +1,53 @@
-"""From a request's `response_format`, `structured_outputs` and forced `tool_choice` to the engine's grammar."""
+"""From a request's `response_format` and `structured_outputs` to the engine's grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.grammar import Grammar, parse_json
+from runtime.engine.grammar.strictness import closed
 from server.errors import ApiError, invalid
 from server.openai_api.schema import (
-    ChatCompletionRequest,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
-    NamedToolChoice,
     StructuredOutputs,
 )
 
 
-def grammar_of(request: GenerationRequest, tools: Sequence[Mapping[str, Any]] | None = None) -> Grammar | None:
-    """What the answer has to look like; None: nothing in particular.
+def answer_grammar(request: GenerationRequest, *, closes_schemas: bool) -> Grammar | None:
+    """What the answer's content has to look like; None: nothing in particular.
 
-    `tools` are the request's, once they have been checked. Raises `ApiError` 400 where two fields ask for different
-    things, and where a text is too long; whether the grammar can be compiled is `check_grammar`'s to say.
+    Raises `ApiError` 400 where two fields ask for different things, and where a text is too long; whether the grammar
+    can be compiled is `check_grammar`'s to say.
     """
     field = grammar_field(request)
     try:
-        if field == "tool_choice":
-            return _tool_grammar(request, tools or ())
         if field == "structured_outputs":
             assert request.structured_outputs is not None
-            return _structured_outputs(request.structured_outputs)
-        return None if field is None else _response_format(request)
+            return _structured_outputs(request.structured_outputs, closes_schemas)
+        return None if field is None else _response_format(request, closes_schemas)
     except RequestError as error:
         raise refused(error, field) from None
 
 
 def grammar_field(request: GenerationRequest) -> str | None:
-    """The request's field that the grammar comes from. Raises `ApiError` 400 where there are two."""
-    fields = []
-    if isinstance(request.response_format, (JsonObjectFormat, JsonSchemaFormat)):
-        fields.append("response_format")
-    if request.structured_outputs is not None:
-        fields.append("structured_outputs")
-    if isinstance(request, ChatCompletionRequest) and _forces_call(request):
-        fields.append("tool_choice")
-    if len(fields) > 1:
-        raise invalid(fields[0], f"{fields[0]} and {fields[1]} contradict each other; send one.")
-    return fields[0] if fields else None
+    """The request's field that the content's grammar comes from. Raises `ApiError` 400 where there are two."""
+    has_format = isinstance(request.response_format, (JsonObjectFormat, JsonSchemaFormat))
+    if request.structured_outputs is None:
+        return "response_format" if has_format else None
+    if has_format:
+        raise contradiction("response_format", "structured_outputs")
+    return "structured_outputs"
+
+
+def contradiction(one: str, other: str) -> ApiError:
+    """Two fields that ask for different things."""
+    return invalid(one, f"{one} and {other} contradict each other; send one.")
 
 
 def refused(error: RequestError, field: str | None) -> ApiError:
@@ -57,18 +55,15 @@ def refused(error: RequestError, field: str | None) -> ApiError:
     return invalid(field, str(error), error.code or "invalid_value")
 
 
-def _forces_call(request: ChatCompletionRequest) -> bool:
-    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
-
-
-def _response_format(request: GenerationRequest) -> Grammar:
+def _response_format(request: GenerationRequest, closes_schemas: bool) -> Grammar:
     wanted = request.response_format
-    if isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.schema is not None:
-        return _json_schema(wanted.json_schema.schema)
-    return Grammar(kind="json_object")
+    if not isinstance(wanted, JsonSchemaFormat) or wanted.json_schema.schema is None:
+        return Grammar(kind="json_object")
+    strict = wanted.json_schema.strict
+    return _json_schema(wanted.json_schema.schema, closes_schemas if strict is None else strict)
 
 
-def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
+def _structured_outputs(wanted: StructuredOutputs, closes_schemas: bool) -> Grammar:
     given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
     if len(given) != 1:
         raise invalid(
@@ -77,9 +72,9 @@ def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
             f"got {' and '.join(given) or 'none'}.",
         )
     if isinstance(wanted.json, str):
-        return Grammar(kind="json_schema", text=wanted.json)
+        return _json_schema_text(wanted.json, closes_schemas)
     if wanted.json is not None:
-        return _json_schema(wanted.json)
+        return _json_schema(wanted.json, closes_schemas)
     if wanted.regex is not None:
         return Grammar(kind="regex", text=wanted.regex)
     if wanted.choice is not None:
@@ -91,18 +86,10 @@ def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
     return Grammar(kind="json_object")
 
 
-def _json_schema(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar(kind="json_schema", text=msgspec.json.encode(schema).decode())
+def _json_schema(schema: Mapping[str, Any], is_closed: bool) -> Grammar:
+    return Grammar(kind="json_schema", text=msgspec.json.encode(closed(schema) if is_closed else schema).decode())
 
 
-def _tool_grammar(request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> Grammar:
-    from runtime.text.tool_grammar import tool_grammar
-
-    assert isinstance(request, ChatCompletionRequest)
-    if not tools:
-        raise invalid("tool_choice", "tool_choice asks for a call, and there are no tools.")
-    choice = request.tool_choice
-    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    if named is not None and not any(tool["function"]["name"] == named for tool in tools):
-        raise invalid("tool_choice", f"tool_choice names {named!r}, which is not among the tools.")
-    return Grammar(kind="lark", text=tool_grammar(tools, named, request.parallel_tool_calls is not False))
+def _json_schema_text(text: str, is_closed: bool) -> Grammar:
+    grammar = Grammar(kind="json_schema", text=text)
+    return _json_schema(parse_json(grammar), is_closed) if is_closed else grammar

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.openai_api.answers import ChatTokenLogprob
-from server.responses_api.schema import FunctionChoice, FunctionTool, Status, TextOptions
+from server.responses_api.schema import FunctionTool, Status, TextOptions, ToolChoice
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -107,7 +107,7 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool
     temperature: float
     text: TextOptions
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tool_choice: ToolChoice
     tools: list[FunctionTool]
     top_logprobs: int
     top_p: float

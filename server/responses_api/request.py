@@ -7,6 +7,9 @@ from typing import Any
 
 from server.errors import ApiError, invalid, renamed
 from server.openai_api.schema import (
+    AllowedTool,
+    AllowedTools,
+    AllowedToolsChoice,
     ChatCompletionRequest,
     FunctionCall,
     JsonSchema,
@@ -17,6 +20,7 @@ from server.openai_api.schema import (
     TextFormat,
     ToolCall,
 )
+from server.openai_api.schema import ToolChoice as ChatToolChoice
 from server.responses_api.objects import (
     OutputFunctionCall,
     OutputItem,
@@ -26,11 +30,13 @@ from server.responses_api.objects import (
 )
 from server.responses_api.schema import (
     SAME_AS_IN_A_CHAT,
+    AllowedFunctionsChoice,
     FunctionChoice,
     FunctionTool,
     NamedJsonSchemaFormat,
     ResponsesRequest,
     TextOptions,
+    ToolChoice,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -57,8 +63,6 @@ def chat_request(asked: ResponsesRequest, conversation: Sequence[Message]) -> Ch
     if asked.top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", f'top_logprobs asks for include to have "{LOGPROBS}".')
     instructions = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
-    choice = asked.tool_choice
-    forced = NamedToolChoice("function", NamedFunction(choice.name)) if isinstance(choice, FunctionChoice) else choice
     return ChatCompletionRequest(
         model=asked.model,
         messages=[*instructions, *conversation],
@@ -68,7 +72,7 @@ def chat_request(asked: ResponsesRequest, conversation: Sequence[Message]) -> Ch
         response_format=_response_format(asked.text),
         reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
         tools=[_tool(tool) for tool in asked.tools] if asked.tools else None,
-        tool_choice=forced,
+        tool_choice=_tool_choice(asked.tool_choice),
         **{name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT},
     )
 
@@ -78,6 +82,15 @@ def _response_format(text: TextOptions | None) -> Any:
     if isinstance(form, NamedJsonSchemaFormat):
         return JsonSchemaFormat(JsonSchema(form.name, form.description, form.schema, form.strict))
     return form
+
+
+def _tool_choice(choice: ToolChoice | None) -> ChatToolChoice | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedToolChoice(NamedFunction(choice.name))
+    if isinstance(choice, AllowedFunctionsChoice):
+        tools = [AllowedTool("function", NamedFunction(tool.name)) for tool in choice.tools]
+        return AllowedToolsChoice(AllowedTools(choice.mode, tools))
+    return choice
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

@@ -57,11 +57,22 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
 
 
-class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one function that must be called."""
+class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """The one function that must be called, or one that may be."""
 
-    type: Literal["function"]
     name: Name
+
+
+class AllowedFunctionsChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """Only these of the request's tools may be called ("auto"); one of them must be ("required")."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], msgspec.Meta(min_length=1, max_length=128)]
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +118,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     seed: Int | None = None

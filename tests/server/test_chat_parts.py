@@ -268,7 +268,7 @@ def test_log_probabilities_are_those_of_the_content(served: Served) -> None:
 @pytest.mark.parametrize(
     ("choice", "start", "names"),
     [
-        ("required", "\nanswer: call (LINE_END call)*\n", ["get_weather", "get_time"]),
+        ("required", '\nanswer: call ("\\n" call)*\n', ["get_weather", "get_time"]),
         ({"type": "function", "function": {"name": "get_time"}}, "\nanswer: call\n", ["get_time"]),
     ],
 )
@@ -313,12 +313,16 @@ def test_a_call_that_cannot_be_forced_is_refused(
     for fields in ({"tool_choice": "required", "tools": None}, {"tool_choice": unknown}):
         response = served.http.post("/v1/chat/completions", json={**ASKED, "tools": TOOLS, **fields})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
-    with serving(engine, tokenizer) as other:  # whose template has no calls
-        asked = {**ASKED, "tools": TOOLS, "tool_choice": "required"}
+    asked = {**ASKED, "tools": TOOLS, "tool_choice": "required"}
+    with serving(engine, tokenizer, config=ServerConfig(tool_call_parser="none")) as other:
         response = other.http.post("/v1/chat/completions", json=asked)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+    with serving(engine, tokenizer) as other:  # whose template has tools, and calls of an unknown kind
         saying(other, THOUGHT + ROME)
         assert whole(other)["choices"][0]["message"]["content"] == THOUGHT + ROME
+        saying(other, '{"name": "get_time", "arguments": {"a": 1}}')
+        message = whole(other, tool_choice="required")["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "get_time", "arguments": '{"a": 1}'}
 
 
 def test_reasoning_effort_is_the_template_s_to_know(engine: FakeEngineClient, tmp_path: Path) -> None:

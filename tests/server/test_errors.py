@@ -111,7 +111,6 @@ def test_an_unknown_model_is_not_found(served: Served) -> None:
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"guided_json": {}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"user": 3}, "user"),
         ({"store": "yes"}, "store"),

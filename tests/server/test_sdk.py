@@ -36,7 +36,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
     """The bundled model's template knows no tools; that there are Hermes calls is said by hand."""
-    with serving_real(DEMO, config=ServerConfig(tool_call_parser="hermes"), max_model_len=512) as real:
+    with serving_real(DEMO, config=ServerConfig(tool_call_parser="hermes"), max_model_len=1024) as real:
         yield real
 
 

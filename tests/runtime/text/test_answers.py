@@ -18,7 +18,9 @@ from runtime.text.formats import AnswerFormat
 from runtime.text.parts import Part, PartParser
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import ReasoningParser, reasoning_start
-from runtime.text.tool_calls import HERMES, ToolCallParser
+from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.table import HERMES, JSON, QWEN3_CODER
 from tests.runtime.text.answers import Message, message_of, parse, pieces
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, fallback_tokenizer, with_special
@@ -46,7 +48,7 @@ needs_qwen3 = pytest.mark.skipif(not QWEN3.is_dir(), reason="needs ../shared/dat
 def pipeline(tokenizer: Tokenizer, prompt: list[int], parallel: bool = True, **fields: Any) -> TextPipeline:
     params = SamplingParams(max_tokens=None, logprobs=0, **fields)
     start = reasoning_start(tokenizer, prompt)
-    return TextPipeline(tokenizer, params, prompt, reasoning=start, tools=HERMES, parallel_tool_calls=parallel)
+    return TextPipeline(tokenizer, params, prompt, reasoning=start, tools=ToolReading(HERMES, parallel=parallel))
 
 
 def told(pipe: TextPipeline, ids: list[int], edges: list[int], reason: FinishReason) -> tuple[Any, ...]:
@@ -136,7 +138,7 @@ def test_any_cut_gives_the_same(
     params: Any = SamplingParams(max_tokens=None, **fields)
     plain, _ = run(TextPipeline(tokenizer, params, prompt), outputs_of(ids, [], reason))
     reasoning = ReasoningParser(reasoning_start(tokenizer, prompt))
-    assert whole[0] == parse(Chain(reasoning, ToolCallParser(HERMES, parallel=parallel)), [plain.text])
+    assert whole[0] == parse(Chain(reasoning, ToolCallParser(ToolReading(HERMES, parallel=parallel))), [plain.text])
     assert whole[1] == plain.token_ids == ids[: len(plain.token_ids)]
 
 
@@ -241,25 +243,28 @@ def test_a_delta_waits_for_nothing_it_need_not() -> None:
 def test_formats_are_found_in_templates() -> None:
     assert AnswerFormat.of(None) == AnswerFormat(False, None)
     plain = byte_level_tokenizer()
-    assert AnswerFormat.of(plain) == AnswerFormat(False, None)
-    assert AnswerFormat.of(plain, reasoning_parser="think", tool_call_parser="hermes") == AnswerFormat(True, HERMES)
+    assert AnswerFormat.of(plain) == AnswerFormat(False, None, JSON)
+    chosen = AnswerFormat.of(plain, reasoning_parser="think", tool_call_parser="hermes")
+    assert chosen == AnswerFormat(True, HERMES, HERMES)
+    assert AnswerFormat.of(plain, tool_call_parser="none") == AnswerFormat()
     thinker = with_special("</think>")
-    assert AnswerFormat.of(thinker) == AnswerFormat(True, None)
-    assert AnswerFormat.of(thinker, reasoning_parser="none") == AnswerFormat(False, None)
+    assert AnswerFormat.of(thinker) == AnswerFormat(True, None, JSON)
+    assert AnswerFormat.of(thinker, reasoning_parser="none") == AnswerFormat(False, None, JSON)
     templates = {
-        "{{ '<tool_call>' }}": HERMES,
-        "{{ '<tool_call><function=' }}": None,
-        "{{ messages }}": None,
+        "{{ tools }}{{ '<tool_call>' }}": AnswerFormat(False, HERMES, HERMES),
+        "{{ tools }}{{ '<tool_call><function=' }}": AnswerFormat(False, QWEN3_CODER, QWEN3_CODER),
+        "{{ tools }}": AnswerFormat(False, None, JSON),
+        "{{ messages }}": AnswerFormat(False, HERMES, HERMES, tells_tools=True),
     }
-    for template, tools in templates.items():
+    for template, found in templates.items():
         plain.chat_templates = {"default": template}
-        assert AnswerFormat.of(plain).tools == tools
+        assert AnswerFormat.of(plain) == found
     plain.chat_templates = {}
 
 
 @needs_qwen3
 def test_qwen3_thinks_and_calls() -> None:
-    assert AnswerFormat.of(qwen3()) == AnswerFormat(True, HERMES)
+    assert AnswerFormat.of(qwen3()) == AnswerFormat(True, HERMES, HERMES)
 
 
 def test_deltas_after_the_end_are_empty() -> None:

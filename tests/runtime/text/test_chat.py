@@ -80,3 +80,40 @@ def test_a_tools_answer_that_the_template_leaves_out_is_refused(rendered: Any) -
         rendered(NO_TOOLS, *chat)
     assert caught.value.param == "messages[2]"
     assert rendered("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", *chat) == '"a"null"hot"'
+
+
+def calling(*names: str) -> dict[str, Any]:
+    calls = [{"type": "function", "id": f"call_{n}", "function": {"name": n, "arguments": {"a": 1}}} for n in names]
+    return said("assistant", None, tool_calls=calls)
+
+
+MISTRAL = (  # as Mistral's templates: ids of nine characters, and no messages of one role in a row
+    "{% for m in messages %}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}[{{ c.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }};{% endif %}{% endfor %}"
+)
+TEXTUAL = (  # as DeepSeek V3.1's: arguments are put into a text as they are
+    "{% for m in messages %}{% for c in m.tool_calls %}{{ '<' + c.function.arguments + '>' }}{% endfor %}"
+    "{{ m.content }}{% endfor %}"
+)
+SINGLE = (  # as Llama 3's
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}"
+    "{% endif %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{{ m.content or '' }};{% endfor %}"
+)
+
+
+def test_calls_become_what_the_template_takes(rendered: Any) -> None:
+    history = [
+        said("user", "Hi"),
+        calling("f", "g"),
+        said("tool", "F", tool_call_id="call_f"),
+        said("tool", "G", tool_call_id="call_g"),
+    ]
+    short = rendered(MISTRAL, *history)
+    first, second = short[1:10], short[12:21]
+    assert short == f"[{first}][{second}]{first}=F;{second}=G;"
+    assert first != second
+    assert rendered(TEXTUAL, *history).startswith('Hi<{"a": 1}><{"a": 1}>')
+    assert rendered(SINGLE, *history) == "Hi;f;F;g;G;"
+    with pytest.raises(RequestError, match="one call"):  # what it says of the conversation as it was sent
+        rendered(SINGLE.replace("> 1", "> 0"), *history)

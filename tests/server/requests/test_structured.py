@@ -186,10 +186,6 @@ def test_a_forced_tool_call(http: httpx.Client, choice: Any, names: set[str]) ->
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "response_format", "contradict",
         ),
-        ({"guided_json": SCHEMA}, "guided_json", "structured_outputs"),
-        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
-        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
-        ({"guided_grammar": 'start: "a"'}, "guided_grammar", "structured_outputs"),
     ],
 )  # fmt: skip
 def test_what_is_refused(http: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.tool_calls import HERMES, ToolCallParser
+from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.table import HERMES
 from tests.runtime.text.answers import Message, cut, parse, texts
-from tests.runtime.text.test_json_scanner import values
+from tests.runtime.text.tools.test_json_scanner import values
 
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 
@@ -70,7 +72,8 @@ READ: list[tuple[str, str, list[tuple[str, str]]]] = [
     (call('{"name": 5, "arguments": {}}'), call('{"name": 5, "arguments": {}}'), []),
     (call('{"name": "", "arguments": {}}'), call('{"name": "", "arguments": {}}'), []),
     (call('{"name": "\\ud800", "arguments": {}}'), call('{"name": "\\ud800", "arguments": {}}'), []),
-    (call('{"name": "f", "parameters": {}}'), call('{"name": "f", "parameters": {}}'), []),
+    (call('{"name": "f", "parameters": {}}'), "", [("f", "{}")]),
+    (call('{"name": "f", "params": {}}'), call('{"name": "f", "params": {}}'), []),
     (call('{"arguments": {}}'), call('{"arguments": {}}'), []),
     (call('{"name": f}') + call(G), call('{"name": f}'), [("g", "{}")]),
     ("<tool_call><tool_call>" + G + "</tool_call>", "<tool_call>", [("g", "{}")]),
@@ -83,16 +86,16 @@ READ: list[tuple[str, str, list[tuple[str, str]]]] = [
 def test_what_is_a_call(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for size in range(1, len(text) + 1):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert parse(ToolCallParser(HERMES), pieces) == Message(content, "", calls)
+        assert parse(ToolCallParser(ToolReading(HERMES)), pieces) == Message(content, "", calls)
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, places=st.lists(st.integers(0, 200)), parallel=st.booleans())
 def test_any_cut_gives_the_same(text: str, places: list[int], parallel: bool) -> None:
-    whole = parse(ToolCallParser(HERMES, parallel=parallel), [text])
-    assert parse(ToolCallParser(HERMES, parallel=parallel), cut(text, places)) == whole
-    assert parse(ToolCallParser(HERMES, parallel=parallel), list(text)) == whole
-    both = parse(ToolCallParser(HERMES), [text])
+    whole = parse(ToolCallParser(ToolReading(HERMES, parallel=parallel)), [text])
+    assert parse(ToolCallParser(ToolReading(HERMES, parallel=parallel)), cut(text, places)) == whole
+    assert parse(ToolCallParser(ToolReading(HERMES, parallel=parallel)), list(text)) == whole
+    both = parse(ToolCallParser(ToolReading(HERMES)), [text])
     assert (whole.content, whole.tool_calls) == (both.content, both.tool_calls if parallel else both.tool_calls[:1])
 
 
@@ -111,20 +114,20 @@ def test_what_a_template_writes_is_read_back(
 ) -> None:
     bodies = [json.dumps({"name": n, "arguments": a}, ensure_ascii=is_ascii) for n, a in calls]
     text = "\n".join([*([content] if content else []), *map(call, bodies)])
-    message = parse(ToolCallParser(HERMES), cut(text, places))
+    message = parse(ToolCallParser(ToolReading(HERMES)), cut(text, places))
     assert message.content == content
     assert [(name, json.loads(arguments)) for name, arguments in message.tool_calls] == calls
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(ToolReading(HERMES))
     pieces = ["<tool_call>", '\n{"name": "f', '", "arguments": {"ci', 'ty": "', "Rome", '"}', "}\n", "</tool_call>"]
     shown = [[(c.name, c.arguments) for part in parser.push(piece) for c in part.calls] for piece in pieces]
     assert shown == [[], [], [("f", ""), (None, '{"ci')], [(None, 'ty": "')], [(None, "Rome")], [(None, '"}')], [], []]
 
 
 def test_ids_are_the_calls_own() -> None:
-    parts = ToolCallParser(HERMES).push(call(F) + call(G))
+    parts = ToolCallParser(ToolReading(HERMES)).push(call(F) + call(G))
     ids = [c.id for part in parts for c in part.calls if c.id is not None]
     assert len(set(ids)) == 2
     assert all(i.startswith("call_") for i in ids)
@@ -133,4 +136,4 @@ def test_ids_are_the_calls_own() -> None:
 def test_a_long_answer_takes_linear_time() -> None:
     """A quadratic parser would take minutes for each."""
     for text in ("<tool_call>" * 20_000, OPEN + '{"name": "' + "x" * 200_000, call(F) * 3_000, " <" * 100_000):
-        parse(ToolCallParser(HERMES), cut(text, range(0, len(text), 40)))
+        parse(ToolCallParser(ToolReading(HERMES)), cut(text, range(0, len(text), 40)))

@@ -15,8 +15,10 @@ from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from runtime.text.reasoning_grammar import after_reasoning
-from runtime.text.tool_calls import HERMES, ToolCallParser
-from runtime.text.tool_grammar import tool_grammar
+from runtime.text.tools.grammar import tool_grammar
+from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.table import HERMES
 from tests.runtime.text.answers import parse
 from tokenizer import Tokenizer
 
@@ -70,14 +72,18 @@ def accepts(text: str, grammar: Grammar, tokenizer: Tokenizer, vocabulary: Vocab
 def test_what_may_be_said(
     text: str, is_any: bool, is_one: bool, is_weather: bool, tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> None:
-    grammars = (tool_grammar(TOOLS), tool_grammar(TOOLS, parallel=False), tool_grammar(TOOLS, "get_weather"))
+    grammars = (
+        tool_grammar(HERMES, TOOLS),
+        tool_grammar(HERMES, TOOLS, parallel=False),
+        tool_grammar(HERMES, TOOLS, "get_weather"),
+    )
     found = [accepts(text, Grammar(kind="lark", text=each), tokenizer, vocabulary) for each in grammars]
     assert found == [is_any, is_one, is_weather]
 
 
 def test_the_checks_pass_it(vocabulary: Vocabulary) -> None:
     for name in (None, "note"):
-        check_grammar(Grammar(kind="lark", text=tool_grammar(TOOLS, name)), vocabulary)
+        check_grammar(Grammar(kind="lark", text=tool_grammar(HERMES, TOOLS, name)), vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_the_checks_pass_it(vocabulary: Vocabulary) -> None:
         (Grammar(kind="json_schema", text='{"type": "integer"}'), "12"),
         (Grammar(kind="choice", text='["yes", "/n\\"o"]'), '/n"o'),
         (Grammar(kind="regex", text="a/b+"), "a/bb"),
-        (Grammar(kind="lark", text=tool_grammar(TOOLS)), ROME + "\n" + NOW),
+        (Grammar(kind="lark", text=tool_grammar(HERMES, TOOLS)), ROME + "\n" + NOW),
     ],
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
 )
@@ -108,12 +114,12 @@ def test_a_grammar_behind_reasoning(
 
 def test_a_model_that_was_never_taught_calls_makes_some() -> None:
     with LLM(max_num_seqs=8, num_blocks=256) as llm:
-        grammar = Grammar(kind="lark", text=tool_grammar(TOOLS[:2], parallel=False))
+        grammar = Grammar(kind="lark", text=tool_grammar(HERMES, TOOLS[:2], parallel=False))
         (output,) = llm.generate("Once", SamplingParams(grammar=grammar, max_tokens=250, seed=1, n=6, temperature=1.5))
     finished = [choice for choice in output.outputs if choice.finish_reason == "stop"]
     assert len(finished) >= 4
     for choice in finished:
-        message = parse(ToolCallParser(HERMES), [choice.text])
+        message = parse(ToolCallParser(ToolReading(HERMES)), [choice.text])
         assert (message.content, len(message.tool_calls)) == ("", 1)
         name, arguments = message.tool_calls[0]
         assert name in ("get_weather", "now.utc-0")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.json_scanner import JsonScanner
+from runtime.text.tools.json_scanner import JsonScanner
 from tests.runtime.text.answers import cut
 
 values = st.recursive(

@@ -1,0 +1,232 @@
+"""The grammar that forces a tool call: what `tool_choice` asks for, written the way the model writes calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from runtime.text.tools.notation import ArgumentStyle, CallForm, Notation
+from runtime.text.tools.schema_types import property_schema, resolved, types_of
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+_MAX_DEPTH = 8
+"""Deepest nesting of which each level has rules of its own; below it anything goes."""
+
+
+def marker_ids(notation: Notation, tokenizer: Tokenizer | None) -> dict[str, int]:
+    """The notation's markers that are special tokens of the tokenizer's, which are drawn as such."""
+    if tokenizer is None:
+        return {}
+    ids = {marker: tokenizer.token_to_id(marker) for marker in notation.markers}
+    return {marker: i for marker, i in ids.items() if i is not None and i in tokenizer.all_special_ids}
+
+
+def tool_grammar(
+    notation: Notation,
+    tools: Sequence[Mapping[str, Any]],
+    name: str | None = None,
+    parallel: bool = True,
+    markers: Mapping[str, int] | None = None,
+) -> str:
+    """A grammar, in Lark's notation as llguidance reads it, of which every text is a call that the parser reads.
+
+    tools     checked, in OpenAI's form; their names need no escape in JSON
+    name      the one function that may be called; None: any of them
+    parallel  further calls may follow the first, unless it was named
+    markers   those that are special tokens, with their ids
+    """
+    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    return _Writer(notation.form, markers or {}).grammar(functions, parallel and name is None)
+
+
+class _Writer:
+    def __init__(self, form: CallForm, markers: Mapping[str, int]) -> None:
+        self._form = form
+        self._markers = markers
+        self._split = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
+        self._rules: list[str] = []
+
+    def grammar(self, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+        form = self._form
+        further = f"({self._texts(form.between)} call)*" if parallel else ""
+        lines = [
+            _joined("start:", self._texts(form.before), "call", further, self._texts(form.after)),
+            f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
+        ]
+        write = _WRITERS[form.arguments]
+        for i, function in enumerate(functions):
+            head, tail = (self._texts(text.replace("NAME", function["name"])) for text in (form.head, form.tail))
+            arguments = write(self, f"call_{i}", function.get("parameters"))
+            lines.append(_joined(f"call_{i}:", head, arguments, tail))
+        return "\n".join([*lines, *self._rules])
+
+    def _texts(self, text: str) -> str:
+        """A text as the terms of a rule."""
+        pieces = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece) for piece in pieces if piece
+        )
+
+    def _rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    # The arguments' styles. Each makes the rules and returns the term.
+
+    def json(self, rule: str, parameters: Any) -> str:
+        return self._rule(f"{rule}_arguments", f"%json {json.dumps(_object_schema(parameters))}")
+
+    def qwen3_coder(self, rule: str, parameters: Any) -> str:
+        return self._one_by_one(rule, parameters, lambda key: f"<parameter={key}>\n", "\n</parameter>", "\n")
+
+    def glm45(self, rule: str, parameters: Any) -> str:
+        return self._one_by_one(
+            rule, parameters, lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n"
+        )
+
+    def python(self, rule: str, parameters: Any) -> str:
+        return self._listed(rule, parameters, parameters, "=", ", ")
+
+    def gemma(self, rule: str, parameters: Any) -> str:
+        return self._listed(rule, parameters, parameters, ":", ",", quote='<|"|>')
+
+    def _one_by_one(
+        self, rule: str, parameters: Any, head: Callable[[str], str], tail: str, behind: str
+    ) -> str:
+        """Each argument on lines of its own; those that are not required may be left out."""
+        terms = []
+        for i, (key, schema, is_required) in enumerate(_properties(parameters)):
+            text = self._texts(head(key))
+            values = _text_values(schema)
+            end = self._texts(tail + behind)
+            if values is not None:
+                term = f"{text} ({' | '.join(map(_quoted, values))}) {end}"
+            elif types_of(schema, parameters) == {"string"}:
+                value = self._free_text(f"{rule}_value_{i}", tail)
+                term = f"{text} {value} {self._texts(behind)}"
+            else:
+                value = self._rule(f"{rule}_value_{i}", f"%json {json.dumps(_with_definitions(schema, parameters))}")
+                term = f"{text} {value} {end}"
+            terms.append(self._rule(f"{rule}_argument_{i}", term) + ("" if is_required else "?"))
+        return " ".join(terms)
+
+    def _listed(
+        self, rule: str, parameters: Any, root: Any, separator: str, comma: str, quote: str = "", depth: int = 0
+    ) -> str:
+        """The arguments with commas between; those that are not required may be left out."""
+        properties = _properties(parameters)
+        if not properties:
+            return ""
+        # first_i: argument i and those behind it, where none stands in front; more_i: with a comma in front.
+        first, more = "", ""
+        for i, (key, schema, is_required) in reversed(list(enumerate(properties))):
+            value = self._value(f"{rule}_value_{i}", schema, root, quote, depth)
+            argument = self._rule(f"{rule}_argument_{i}", f"{self._texts(key + separator)} {value}")
+            here = f"{argument} {more}"
+            skipped = "" if is_required else f" | {first}" if first else ' | ""'
+            first_rule = self._rule(f"{rule}_first_{i}", here + skipped)
+            behind = f"{self._texts(comma)} {argument} {more}"
+            more = self._rule(f"{rule}_more_{i}", behind + ("" if is_required else f" | {more}" if more else ' | ""'))
+            first = first_rule
+        return first
+
+    def _value(self, rule: str, schema: Any, root: Any, quote: str, depth: int) -> str:
+        """JSON, which is read as Python, too; where strings stand between marks of their own, the same with these."""
+        types = types_of(schema, root)
+        if not quote and types == {"boolean"}:
+            return self._rule(rule, '"True" | "False"')
+        if not quote or (types and types <= {"integer", "number", "boolean", "null"}):
+            return self._rule(rule, f"%json {json.dumps(_with_definitions(schema, root))}")
+        mark = self._texts(quote)
+        if (values := _text_values(schema)) is not None:
+            return f"{mark} ({' | '.join(map(_quoted, values))}) {mark}"
+        if types == {"string"}:
+            return f"{mark} {self._free_text(rule, quote)}"
+        schema = resolved(schema, root)
+        if depth < _MAX_DEPTH and types == {"array"} and isinstance(schema.get("items"), Mapping):
+            item = self._value(f"{rule}_item", schema["items"], root, quote, depth + 1)
+            return self._rule(rule, f'"[" "]" | "[" {item} ("," {item})* "]"')
+        if depth < _MAX_DEPTH and types == {"object"} and _properties(schema):
+            inner = self._listed(f"{rule}_in", schema, root, ":", ",", quote, depth + 1)
+            return self._rule(rule, f'"{{" {inner} "}}"')
+        self._any_gemma(quote)
+        kinds = [f"gemma_{kind}" for kind in ("array", "object", "string") if not types or kind in types]
+        kinds += ["gemma_scalar"] if not types or types & {"integer", "number", "boolean", "null"} else []
+        return self._rule(rule, " | ".join(kinds))
+
+    def _any_gemma(self, quote: str) -> None:
+        if any(line.startswith("gemma_value:") for line in self._rules):
+            return
+        mark = self._texts(quote)
+        text = self._free_text("gemma_text", quote)
+        self._rule("gemma_value", "gemma_array | gemma_object | gemma_string | gemma_scalar")
+        self._rule("gemma_string", f"{mark} {text}")
+        self._rule("gemma_scalar", '%json {"type": ["number", "boolean", "null"]}')
+        self._rule("gemma_array", '"[" "]" | "[" gemma_value ("," gemma_value)* "]"')
+        self._rule("gemma_object", '"{" "}" | "{" gemma_pair ("," gemma_pair)* "}"')
+        self._rule("gemma_pair", 'GEMMA_KEY ":" gemma_value')
+        self._rules.append("GEMMA_KEY: /[A-Za-z_][A-Za-z0-9_]*/")
+
+    def _free_text(self, rule: str, end: str) -> str:
+        """Any text up to this one, which is read with it."""
+        if end in self._markers:
+            return f"{self._rule(rule, '/(?s:.*)/')} {self._texts(end)}"
+        self._rules.append(f"{rule}[suffix={_quoted(end)}]: /(?s:.*)/")
+        return rule
+
+
+_WRITERS: dict[ArgumentStyle, Callable[[_Writer, str, Any], str]] = {
+    "json": _Writer.json,
+    "qwen3_coder": _Writer.qwen3_coder,
+    "glm45": _Writer.glm45,
+    "python": _Writer.python,
+    "gemma": _Writer.gemma,
+}
+
+
+def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A function without a schema takes nothing (OpenAI's rule); one with a schema takes an object."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **parameters}
+
+
+def _properties(parameters: Any) -> list[tuple[str, Any, bool]]:
+    """Each declared argument, its schema, and whether it has to be there. Others are not drawn."""
+    declared = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    names = required if isinstance(required, list) else []
+    keys = declared if isinstance(declared, Mapping) else {}
+    return [(key, property_schema(parameters, key), key in names) for key in keys]
+
+
+def _text_values(schema: Any) -> list[str] | None:
+    """The texts that a value is one of; None: it is no choice among texts."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and isinstance(schema.get("const"), str):
+        values = [schema["const"]]
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return values
+    return None
+
+
+def _with_definitions(schema: Any, root: Any) -> Any:
+    """A property's schema as one of its own, with what it may refer to."""
+    if not isinstance(schema, Mapping):
+        return {} if schema is None else schema
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and name not in schema}
+    return {**schema, **definitions}
+
+
+def _joined(*terms: str) -> str:
+    return " ".join(filter(None, terms))
+
+
+def _quoted(text: str) -> str:
+    """A string of Lark's, which are JSON's."""
+    return json.dumps(text, ensure_ascii=False)

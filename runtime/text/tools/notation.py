@@ -1,0 +1,71 @@
+"""A notation: how a family of models writes tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runtime.text.tools.reader import Reader
+
+ArgumentStyle = Literal["json", "qwen3_coder", "glm45", "python", "gemma"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The texts around a forced call's arguments. NAME stands for the function's name.
+
+    before, between, after  around all calls, and between two
+    head, tail              of each
+    arguments               how they are written: one JSON object, or one by one
+    """
+
+    head: str
+    tail: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    arguments: ArgumentStyle = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """
+    name       ours; names: those of vLLM's `--tool-call-parser` that mean it
+    read       finds the calls in an answer
+    form       what a forced call looks like
+    markers    texts that count only where they were drawn as special tokens, in models that have them as such
+    is_in      whether a chat template's text shows it
+    short_ids  calls have ids of nine letters and digits
+    """
+
+    name: str
+    read: Reader = field(repr=False)
+    form: CallForm = field(repr=False)
+    markers: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    is_in: Callable[[str], bool] = field(default=lambda template: False, repr=False)
+    short_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReading:
+    """How the calls of one answer are read.
+
+    functions  the parameters' JSON schemas of those that may be called
+    is_closed  True: a call of any other function is no call, but content
+    parallel   False: the first call is kept
+    """
+
+    notation: Notation
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    is_closed: bool = False
+    parallel: bool = True
+
+    @classmethod
+    def of(
+        cls, notation: Notation, tools: Sequence[Mapping[str, Any]], *, is_closed: bool = False, parallel: bool = True
+    ) -> ToolReading:
+        """`tools`: checked, in OpenAI's form."""
+        functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        return cls(notation, functions, is_closed, parallel)

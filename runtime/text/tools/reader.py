@@ -1,0 +1,308 @@
+"""An answer's text as the readers of tool calls see it: they read front to back, as if all of it were there.
+
+A reader is a generator. It yields where it needs more text than has come, and is resumed when there is more, or when
+the answer has ended. So what it decides depends on the text alone and not on how the text was cut. Text before `at` has
+been read; `content`, `layout`, `begin` and `argue` say what it was and hand it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from secrets import choice as any_of
+from string import ascii_letters, digits
+from typing import TypeVar
+from uuid import uuid4
+
+from runtime.text.parts import Part, PartKind, ToolCallDelta
+from runtime.text.tools.json_scanner import JsonScanner
+
+MAX_NAME_LENGTH = 256
+"""Characters of a function's name; with more, it is none."""
+WHITE_SPACE = " \t\r\n"
+NAME_CHARACTERS = frozenset(ascii_letters + digits + "_.-")
+"""What a name consists of where it stands outside of JSON: what OpenAI's API takes, and the dot of a module's name."""
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+
+class AnswerReader:
+    """
+    held       text that is not handed out yet
+    at         how much of it has been read
+    has_ended  no more text comes
+    functions  the parameters' JSON schemas of the functions that may be called; empty: unknown
+
+    special    markers that are special tokens: only where such a token was drawn, they count
+    only       the names that count as calls; None: any
+    """
+
+    def __init__(
+        self,
+        functions: dict[str, object],
+        special: frozenset[str] = frozenset(),
+        only: frozenset[str] | None = None,
+        *,
+        parallel: bool = True,
+        short_ids: bool = False,
+    ) -> None:
+        self.held = ""
+        self.at = 0
+        self.has_ended = False
+        self.functions = functions
+        self.parts: list[Part] = []
+        self.num_begun = 0  # calls, those that are dropped among them
+        self.is_behind_call = False  # nothing but white space since the last one
+        self.has_begun = False  # something of the call that is being read was handed out
+        self._is_dropped = False  # it is one too many
+        self._special = special
+        self._only = only
+        self._is_parallel = parallel
+        self._new_id = _short_id if short_ids else _long_id
+        self._base = 0  # characters that were handed out
+        self._places: set[int] = set()  # where special tokens begin, in characters from the beginning
+        self._first_characters: frozenset[str] | None = None  # of what content is searched for
+
+    def add(self, text: str, places: Sequence[int]) -> None:
+        """More text; `places`: where a special token's text begins in it."""
+        if places:
+            behind = self._base + len(self.held)
+            self._places.update(behind + place for place in places)
+        self.held += text
+
+    def add_plain(self, text: str) -> bool:
+        """The same for what can only be content, as most of a text is; False: it has to be added."""
+        first = self._first_characters
+        if first is None or self.held or text[-1:] in WHITE_SPACE or not first.isdisjoint(text):
+            return False
+        self.is_behind_call = False
+        self._base += len(text)
+        self.parts.append(Part("content", text))
+        return True
+
+    # Looking
+
+    def is_at(self, marker: str, place: int | None = None) -> bool:
+        """Whether the marker is there; without a place, whether it comes next."""
+        place = self.at if place is None else place
+        return self.held.startswith(marker, place) and (
+            marker not in self._special or self._base + place in self._places
+        )
+
+    def may_begin(self, marker: str) -> bool:
+        """Whether what has come from `at` on may become the marker."""
+        return marker not in self._special and len(self.held) - self.at < len(marker) and not self.has_ended and (
+            marker.startswith(self.held[self.at :])
+        )
+
+    def next_character(self) -> Reading[str | None]:
+        """The next character that is not white space, which is not read yet; None where there is none."""
+        while True:
+            while self.at < len(self.held):
+                if self.held[self.at] not in WHITE_SPACE:
+                    return self.held[self.at]
+                self.at += 1
+            if self.has_ended:
+                return None
+            yield
+
+    def accept(self, *markers: str) -> Reading[str | None]:
+        """The marker that comes next, behind which the reading goes on; None where none does."""
+        while not self.has_ended and any(map(self.may_begin, markers)):
+            yield
+        for marker in markers:
+            if self.is_at(marker):
+                self.at += len(marker)
+                return marker
+        return None
+
+    def find(self, markers: Sequence[str], start: int, *, most: int | None = None) -> Reading[tuple[int, str] | None]:
+        """Where the first of the markers is from `start` on; None: nowhere before the end, or before `most`
+        characters. Nothing may be handed out meanwhile."""
+        searched = start
+        while True:
+            found = self.first_of(markers, searched)
+            if found is not None:
+                return found
+            searched = max(start, self.safe_end(markers, start))
+            if self.has_ended or (most is not None and searched - start > most):
+                return None
+            yield
+
+    def first_of(self, markers: Sequence[str], start: int) -> tuple[int, str] | None:
+        """The first of the markers in what has come; of two at one place the longer."""
+        best: tuple[int, str] | None = None
+        for marker in markers:
+            place = self.held.find(marker, start)
+            while place >= 0 and not self.is_at(marker, place):
+                place = self.held.find(marker, place + 1)
+            if place >= 0 and (best is None or (place, -len(marker)) < (best[0], -len(best[1]))):
+                best = place, marker
+        return best
+
+    def safe_end(self, markers: Sequence[str], start: int) -> int:
+        """How far what has come cannot be the beginning of a marker."""
+        end = len(self.held)
+        if self.has_ended:
+            return end
+        longest = max((len(marker) for marker in markers if marker not in self._special), default=0)
+        for place in range(max(start, end - longest + 1), end):
+            tail = self.held[place:]
+            if any(marker not in self._special and marker.startswith(tail) for marker in markers):
+                return place
+        return end
+
+    # Reading
+
+    def content_until(self, markers: Sequence[str]) -> Reading[str | None]:
+        """Hand out content up to the first of the markers and read that; None: there is none.
+
+        White space before the marker is kept: it belongs to the call if one follows. Where there is none, nothing but
+        white space may be left.
+        """
+        searched = self.at
+        while True:
+            found = self.first_of(markers, searched)
+            end = self.safe_end(markers, searched) if found is None else found[0]
+            shown = len(self.held[:end].rstrip(WHITE_SPACE))
+            self.content(shown)
+            if found is not None:
+                self.at = found[0] - shown + len(found[1])
+                return found[1]
+            if self.has_ended:
+                return None
+            self.at = searched = end - shown
+            self._first_characters = frozenset(marker[0] for marker in markers if marker not in self._special)
+            yield
+            self._first_characters = None
+
+    def name(self, ends: Sequence[str]) -> Reading[str | None]:
+        """A function's name, which is followed by one of the ends; that is not read yet."""
+        start = self.at
+        while True:
+            while self.at < len(self.held) and self.held[self.at] in NAME_CHARACTERS:
+                self.at += 1
+            if self.at < len(self.held) or self.has_ended or self.at - start > MAX_NAME_LENGTH:
+                break
+            yield
+        name = self.held[start : self.at]
+        if not name or len(name) > MAX_NAME_LENGTH:
+            return None
+        while not self.has_ended and any(map(self.may_begin, ends)):
+            yield
+        return name if any(map(self.is_at, ends)) else None
+
+    def json_value(self) -> Reading[str | None]:
+        """A JSON value's text; None where there is none, or no end of it."""
+        scanner, start = JsonScanner(), self.at
+        while True:
+            self.at = scanner.push(self.held, self.at)
+            if scanner.is_complete:
+                return self.held[start : self.at]
+            if scanner.is_broken or self.has_ended:
+                return None
+            yield
+
+    def json_arguments(self, ends: Sequence[str], tail: str = "") -> Reading[None]:
+        """The call's arguments, a JSON object, handed out as they come. What turns out to be no JSON is handed out as
+        it is, up to the first of the ends, without the `tail` that closes what stands around it."""
+        scanner = JsonScanner()
+        while True:
+            self.at = scanner.push(self.held, self.at)
+            self.argue(self.held[: self.at])
+            if scanner.is_complete or (self.has_ended and not scanner.is_broken):
+                return
+            if scanner.is_broken:
+                break
+            yield
+        searched = 0
+        while True:
+            found = self.first_of(ends, searched)
+            end = self.safe_end(ends, searched) if found is None else found[0]
+            is_last = found is not None or self.has_ended
+            text = self.held[:end]
+            kept = text.rstrip(WHITE_SPACE)
+            if found is not None or (not self.has_ended and tail):
+                kept = kept.removesuffix(tail)
+            elif is_last:
+                kept = text
+            self.at = len(kept)
+            self.argue(kept)
+            if is_last:
+                self.at = end - len(kept)
+                return
+            searched = end - len(kept)
+            yield
+
+    # Saying what it was
+
+    def content(self, length: int) -> None:
+        """So much of what is held is the answer's content."""
+        if length:
+            self.is_behind_call = False
+            self._hand_out("content", length)
+
+    def layout(self) -> None:
+        """What has been read says nothing."""
+        self._hand_out("layout", self.at)
+
+    def begin(self, name: str, arguments: str = "") -> bool:
+        """What has been read begins a call; False: that function may not be called."""
+        if self._only is not None and name not in self._only:
+            return False
+        self.has_begun = True
+        self._is_dropped = self.num_begun > 0 and not self._is_parallel
+        index = self.num_begun
+        self.num_begun += 1
+        if self._is_dropped:
+            self.layout()
+            return True
+        calls = [ToolCallDelta(index, self._new_id(), name)]
+        if arguments:
+            calls.append(ToolCallDelta(index, arguments=arguments))
+        self._hand_out("call", self.at, tuple(calls))
+        return True
+
+    def argue(self, arguments: str) -> None:
+        """What has been read adds this to the call's arguments."""
+        if self._is_dropped or not arguments:
+            self.layout()
+        else:
+            self._hand_out("call", self.at, (ToolCallDelta(self.num_begun - 1, arguments=arguments),))
+
+    def close(self, *markers: str) -> Reading[None]:
+        """The call is over, with one of the markers or with anything else, which is content then."""
+        start = self.at
+        yield from self.next_character()
+        if (yield from self.accept(*markers)) is None:
+            rest = self.held[self.at :]
+            is_cut_off = self.has_ended and any(marker.startswith(rest) for marker in markers)
+            self.at = len(self.held) if is_cut_off else start
+        self.end_call()
+
+    def end_call(self) -> None:
+        """The call is over; what follows is content again, or another."""
+        self.layout()
+        self.has_begun = False
+        self.is_behind_call = True
+
+    def _hand_out(self, kind: PartKind, length: int, calls: tuple[ToolCallDelta, ...] = ()) -> None:
+        if length:
+            self.parts.append(Part(kind, self.held[:length], calls))
+            self.held = self.held[length:]
+            self.at = max(0, self.at - length)
+            self._base += length
+            if self._places:
+                self._places = {place for place in self._places if place >= self._base}
+
+
+Reader = Callable[[AnswerReader], Reading[None]]
+
+
+def _long_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+def _short_id() -> str:
+    """Nine letters and digits: Mistral's templates take no others."""
+    return "".join(any_of(ascii_letters + digits) for _ in range(9))

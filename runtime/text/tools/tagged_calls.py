@@ -1,0 +1,196 @@
+"""Calls whose arguments stand one by one between tags: Qwen3-Coder's and GLM-4.5's.
+
+    <tool_call>                                 <tool_call>get_weather
+    <function=get_weather>                      <arg_key>city</arg_key>
+    <parameter=city>                            <arg_value>Rome</arg_value>
+    Rome                                        </tool_call>
+    </parameter>
+    </function>
+    </tool_call>
+
+Nothing says a value's type but the tool's schema: text where that says text, as it comes; else what is JSON, or
+Python's True, False and None, and of a type that the schema has; else text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reading
+from runtime.text.tools.schema_types import property_schema, types_of
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+def qwen3_coder_calls(answer: AnswerReader) -> Reading[None]:
+    """A call may stand without the outer tags, and a closing tag may be missing where the next thing begins."""
+    while (opening := (yield from answer.content_until(("<tool_call>", "<function=")))) is not None:
+        yield from answer.next_character()
+        if opening == "<tool_call>" and (yield from answer.accept("<function=")) is None:
+            continue
+        name = yield from answer.name((">",))
+        if name is None:
+            continue
+        answer.at += 1
+        if not (yield from _begin(answer, name, "<parameter=", ("</function>", "</tool_call>"))):
+            continue
+        arguments = _Arguments(answer, name)
+        while (yield from answer.accept("<parameter=")) is not None:
+            found = yield from answer.find((">",), answer.at, most=_MAX_KEY_LENGTH)
+            if found is None:
+                break
+            key = answer.held[answer.at : found[0]].strip(WHITE_SPACE)
+            answer.at = found[0] + 1
+            answer.layout()
+            ends = ("</parameter>", "\n<parameter=", "\n</function>", "\n</tool_call>")
+            yield from arguments.add(key, ends, is_padded=True)
+            yield from answer.accept("</parameter>")
+            yield from answer.next_character()
+        yield from _end(answer, arguments, "</function>", "</tool_call>")
+
+
+def glm_calls(answer: AnswerReader) -> Reading[None]:
+    """GLM-4.5 to 4.7."""
+    while (yield from answer.content_until(("<tool_call>",))) is not None:
+        yield from answer.next_character()
+        name = yield from answer.name(("\n", "\r\n", "<arg_key>", "</tool_call>"))
+        if name is None or not (yield from _begin(answer, name, "<arg_key>", ("</tool_call>",))):
+            continue
+        arguments = _Arguments(answer, name)
+        while (yield from answer.accept("<arg_key>")) is not None:
+            found = yield from answer.find(("</arg_key>",), answer.at, most=_MAX_KEY_LENGTH)
+            if found is None:
+                break
+            key = answer.held[answer.at : found[0]]
+            answer.at = found[0] + len(found[1])
+            yield from answer.next_character()
+            if (yield from answer.accept("<arg_value>")) is None:
+                break
+            answer.layout()
+            yield from arguments.add(key, ("</arg_value>", "<arg_key>", "</tool_call>"), is_padded=False)
+            yield from answer.accept("</arg_value>")
+            yield from answer.next_character()
+        yield from _end(answer, arguments, "</tool_call>")
+
+
+def _begin(answer: AnswerReader, name: str, argument: str, ends: tuple[str, ...]) -> Reading[bool]:
+    """Whether a call begins here: an argument follows, or its end."""
+    yield from answer.next_character()
+    start = answer.at
+    found = yield from answer.accept(argument, *ends)
+    answer.at = start
+    return found is not None and answer.begin(name, "" if found == argument else "{}")
+
+
+def _end(answer: AnswerReader, arguments: _Arguments, *closings: str) -> Reading[None]:
+    """The call's end. Where the answer broke off, its arguments stay open."""
+    rest = answer.held[answer.at :]
+    if answer.has_ended and (not rest or rest not in closings) and any(tag.startswith(rest) for tag in closings):
+        answer.at = len(answer.held)
+        answer.end_call()
+        return
+    is_closed = False
+    for closing in closings:
+        yield from answer.next_character()
+        is_closed = (yield from answer.accept(closing)) is not None or is_closed
+    arguments.end()
+    if is_closed:
+        answer.end_call()
+    else:
+        yield from answer.close()
+
+
+_MAX_KEY_LENGTH = 1024
+
+
+class _Arguments:
+    """A JSON object of the call's arguments, as they come."""
+
+    def __init__(self, answer: AnswerReader, name: str) -> None:
+        self._answer = answer
+        self._schema: Any = answer.functions.get(name)
+        self._before = "{"  # what is to be said with the next text that is read
+        self._has_some = False
+
+    def add(self, key: str, ends: Sequence[str], *, is_padded: bool) -> Reading[None]:
+        """The argument's value, which goes up to the first of the ends. `is_padded`: a line's end in front of it and
+        one behind it are none of its own."""
+        answer = self._answer
+        if is_padded:
+            yield from answer.accept("\n", "\r\n")
+            answer.layout()
+        types = types_of(property_schema(self._schema, key), self._schema)
+        is_text = types == {"string"}
+        head = f"{', ' if self._has_some else ''}{json.dumps(key, ensure_ascii=False)}: "
+        self._has_some = True
+        if is_text:
+            self._before += head + '"'
+        searched = 0
+        while True:
+            found = answer.first_of(ends, searched)
+            end = answer.safe_end(ends, searched) if found is None else found[0]
+            length = end
+            if is_padded and not (answer.has_ended and found is None):
+                length = len(_without_line_end(answer.held[:end]))
+            if is_text:
+                answer.at = length
+                self._say(json.dumps(answer.held[:length], ensure_ascii=False)[1:-1])
+                end -= length
+            if found is not None or answer.has_ended:
+                break
+            searched = end
+            yield
+        value = answer.held[:length]
+        answer.at = end
+        if found is None:
+            answer.layout()
+        elif is_text:
+            self._say('"')
+        else:
+            self._say(head + _json_of(value, types))
+
+    def end(self) -> None:
+        """Close the object, if it was opened."""
+        if self._has_some:
+            self._say("}")
+
+    def _say(self, text: str) -> None:
+        self._before += text
+        if self._answer.at:
+            self._answer.argue(self._before)
+            self._before = ""
+
+
+def _without_line_end(text: str) -> str:
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _json_of(text: str, types: frozenset[str]) -> str:
+    """A value as JSON: of one of the types; with none, of any."""
+    stripped = text.strip(WHITE_SPACE)
+    stripped = _PYTHON.get(stripped, stripped)
+    try:
+        value = json.loads(stripped, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if types and not types & _types_of_value(value):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _types_of_value(value: Any) -> frozenset[str]:
+    if isinstance(value, bool):
+        return frozenset(("boolean",))
+    if isinstance(value, int):
+        return frozenset(("integer", "number"))
+    if isinstance(value, float):
+        return frozenset(("number", "integer") if value.is_integer() else ("number",))
+    if value is None:
+        return frozenset(("null",))
+    return frozenset(("array",) if isinstance(value, list) else ("object",) if isinstance(value, dict) else ())

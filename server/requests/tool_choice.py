@@ -1,0 +1,101 @@
+"""Which of a request's tools may be called, and whether one has to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from runtime.engine.errors import RequestError
+from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.strictness import closed
+from runtime.text.formats import AnswerFormat
+from runtime.text.tools.grammar import marker_ids, tool_grammar
+from runtime.text.tools.notation import Notation
+from server.errors import below, invalid
+from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest, NamedToolChoice, Tool
+from server.transport.body import schema_error
+from tokenizer import Tokenizer
+
+
+def callable_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The tools that may be called, as they were sent, checked; None where there are none. Raises `ApiError` 400."""
+    for i, tool in enumerate(request.tools or ()):
+        try:
+            msgspec.convert(tool, Tool)
+        except msgspec.ValidationError as error:
+            raise below(f"tools[{i}]", schema_error(str(error))) from None
+    choice = request.tool_choice
+    tools = request.tools or []
+    if isinstance(choice, AllowedToolsChoice):
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        known = {tool["function"]["name"] for tool in tools}
+        for i, name in enumerate(names):
+            if name not in known:
+                raise invalid(
+                    f"tool_choice.allowed_tools.tools[{i}].function.name",
+                    f"tool_choice.allowed_tools names {name!r}, which is not among the tools.",
+                )
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
+    return tools if tools and choice != "none" else None
+
+
+def forces_call(request: ChatCompletionRequest) -> bool:
+    """Whether the answer has to be a call."""
+    choice = request.tool_choice
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedToolChoice)
+
+
+def forced_calls(
+    request: ChatCompletionRequest,
+    tools: list[dict[str, Any]] | None,
+    answer_format: AnswerFormat,
+    tokenizer: Tokenizer | None,
+    *,
+    closes_schemas: bool,
+) -> Grammar:
+    """The grammar of the calls that the request forces. Raises `ApiError` 400."""
+    if not tools:
+        raise invalid("tool_choice", "tool_choice asks for a call, and there are no tools.")
+    choice = request.tool_choice
+    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    if named is not None and not any(tool["function"]["name"] == named for tool in tools):
+        raise invalid("tool_choice", f"tool_choice names {named!r}, which is not among the tools.")
+    notation = answer_format.forced_tools
+    if notation is None:
+        raise invalid(
+            "tool_choice",
+            'Calls cannot be forced: this model has no tokenizer, or its server was started with "--tool-call-parser '
+            'none"; tool_choice can be "none" or "auto".',
+            "unsupported_value",
+        )
+    text = calls_text(request, tools, notation, tokenizer, named=named, closes_schemas=closes_schemas)
+    try:
+        return Grammar(kind="lark", text=text)
+    except RequestError as error:
+        raise invalid("tool_choice", str(error), error.code or "invalid_value") from None
+
+
+def calls_text(
+    request: ChatCompletionRequest,
+    tools: list[dict[str, Any]],
+    notation: Notation,
+    tokenizer: Tokenizer | None,
+    *,
+    named: str | None = None,
+    closes_schemas: bool,
+) -> str:
+    """The grammar of calls in Lark's notation, the schemas closed where `strict` asks for that."""
+    tools = [_strict(tool, closes_schemas) for tool in tools]
+    parallel = request.parallel_tool_calls is not False
+    return tool_grammar(notation, tools, named, parallel, marker_ids(notation, tokenizer))
+
+
+def _strict(tool: dict[str, Any], closes_schemas: bool) -> dict[str, Any]:
+    function = tool["function"]
+    strict = function.get("strict")
+    if not (closes_schemas if strict is None else strict) or function.get("parameters") is None:
+        return tool
+    return {**tool, "function": {**function, "parameters": closed(function["parameters"])}}
