@@ -21,14 +21,13 @@ from server.ollama_api.request import (
     completion_of_prompt,
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
-from server.openai_api.chat import prepare_chat
+from server.openai_api.chat import chat_grammar, prepare_chat
 from server.openai_api.completions import prepare_completion
 from server.openai_api.schema import ChatCompletionRequest
 from server.requests.collect import take_whole
-from server.requests.conversation import template_tools
 from server.requests.generation import GenerationError
 from server.requests.sampling import chat_params
-from server.requests.structured import grammar_of
+from server.requests.tool_choice import callable_tools
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body, read_body
 from server.transport.sse import StreamedResponse
@@ -125,9 +124,8 @@ def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, s
     """What would be checked if there were anything to answer. Raises `ApiError`."""
     try:
         service.check_model(asked.model)
-        chat_params(
-            asked, service.default_sampling, service.tokenizer, grammar=grammar_of(asked, template_tools(asked))
-        )
+        grammar, _ = chat_grammar(service, asked, callable_tools(asked))
+        chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     except ApiError as error:
         raise renamed(error, names) from None
 

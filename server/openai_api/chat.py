@@ -108,7 +108,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     tools = callable_tools(asked)
-    grammar, forced_by = _grammar(service, asked, tools)
+    grammar, forced_by = chat_grammar(service, asked, tools)
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
@@ -149,7 +149,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     )
 
 
-def _grammar(
+def chat_grammar(
     service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> tuple[Grammar | None, str | None]:
     """What the answer has to be, and the field that says so. A call that is forced is all that there will be; where

@@ -12,7 +12,7 @@ from typing import Any
 def has_calls(message: Any) -> bool:
     """Whether it is a message with calls, in the form that templates read."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return bool(calls) and all(
+    return isinstance(calls, list) and bool(calls) and all(
         isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and "arguments" in call["function"]
         for call in calls
     )
