@@ -20,6 +20,9 @@ from server.config import ServerConfig, ServerConfigError
 from server.transport.drain import PROBES
 from server.transport.exchange import Exchange
 
+QUIET = PROBES | {"/page/render"}
+"""Paths that are asked for all the time."""
+
 MAX_QUEUED_LINES = 10_000
 MAX_SHOWN_PATH = 200
 
@@ -129,8 +132,8 @@ def close_log(writer: LogWriter) -> None:
 
 
 def log_access(exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
-    """One line an answer; probes are logged at debug level."""
-    level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+    """One line an answer; probes, and what the page has rendered, are logged at debug level."""
+    level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
     if not access.isEnabledFor(level):
         return
     path = scope["path"][:MAX_SHOWN_PATH]

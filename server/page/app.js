@@ -18,7 +18,7 @@ placeIcons(document);
 const store = new Store();
 const settings = new Settings({
   keyChanged: () => {
-    status.look();
+    status.lookAnew();
     if (live.isShown) live.reconnect();
   },
   modeChanged: () => {

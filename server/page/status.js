@@ -43,15 +43,24 @@ export class Status {
   /** Looks now, and from then on from time to time while the page is seen. */
   async look() {
     clearTimeout(this.#timer);
-    if (document.visibilityState !== "visible") return;
+    if (document.visibilityState !== "visible" || this.#state === "key") return; // whoever is asked for a key answers first
     const number = ++this.#look;
     const state = await this.#read();
     if (number !== this.#look) return; // a later look is under way
+    if (state === "key") {
+      this.needKey();
+      return;
+    }
     const isNew = state !== this.#state;
     this.#show(state);
     if (isNew && state === "ready") this.on.ready();
-    if (isNew && state === "key") this.on.needsKey();
-    if (state !== "key") this.#timer = setTimeout(() => this.look(), state === "ready" ? READY_MS : UNREADY_MS);
+    this.#timer = setTimeout(() => this.look(), state === "ready" ? READY_MS : UNREADY_MS);
+  }
+
+  /** Looks as for the first time: with another key. */
+  lookAnew() {
+    this.#state = null;
+    return this.look();
   }
 
   /** The server answers, but not without a key. */
