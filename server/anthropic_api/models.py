@@ -8,11 +8,11 @@ from server.anthropic_api.objects import MessagesModel, MessagesModelList
 from server.service import Service
 
 
-def listed_model(service: Service) -> MessagesModel:
+def listed_model(service: Service, name: str) -> MessagesModel:
     info = service.client.info
     return MessagesModel(
-        id=service.model_name,
-        display_name=service.model_name,
+        id=name,
+        display_name=name,
         created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=info.max_model_len,
         max_tokens=info.max_model_len,
@@ -20,4 +20,5 @@ def listed_model(service: Service) -> MessagesModel:
 
 
 def listed_models(service: Service) -> MessagesModelList:
-    return MessagesModelList(data=[listed_model(service)], first_id=service.model_name, last_id=service.model_name)
+    names = service.model_names
+    return MessagesModelList(data=[listed_model(service, name) for name in names], first_id=names[0], last_id=names[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from server.ollama_api.request import tagged
@@ -22,8 +23,8 @@ WITHOUT_EFFECT = (
 _NULL = {"type": "null"}
 
 
-def complete(components: dict[str, Any], model_name: str) -> None:
-    """Put the parts into the requests' schemas, and the model's other name."""
+def complete(components: dict[str, Any], model_names: Sequence[str]) -> None:
+    """Put the parts into the requests' schemas, and the model's other names."""
     for request in ("OllamaChatRequest", "OllamaGenerateRequest"):
         fields = components[request]["properties"]
         fields["options"] = {"anyOf": [_reference(OllamaOptions), _NULL], "default": None}
@@ -42,7 +43,7 @@ def complete(components: dict[str, Any], model_name: str) -> None:
             fields.setdefault(name, {"description": f"No effect: {EXTENSIONS[name]}."})
     for name, schema in components.items():
         if name.startswith("Ollama") and "model" in schema.get("properties", {}):
-            schema["properties"]["model"]["enum"].append(tagged(model_name))
+            schema["properties"]["model"]["enum"] += map(tagged, model_names)
     components["OllamaShowRequest"]["properties"]["name"] = components["OllamaShowRequest"]["properties"]["model"]
 
 

@@ -1,4 +1,4 @@
-"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version`: the one model as Ollama would list it."""
+"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version`: the one model, by each of its names, in Ollama's shapes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ Capability = Literal["completion", "tools", "thinking"]
 
 async def list_tags(request: Request) -> Response:
     service: Service = request.app.state.service
-    name = tagged(service.model_name)
-    model = ListedModel(
-        name=name,
-        model=name,
-        modified_at=_modified_at(service),
-        size=service.client.info.weight_bytes,
-        digest=_digest(service),
-        details=_details(service),
-    )
-    return _json(ListedModels([model]))
+    models = [
+        ListedModel(
+            name=name,
+            model=name,
+            modified_at=_modified_at(service),
+            size=service.client.info.weight_bytes,
+            digest=_digest(service),
+            details=_details(service),
+        )
+        for name in map(tagged, service.model_names)
+    ]
+    return _json(ListedModels(models))
 
 
 async def list_loaded(request: Request) -> Response:

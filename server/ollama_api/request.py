@@ -49,7 +49,7 @@ NAMES_OF_PROMPT = {"messages": "prompt", **RENAMED}
 
 def own_model(service: Service, name: str) -> str:
     """Ollama's clients may add the tag ":latest" to a name that has none."""
-    return service.model_name if name == tagged(service.model_name) else name
+    return next((own for own in service.model_names if name == tagged(own)), name)
 
 
 def tagged(name: str) -> str:

@@ -38,7 +38,7 @@ async def get_model(request: Request) -> Response:
     service: Service = request.app.state.service
     name = request.path_params["model_id"]
     service.check_model(name)
-    model = listed_model(service) if dialect_of(request.scope) == "anthropic" else _model(service, name)
+    model = listed_model(service, name) if dialect_of(request.scope) == "anthropic" else _model(service, name)
     return Response(msgspec.json.encode(model), media_type="application/json")
 
 

@@ -307,7 +307,7 @@ def description(model_names: tuple[str, ...], vocab_size: int) -> Json:
             if item is not InputReasoning:
                 components[item.__name__]["properties"][name] = _content("input_text", "output_text")
     messages_description.complete(components)
-    ollama_description.complete(components, model_names[0])
+    ollama_description.complete(components, model_names)
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)

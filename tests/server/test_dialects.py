@@ -8,7 +8,9 @@ import pytest
 
 from server.dialect import dialect_of
 from server.errors import ApiError, draining
-from tests.server.conftest import Served
+from tests.server.conftest import Served, answer_of, serving
+from tests.server.fake_engine import FakeEngineClient
+from tokenizer import Tokenizer
 
 ANTHROPIC = [(b"anthropic-version", b"2023-06-01")]
 
@@ -86,6 +88,24 @@ def test_curl_and_litellm_name_no_type(served: Served, media_type: str) -> None:
     assert served.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 415
     headers["origin"] = "https://evil.example"
     assert served.http.post("/api/chat", content=body, headers=headers).status_code == 403
+
+
+def test_several_names(tokenizer: Tokenizer) -> None:
+    """Each is listed, and Ollama's tag belongs to each."""
+    names, hello = ("first", "org/second"), [{"role": "user", "content": "Hello"}]
+    engine = FakeEngineClient(answer_of)
+    with serving(engine, tokenizer, model_name=names) as served:
+        listed = served.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+        assert [model["id"] for model in listed["data"]] == [listed["first_id"], listed["last_id"]] == list(names)
+        tags = [model["name"] for model in served.http.get("/api/tags").json()["models"]]
+        assert tags == ["first:latest", "org/second:latest"]
+        for name in (*names, *tags):
+            asked = {"model": name, "messages": hello, "stream": False}
+            assert served.http.post("/api/chat", json=asked).json()["model"] == name
+        for name, status in ((names[1], 200), (tags[1], 404)):
+            asked = {"model": name, "messages": hello, "max_tokens": 3}
+            assert served.http.post("/v1/messages/", json=asked).status_code == status
+    engine.close()
 
 
 def test_metrics_know_the_routes(served: Served) -> None:
