@@ -10,6 +10,7 @@ import msgspec
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar, parse_json
 from runtime.engine.grammar.strictness import closed
+from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from server.errors import ApiError, invalid
 from server.openai_api.schema import (
     GenerationRequest,
@@ -32,7 +33,8 @@ def answer_grammar(request: GenerationRequest, *, closes_schemas: bool) -> Gramm
             return _structured_outputs(request.structured_outputs, closes_schemas)
         return None if field is None else _response_format(request, closes_schemas)
     except RequestError as error:
-        raise refused(error, field) from None
+        is_named = (error.param or "").startswith("structured_outputs.")
+        raise refused(error, error.param if is_named else field) from None
 
 
 def grammar_field(request: GenerationRequest) -> str | None:
@@ -64,32 +66,10 @@ def _response_format(request: GenerationRequest, closes_schemas: bool) -> Gramma
 
 
 def _structured_outputs(wanted: StructuredOutputs, closes_schemas: bool) -> Grammar:
-    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
-    if len(given) != 1:
-        raise invalid(
-            "structured_outputs",
-            f"structured_outputs takes exactly one of {', '.join(wanted.__struct_fields__)}, "
-            f"got {' and '.join(given) or 'none'}.",
-        )
-    if isinstance(wanted.json, str):
-        return _json_schema_text(wanted.json, closes_schemas)
-    if wanted.json is not None:
-        return _json_schema(wanted.json, closes_schemas)
-    if wanted.regex is not None:
-        return Grammar(kind="regex", text=wanted.regex)
-    if wanted.choice is not None:
-        return Grammar(kind="choice", text=msgspec.json.encode(wanted.choice).decode())
-    if wanted.grammar is not None:
-        return Grammar(kind="lark", text=wanted.grammar)
-    if not wanted.json_object:
-        raise invalid("structured_outputs.json_object", "structured_outputs.json_object must be true, or absent.")
-    return Grammar(kind="json_object")
+    grammar = StructuredOutputsParams(**msgspec.structs.asdict(wanted)).as_grammar()
+    is_schema = grammar.kind == "json_schema"
+    return _json_schema(parse_json(grammar), True) if is_schema and closes_schemas else grammar
 
 
 def _json_schema(schema: Mapping[str, Any], is_closed: bool) -> Grammar:
     return Grammar(kind="json_schema", text=msgspec.json.encode(closed(schema) if is_closed else schema).decode())
-
-
-def _json_schema_text(text: str, is_closed: bool) -> Grammar:
-    grammar = Grammar(kind="json_schema", text=text)
-    return _json_schema(parse_json(grammar), is_closed) if is_closed else grammar

@@ -63,4 +63,5 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, tag=Tru
 
 
 def _wrong(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"structured_outputs.{name} must be {wanted}, got {value!r:.80}", param="structured_outputs")
+    field = f"structured_outputs.{name}"
+    return RequestError(f"{field} must be {wanted}, got {value!r:.80}", param=field)

@@ -92,7 +92,8 @@ def test_structured_outputs(llm: LLM, wanted: dict[str, Any], is_right: Any) -> 
 def test_bad_structures_are_refused(wanted: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         StructuredOutputsParams(**wanted)
-    assert caught.value.param == "structured_outputs"
+    field = next(iter(wanted)) if len(wanted) == 1 else ""
+    assert caught.value.param == f"structured_outputs.{field}".rstrip(".")
     with pytest.raises(RequestError, match="one of them"):
         SamplingParams(
             grammar=SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).grammar,
