@@ -308,7 +308,7 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
             if not is_gated and squares != uint64(0):
                 for i in range(3):  # 8 lanes have 32 columns
                     total += shuffle_xor_f32(total, uint32(1 << i))
-                if (lane & uint32(7)) == uint32(0) and item < num_items:
+                if (lane & uint32(7)) == uint32(0) and item < num_items and column < n:
                     part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
                     memory.store_f32(squares + part * uint64(4), total)
             first_item = uint32(first_item + uint32(BLOCK_WARPS * 32))

@@ -99,11 +99,11 @@ def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
-        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("few_rows", (5, 256, 136)), ("tensor_core", (3, 192, 72)),
+        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("few_rows", (5, 128, 136)), ("tensor_core", (3, 192, 72)),
         ("tensor_core", (70, 128, 72)), ("hopper/small", (70, 512, 72)), ("hopper/large", (300, 512, 72)),
         ("hopper/narrow/2", (70, 512, 520)),
         *(pytest.param(*each, marks=exhaustive) for each in (
-            ("few_rows", (40, 384, 520)), ("hopper/small/4", (130, 1024, 1032)),
+            ("few_rows", (28, 256, 136)), ("few_rows", (40, 384, 520)), ("hopper/small/4", (130, 1024, 1032)),
             ("tensor_core/128x128x32_s3", (130, 256, 72)),
         )),
     ],
