@@ -24,7 +24,10 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object.")] = False,
 ) -> None:
     """Measure a model on a text: the perplexity over windows that overlap, every token but the first scored once."""
-    content = text.read_text(encoding="utf-8")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{text} is no text in UTF-8: {error}") from None
     from runtime.bench.environment import describe_engine
     from runtime.bench.perplexity import measure
     from runtime.llm import LLM
