@@ -39,6 +39,7 @@ from server.ollama_api.endpoints import chat, generate
 from server.ollama_api.models import get_api_version, list_loaded, list_tags, show
 from server.openai_api.chat import create_chat_completion
 from server.openai_api.completions import create_completion
+from server.openai_api.docs_page import get_docs
 from server.openai_api.embeddings import create_embeddings
 from server.openai_api.models import get_model, get_version, health, list_models
 from server.openai_api.openapi import get_description
@@ -59,6 +60,8 @@ from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from server.transport.gate import Gate, Observer
 from server.transport.origins import OriginRules, origins_pattern
+from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, ping, reset_prefix_cache
+from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
 from tokenizer import Tokenizer
 
 
@@ -188,7 +191,18 @@ def create_app(
             Route("/v1/models/{model_id:path}", get_model),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/tokenizer_info", get_tokenizer_info),
+            Route("/pooling", create_pooling, methods=["POST"]),
+            Route("/score", create_scores, methods=["POST"]),
+            Route("/v1/score", create_scores, methods=["POST"]),
+            Route("/rerank", create_ranking, methods=["POST"]),
+            Route("/v1/rerank", create_ranking, methods=["POST"]),
             Route("/openapi.json", get_description),
+            Route("/docs", get_docs),
+            Route("/load", get_load),
+            Route("/server_info", get_server_info),
+            Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+            Route("/ping", ping, methods=["GET", "POST"]),
             Route("/version", get_version),
             Route("/health", health),
             Route("/ready", ready),

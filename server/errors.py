@@ -54,6 +54,43 @@ MANAGEMENT = frozenset({"pull", "push", "create", "copy", "delete", "blobs"})
 """What of Ollama's `/api` manages models: there is the one that the server was started with."""
 
 
+NOT_BUILT = {
+    "/v1/audio": "the model neither hears nor speaks",
+    "/v1/images": "the model makes no images",
+    "/v1/videos": "the model makes no videos",
+    "/v1/realtime": "there are no sessions; POST /v1/responses streams",
+    "/v1/assistants": "nothing is stored but responses; POST /v1/responses",
+    "/v1/threads": "nothing is stored but responses; POST /v1/responses",
+    "/v1/conversations": "send previous_response_id to POST /v1/responses",
+    "/v1/files": "no files are kept",
+    "/v1/uploads": "no files are kept",
+    "/v1/batches": "there are no batches",
+    "/v1/vector_stores": "no files are kept",
+    "/v1/fine_tuning": "the server does not train",
+    "/v1/moderations": "there is no moderation",
+    "/v1/messages/batches": "there are no batches",
+    "/v1/load_lora_adapter": "there are no adapters",
+    "/v1/unload_lora_adapter": "there are no adapters",
+    "/classify": "a decoder has no classifier",
+    "/v2/rerank": "POST /v1/rerank",
+    "/v2/embed": "POST /v1/embeddings",
+    "/invocations": "POST /v1/chat/completions",
+    "/generate": "POST /v1/completions",
+    "/completion": "POST /v1/completions",
+    "/infill": "insertion is not built",
+    "/slots": "GET /live",
+    "/props": "GET /server_info",
+    "/sleep": "the engine does not sleep",
+    "/wake_up": "the engine does not sleep",
+}
+"""Routes of OpenAI's, vLLM's, Anthropic's and llama.cpp's servers that there are not, with the reason or what there is
+instead; and so all below them."""
+
+
+def _not_built(path: str) -> str | None:
+    return next((reason for route, reason in NOT_BUILT.items() if path == route or path.startswith(f"{route}/")), None)
+
+
 class ApiError(Exception):
     """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs say less."""
 
@@ -205,6 +242,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
+        if (reason := _not_built(request.url.path)) is not None:
+            message, code = f"{request.url.path} is not built: {reason}.", "not_built"
         action = request.url.path.removeprefix("/api/").partition("/")[0]
         if dialect_of(request.scope) == "ollama" and action in MANAGEMENT:
             message = f"There is no /api/{action}: the server has the one model that it was started with."

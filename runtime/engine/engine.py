@@ -228,6 +228,10 @@ class Engine:
             raise ContextLengthExceededError(len(ids), self.limits.max_model_len)
         return self.executor.logits(ids)
 
+    def reset_prefix_cache(self) -> NDArray[np.float32]:
+        """See ``EngineClient.reset_prefix_cache``."""
+        return np.array(self.pool.drop_prefixes(), np.float32)
+
     def stats(self) -> EngineStats:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free

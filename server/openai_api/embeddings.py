@@ -111,7 +111,7 @@ async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -
 
 def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> bytes:
     data = [
-        Embedding(index=index, embedding=_encoded(shaped(vector, asked), is_base64=asked.is_base64))
+        Embedding(index=index, embedding=encoded(shaped(vector, asked), is_base64=asked.is_base64))
         for index, vector in enumerate(vectors)
     ]
     num_tokens = sum(map(len, asked.inputs))
@@ -128,7 +128,8 @@ def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:
     return vector
 
 
-def _encoded(vector: Vector, *, is_base64: bool) -> list[float] | str:
+def encoded(vector: Vector, *, is_base64: bool) -> list[float] | str:
+    """As JSON has it: numbers, or the same as base64 of little-endian float32."""
     if is_base64:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     numbers: list[float] = vector.tolist()

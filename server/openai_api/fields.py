@@ -25,6 +25,7 @@ from server.ollama_api.schema import (
 from server.openai_api.extensions import EXTENSIONS, rewrite
 from server.openai_api.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from server.responses_api.schema import ResponsesRequest
+from server.vllm_api.schema import PoolingRequest, RerankRequest, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ NOT_BUILT_IN_GENERATE: dict[str, NotBuilt] = {
     "steps": NotBuilt("no images are made"),
 }
 
+_OF_POOLING = {"user": ACCEPTED_WITHOUT_EFFECT["user"], "priority": Accepted(int, "embeddings have no order")}
+
 Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
 _TABLES: dict[type[msgspec.Struct], Tables] = {
@@ -164,6 +167,9 @@ _TABLES: dict[type[msgspec.Struct], Tables] = {
     OllamaEmbeddingsRequest: ({}, {}),
     OllamaShowRequest: ({"verbose": Accepted(bool, "all there is to show is shown")}, {}),
     EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
+    PoolingRequest: (_OF_POOLING, {}),
+    ScoreRequest: (_OF_POOLING, {}),
+    RerankRequest: (_OF_POOLING | {"max_tokens_per_doc": Accepted(int, "documents are read whole")}, {}),
     TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),
     DetokenizeRequest: ({}, {}),
 }

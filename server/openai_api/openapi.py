@@ -79,6 +79,18 @@ from server.responses_api.schema import (
 )
 from server.service import Service
 from server.static_page import About
+from server.vllm_api.schema import (
+    CacheReset,
+    PoolingAnswer,
+    PoolingRequest,
+    RerankAnswer,
+    RerankRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    ServerInfo,
+    ServerLoad,
+    TokenizerInfo,
+)
 
 Json = dict[str, Any]
 
@@ -229,6 +241,24 @@ OPERATIONS = (
     Operation(
         "get", "/v1/models/{model_id}", "The served model", answer=Model, anthropic_answer=MessagesModel, errors=(404,)
     ),
+    Operation(
+        "post", "/pooling", "Vectors of inputs, in vLLM's shape", PoolingRequest, PoolingAnswer,
+        errors=(*_READS, 429, 503),
+    ),
+    *(
+        Operation("post", path, "How near texts are", ScoreRequest, ScoreAnswer, errors=(*_READS, 429, 503))
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Operation("post", path, "Documents by nearness", RerankRequest, RerankAnswer, errors=(*_READS, 429, 503))
+        for path in ("/rerank", "/v1/rerank")
+    ),
+    Operation("get", "/tokenizer_info", "Special tokens and the chat template", answer=TokenizerInfo, errors=(400,)),
+    Operation("get", "/load", "How many requests are open", answer=ServerLoad),
+    Operation("get", "/server_info", "The model, its limits and the server's", answer=ServerInfo),
+    Operation(
+        "post", "/reset_prefix_cache", "Forget cached prefixes", answer=CacheReset, errors=(429,)
+    ),
     Operation("post", "/tokenize", "A prompt's or a conversation's ids", TokenizeRequest, Tokenized, errors=_READS),
     Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, Detokenized, errors=_READS),
     Operation("get", "/health", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
@@ -236,6 +266,9 @@ OPERATIONS = (
     Operation("get", "/version", "The release", answer=Version),
     Operation("get", "/metrics", "Prometheus' metrics", media_type="text/plain"),
     Operation("get", "/live", "What the engine does", stream=LiveMessage),
+    Operation("get", "/ping", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
+    Operation("post", "/ping", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
+    Operation("get", "/docs", "This description to read", media_type="text/html"),
     Operation("get", "/openapi.json", "This description", answer=Json),
     Operation("get", "/", "The page", media_type="text/html"),
     Operation("get", "/page/about", "The model behind the page", answer=About),
@@ -357,7 +390,8 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[st
             fields[name] = {"anyOf": [{**ids, **limits}, _NULL], "default": None}
     if request is DetokenizeRequest:
         fields["tokens"] = ids
-    for name in {"prompt", "input"}.intersection(fields) if request in (CompletionRequest, EmbeddingRequest) else ():
+    has_prompts = request in (CompletionRequest, EmbeddingRequest, PoolingRequest)
+    for name in {"prompt", "input"}.intersection(fields) if has_prompts else ():
         texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
         one = {**ids, "minItems": 1}
         fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Paths that are answered while the server drains or is full: those who watch it must go on seeing it."""
 
 WATCHERS = PROBES | {"/live"}

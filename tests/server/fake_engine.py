@@ -6,8 +6,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError
 from runtime.engine.messages import (
@@ -170,6 +174,11 @@ class FakeEngineClient:
 
     def logits(self, token_ids: Any) -> Any:
         raise AssertionError("the server asks for no logits")
+
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        future: Future[NDArray[np.float32]] = Future()
+        future.set_result(np.array([7, self.num_open], np.float32))
+        return future
 
     def close(self, drain: bool = False) -> None:
         with self._lock:

@@ -116,6 +116,7 @@ def test_an_unknown_model_is_not_found(served: Served) -> None:
         ({"store": "yes"}, "store"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"temprature": 1}, "temprature"),
+        ({"model": 1}, "model"),
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
@@ -315,6 +316,7 @@ def test_routes_and_methods(served: Served) -> None:
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/nothing", 404),
+        ("GET", "/v1/models//", 404),
         ("POST", "/", 405),
     ]:
         response = served.http.request(method, path)

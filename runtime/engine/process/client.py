@@ -107,6 +107,12 @@ class EngineClient(Protocol):
         """
         ...
 
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        """Forget the prefixes that no running request has, in the host's memory, too; those that are held can be found
+        on. Returns at once; the future's numbers are the blocks that were dropped and those that are held. Raises
+        ``EngineDeadError``, as the future does, and ``QueueFullError``."""
+        ...
+
     def close(self, drain: bool = False) -> None:
         """Stop the engine; with ``drain``, after the open requests have finished, else these end with
         "abort". New requests are refused at once. Returns when the engine has stopped; may be called
@@ -225,6 +231,10 @@ class ThreadEngineClient:
             self._enqueue(partial(self._add_embedding, embedding))
         embedding.future.add_done_callback(self._embeddings.discard)
         return embedding.future
+
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.reset_prefix_cache``."""
+        return self._compute(self._engine.reset_prefix_cache)
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine

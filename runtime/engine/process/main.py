@@ -244,9 +244,13 @@ class ProcessServer:
         self._outputs.append(output)
 
     def _call(self, client: ThreadEngineClient, call_id: int, name: str, arguments: list[Any]) -> None:
-        compute = {"logits": client.start_logits, "embed": client.embed}[name]
+        computations: dict[str, Callable[..., Future[Any]]] = {
+            "logits": client.start_logits,
+            "embed": client.embed,
+            "reset_prefix_cache": client.reset_prefix_cache,
+        }
         try:
-            future = compute(*arguments)
+            future = computations[name](*arguments)
         except XservError as error:
             self.send(CallFailed(call_id, problem_of(error)))
             return

@@ -222,6 +222,10 @@ class ProcessEngineClient:
         """See ``EngineClient.embed``; what it raises there the future may raise here."""
         return self._call("embed", token_ids, pooling)
 
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.reset_prefix_cache``."""
+        return self._send_call("reset_prefix_cache", [])
+
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink it returns before the engine stops."""
         with self._lock:
@@ -245,6 +249,9 @@ class ProcessEngineClient:
 
     def _call(self, name: CallName, token_ids: Sequence[int], *arguments: str) -> Future[NDArray[np.float32]]:
         ids: list[int] = as_token_ids("token_ids", token_ids, self.info.vocab_size).tolist()
+        return self._send_call(name, [ids, *arguments])
+
+    def _send_call(self, name: CallName, arguments: list[list[int] | str]) -> Future[NDArray[np.float32]]:
         future: Future[NDArray[np.float32]] = Future()
         with self._lock:
             process = self._live_process()
@@ -252,7 +259,7 @@ class ProcessEngineClient:
                 raise QueueFullError(self.info.max_waiting, RETRY_AFTER_S)
             self._num_calls = call_id = self._num_calls + 1
             self._calls[call_id] = future
-            process.send(frame(Call(call_id, name, [ids, *arguments])))
+            process.send(frame(Call(call_id, name, arguments)))
         future.add_done_callback(partial(self._cancel_call, call_id))
         return future
 

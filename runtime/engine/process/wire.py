@@ -28,7 +28,7 @@ BUFFER_BYTES = 1 << 18
 SOCKET_BUFFER_BYTES = 1 << 20
 """What the kernel is asked to hold of a slow reader's messages; then the writer waits."""
 
-CallName = Literal["logits", "embed"]
+CallName = Literal["logits", "embed", "reset_prefix_cache"]
 """Computations beside the requests, by ``EngineClient``'s names; each has one answer."""
 
 

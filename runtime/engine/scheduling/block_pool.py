@@ -308,6 +308,22 @@ class BlockPool:
             self._pin(chain.nodes, -1)
         chain.reset()
 
+    def drop_prefixes(self) -> tuple[int, int]:
+        """Make every cached block that nobody holds empty, on the host, too. Returns how many were dropped on the
+        device, and how many blocks are held."""
+        num_dropped = len(self._idle)
+        while self._idle:
+            node = self._idle.pop()
+            block_id = node.block_id
+            assert block_id is not None
+            node.block_id = None
+            self._nodes[block_id] = None
+            self._cache.prune(node)
+            self._empty.append(block_id)
+        if self.host_pool is not None:
+            self.host_pool.drop_prefixes()
+        return num_dropped, self.num_blocks - len(self._empty)
+
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert that every block is held exactly as often as ``holders`` (one list of blocks a sequence) say, that
         the others are either empty or cached, and that index and blocks agree. For tests: O(num_blocks)."""

@@ -79,6 +79,14 @@ class HostPool:
         self._prefixes[slot] = node
         return slot
 
+    def drop_prefixes(self) -> None:
+        """Free every slot of a prefix that no step reads."""
+        while self._prefixes:
+            slot, node = self._prefixes.popitem(last=False)
+            node.host_slot = None
+            self._free.append(slot)
+            self.on_drop(node)
+
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert that the taken slots are exactly those of ``holders`` (one list a swapped sequence) and that every
         slot is in one state. For tests: O(num_slots)."""
