@@ -1,7 +1,7 @@
 """Locked environments of client libraries, made on demand in a cache folder outside of the repository.
 
-An environment is found by its lock's digest, and never changed: another lock, or another Python, is another folder under
-`<cache>/xserv/clients`. `locks/NAME.in` says what is wanted; `locks/NAME.txt` is the whole, pinned:
+An environment is found by its lock's digest, and never changed: another lock, or another Python, is another folder
+under `<cache>/xserv/clients`. `locks/NAME.in` says what is wanted; `locks/NAME.txt` is the whole, pinned:
 
     uv pip compile --universal --python-version 3.11 --no-annotate --no-header locks/NAME.in -o locks/NAME.txt
 """

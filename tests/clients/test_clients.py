@@ -1,4 +1,5 @@
-"""Client libraries that nobody here wrote, in their own environments, on servers that run: docs/clients.md is their table.
+"""Client libraries that nobody here wrote, in their own environments, on servers that run. docs/clients.md is their
+table.
 
 The default tests run three libraries on one model; the exhaustive ones all libraries on all models."""
 

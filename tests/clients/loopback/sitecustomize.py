@@ -1,5 +1,5 @@
-"""Python imports this at its start where the folder is on PYTHONPATH: sockets reach this machine alone, and a name that is
-not this machine's is not looked up. Processes that a client starts are held to it, too."""
+"""Python imports this at its start where the folder is on PYTHONPATH: sockets reach this machine alone, and a name
+that is not this machine's is not looked up. Processes that a client starts are held to it, too."""
 
 import ipaddress
 import socket

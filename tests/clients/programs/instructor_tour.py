@@ -6,7 +6,7 @@ import instructor
 from instructor import Mode
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
-from steps import BASE, KEY, KIND, LONG, MODEL, SUM, run, step
+from steps import BASE, KEY, KIND, LONG, MODEL, SUM, raises, run, step
 
 MESSAGES = [{"role": "user", "content": SUM}]
 client = OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
@@ -17,7 +17,7 @@ class Verdict(BaseModel):
     is_right: bool
 
 
-class weather(BaseModel):  # noqa: N801 - the name that the scripted model calls
+class weather(BaseModel):
     """The weather of a city."""
 
     city: str
@@ -57,7 +57,7 @@ for each in (Mode.JSON, Mode.MD_JSON, Mode.JSON_O1):
 
 
 @step("scripted")
-def PARALLEL_TOOLS():  # noqa: N802
+def PARALLEL_TOOLS():
     found = instructor.from_openai(client, mode=Mode.PARALLEL_TOOLS).create(
         model=MODEL, messages=MESSAGES, response_model=Iterable[weather]
     )
@@ -87,14 +87,10 @@ async def asynchronous():
 def overflow():
     from instructor.core import InstructorRetryException
 
-    try:
+    with raises(InstructorRetryException, "maximum context length"):
         instructor.from_openai(client).create(
             model=MODEL, messages=[{"role": "user", "content": LONG}], response_model=Verdict
         )
-    except InstructorRetryException as error:
-        assert "maximum context length" in str(error), error
-        return
-    raise AssertionError("the prompt was taken")
 
 
 assert KIND in ("demo", "tools", "scripted")

@@ -1,8 +1,24 @@
 """litellm, as `openai/MODEL` and by its router."""
 
+import asyncio
+
 import litellm
 from steps import (
-    ABORTED, BASE, FORCED, KEY, LONG, MODEL, SUM, TOOL, answered, is_city, metric, run, step, wait_for_an_abort,
+    ABORTED,
+    BASE,
+    FORCED,
+    KEY,
+    LONG,
+    MODEL,
+    SUM,
+    TOOL,
+    answered,
+    is_city,
+    metric,
+    raises,
+    run,
+    step,
+    wait_for_an_abort,
 )
 
 litellm.suppress_debug_info = True
@@ -91,18 +107,14 @@ def text_completion():
     answer = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", api_base=BASE, api_key=KEY, prompt="Once", max_tokens=4
     )
-    assert answer.usage.completion_tokens == 4
+    assert 1 <= answer.usage.completion_tokens <= 4
 
 
 @step()
 def overflow():
     long = [{"role": "user", "content": LONG}]
-    try:
+    with raises(litellm.ContextWindowExceededError):
         ask(long)
-    except litellm.ContextWindowExceededError:
-        pass
-    else:
-        raise AssertionError("the prompt was taken")
     router = litellm.Router(
         model_list=[
             {"model_name": "small", "litellm_params": WHERE},
@@ -119,22 +131,20 @@ def errors():
         ({"temperature": -3}, litellm.BadRequestError),
         ({"model": "openai/another"}, litellm.NotFoundError),
     ):
-        try:
+        with raises(kind):
             litellm.completion(**{**WHERE, **wrong}, messages=HELLO)
-        except kind:
-            continue
-        raise AssertionError(f"{wrong} was taken")
 
 
 @step("demo", "tools")
-async def a_closed_stream():
+def a_closed_stream():
+    async def begin():
+        fields = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
+        stream = await litellm.acompletion(**WHERE, messages=HELLO, **fields)
+        await anext(stream)
+        await stream.aclose()
+
     before = metric(*ABORTED)
-    stream = await litellm.acompletion(
-        **WHERE, messages=HELLO, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-    )
-    async for _ in stream:
-        break
-    await stream.aclose()
+    asyncio.run(begin())
     wait_for_an_abort(before)
 
 
