@@ -1,11 +1,10 @@
-"""OpenAI's Python and Node SDKs on a tour of every endpoint, with the bundled model, and Anthropic's and Ollama's on
+"""OpenAI's Python SDK on a tour of every endpoint, with the bundled model, and Anthropic's and Ollama's on
 theirs; what OpenAI's Python gets validates against OpenAI's description, and plain answers against ours."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.server.openapi import check_answer
 from tests.server.test_real_engine import Real, serving_real
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-NODE = Path(__file__).parent / "node"
 HELLO: list[Any] = [{"role": "user", "content": "Say something."}]
 VOWELS = ["a", "e", "i", "o"]
 SCHEMA = {
@@ -248,13 +246,3 @@ def test_every_plain_answer_is_as_we_describe_it(real: Real) -> None:
         content = description["paths"][path][method]["responses"][str(answer.status_code)]["content"]
         schema = content["application/json"]["schema"]
         jsonschema_rs.validate({**schema, "components": description["components"]}, answer.json())
-
-
-def test_the_node_sdk(real: Real) -> None:
-    if not (NODE / "node_modules" / "openai").is_dir():
-        pytest.skip("OpenAI's Node SDK is not installed: npm ci --prefix tests/server/node")
-    done = subprocess.run(
-        ["node", "tour.mjs", real.url, real.model], cwd=NODE, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(json.loads(done.stdout)) == 11

@@ -8,7 +8,7 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 INFO = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 HELLO = [UserMessage(content=SUM, source="user")]
@@ -42,7 +42,7 @@ async def stream():
     assert "".join(each for each in parts[:-1]) == parts[-1].content
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def forced_tool():
     tool = FunctionTool(weather, description="The weather of a city.", strict=True)
     for choice in ("required", tool):
@@ -63,7 +63,7 @@ async def an_answer_sent_back():
     assert (await make().create([*HELLO, said, *HELLO])).content
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def structure():
     Verdict.model_validate_json((await make().create(HELLO, json_output=Verdict)).content)
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 import dspy
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 lm = dspy.LM(f"openai/{MODEL}", api_base=BASE, api_key=KEY, cache=False, max_tokens=200, temperature=0)
 
@@ -28,14 +28,14 @@ def responses():
     answered(found["text"] if isinstance(found, dict) else found)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def predictor():
     """The adapter asks for a schema: the answer is one of the two words, whatever the model knows."""
     with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
         assert dspy.Predict(Question)(question="Is it so?").verdict in ("yes", "no")
 
 
-@step("demo", "tools")
+@step(*REAL)
 def embeddings():
     embed = dspy.Embedder(f"openai/{MODEL}", api_base=BASE, api_key=KEY, caching=False)
     assert len(embed(["one", "two"])) == 2

@@ -10,7 +10,7 @@ from haystack.tools import tool
 from haystack.utils import Secret
 from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 WHERE = {"model": MODEL, "api_base_url": BASE, "api_key": Secret.from_token(KEY), "max_retries": 0}
 HELLO = [ChatMessage.from_user(SUM)]
@@ -46,7 +46,7 @@ def stream():
     assert "".join(pieces) == whole == ask().text
 
 
-@step("demo", "tools")
+@step(*REAL)
 def forced_tool():
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         (call,) = ask(tools=[weather], tools_strict=True, generation_kwargs={"tool_choice": choice}).tool_calls
@@ -66,12 +66,12 @@ def an_answer_sent_back():
     assert ask([*HELLO, ask(), *HELLO]).text
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure():
     Verdict.model_validate_json(ask(generation_kwargs={"response_format": Verdict}).text)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def embeddings():
     assert OpenAITextEmbedder(**WHERE).run("one")["embedding"]
     assert OpenAIDocumentEmbedder(**WHERE, progress_bar=False).run([Document(content="one")])["documents"][0].embedding

@@ -6,7 +6,7 @@ import instructor
 from instructor import Mode
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
-from steps import BASE, KEY, KIND, LONG, MODEL, SUM, raises, run, step
+from steps import BASE, KEY, KIND, LONG, MODEL, REAL, SUM, raises, run, step
 
 MESSAGES = [{"role": "user", "content": SUM}]
 client = OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
@@ -37,7 +37,7 @@ def strictly(mode):
         verdict(mode)
 
     check.__name__ = mode.name
-    step("demo", "tools")(check)
+    step(*REAL)(check)
 
 
 def by_instruction(mode):
@@ -64,7 +64,7 @@ def PARALLEL_TOOLS():
     assert [each.city for each in found] == ["Paris"]
 
 
-@step("demo", "tools")
+@step(*REAL)
 def partial_stream():
     parts = list(
         instructor.from_openai(client, mode=Mode.TOOLS).create_partial(
@@ -74,7 +74,7 @@ def partial_stream():
     assert isinstance(parts[-1].is_right, bool)
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def asynchronous():
     async with AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0) as sdk:
         found = await instructor.from_openai(sdk, mode=Mode.JSON_SCHEMA).create(

@@ -8,7 +8,22 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import ABORTED, BASE, KEY, LONG, MODEL, SUM, answered, is_city, metric, raises, run, step, wait_for_an_abort
+from steps import (
+    ABORTED,
+    BASE,
+    KEY,
+    LONG,
+    MODEL,
+    REAL,
+    SUM,
+    answered,
+    is_city,
+    metric,
+    raises,
+    run,
+    step,
+    wait_for_an_abort,
+)
 
 WHERE = {"model": MODEL, "base_url": BASE, "api_key": KEY, "max_retries": 0}
 llm = ChatOpenAI(**WHERE, temperature=0, max_tokens=200)
@@ -46,7 +61,7 @@ async def batches():
         answered(answer.content)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def forced_tool():
     for choice in ("weather", "any"):
         bound = llm.bind_tools([weather], tool_choice=choice, strict=True)
@@ -77,7 +92,7 @@ def an_answer_sent_back():
     assert llm.invoke([HumanMessage(SUM), first, HumanMessage(SUM)]).content
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure():
     for method in ("json_schema", "function_calling"):
         found = llm.with_structured_output(Verdict, method=method).invoke(SUM)
@@ -90,7 +105,7 @@ def structure_by_instruction():
     assert isinstance(found, Verdict), found
 
 
-@step("demo", "tools")
+@step(*REAL)
 def responses():
     model = ChatOpenAI(**WHERE, temperature=0, max_tokens=200, use_responses_api=True)
     answered(model.invoke(SUM).text)
@@ -99,14 +114,14 @@ def responses():
     assert call["name"] == "weather"
 
 
-@step("demo", "tools")
+@step(*REAL)
 def embeddings():
     model = OpenAIEmbeddings(**WHERE, check_embedding_ctx_length=False)
     first, second = model.embed_documents(["one", "two"])
     assert len(first) == len(second) == len(model.embed_query("three"))
 
 
-@step("demo", "tools")
+@step(*REAL)
 def completion():
     assert OpenAI(**WHERE, max_tokens=4, temperature=0).invoke("Once")
 
@@ -123,7 +138,7 @@ def errors():
         llm.bind(temperature=-3).invoke(SUM)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def a_closed_stream():
     before = metric(*ABORTED)
     model = ChatOpenAI(**WHERE, max_tokens=1500, extra_body={"ignore_eos": True})

@@ -10,6 +10,7 @@ from steps import (
     KEY,
     LONG,
     MODEL,
+    REAL,
     SUM,
     TOOL,
     answered,
@@ -54,7 +55,7 @@ async def asynchronous_stream():
     answered(text)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def forced_tool():
     for choice in (FORCED, "required"):
         answer = ask(tools=[TOOL], tool_choice=choice)
@@ -85,7 +86,7 @@ def an_answer_sent_back():
         assert ask([*HELLO, said, *HELLO], max_tokens=16).choices[0].message.content
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure():
     from pydantic import BaseModel, ConfigDict
 
@@ -96,13 +97,13 @@ def structure():
     Verdict.model_validate_json(ask(response_format=Verdict).choices[0].message.content)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def embeddings():
     answer = litellm.embedding(**WHERE, input=["one", "two"])
     assert [len(each["embedding"]) > 0 for each in answer.data] == [True, True]
 
 
-@step("demo", "tools")
+@step(*REAL)
 def text_completion():
     answer = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", api_base=BASE, api_key=KEY, prompt="Once", max_tokens=4
@@ -135,7 +136,7 @@ def errors():
             litellm.completion(**{**WHERE, **wrong}, messages=HELLO)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def a_closed_stream():
     async def begin():
         fields = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}

@@ -9,7 +9,21 @@ from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import ABORTED, BASE, KEY, LONG, MODEL, SUM, answered, metric, raises, run, step, wait_for_an_abort
+from steps import (
+    ABORTED,
+    BASE,
+    KEY,
+    LONG,
+    MODEL,
+    REAL,
+    SUM,
+    answered,
+    metric,
+    raises,
+    run,
+    step,
+    wait_for_an_abort,
+)
 
 WHERE = {"model": MODEL, "api_base": BASE, "api_key": KEY, "max_retries": 0}
 llm = OpenAILike(
@@ -44,13 +58,13 @@ def stream():
     assert last.message.content == llm.chat(HELLO).message.content
 
 
-@step("demo", "tools")
+@step(*REAL)
 def completion():
     plain = OpenAILike(**WHERE, is_chat_model=False, max_tokens=4, temperature=0)
     assert plain.complete("Once").text == "".join(chunk.delta for chunk in plain.stream_complete("Once"))
 
 
-@step("demo", "tools")
+@step(*REAL)
 def forced_tool():
     answer = llm.chat_with_tools([TOOL], user_msg=SUM, tool_required=True)
     (call,) = llm.get_tool_calls_from_response(answer)
@@ -73,7 +87,7 @@ def an_answer_sent_back():
     assert llm.chat([*HELLO, llm.chat(HELLO).message, *HELLO]).message.content
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure():
     strict = OpenAILike(
         **WHERE, is_chat_model=True, is_function_calling_model=True, should_use_structured_outputs=True, max_tokens=200
@@ -81,12 +95,12 @@ def structure():
     assert isinstance(strict.as_structured_llm(Verdict).complete(SUM).raw, Verdict)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure_by_a_tool():
     assert isinstance(llm.as_structured_llm(Verdict).complete(SUM).raw, Verdict)
 
 
-@step("demo", "tools")
+@step(*REAL)
 def embeddings():
     embed = OpenAILikeEmbedding(model_name=MODEL, api_base=BASE, api_key=KEY)
     assert len(embed.get_text_embedding("one")) == len(embed.get_query_embedding("two"))
@@ -98,7 +112,7 @@ def overflow():
         llm.chat([ChatMessage(role="user", content=LONG)])
 
 
-@step("demo", "tools")
+@step(*REAL)
 def a_closed_stream():
     before = metric(*ABORTED)
     model = OpenAILike(**WHERE, is_chat_model=True, max_tokens=1500, additional_kwargs={

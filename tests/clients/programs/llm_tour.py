@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from steps import BASE, KIND, MODEL, SUM, answered, run, step
+from steps import BASE, KIND, MODEL, REAL, SUM, answered, run, step
 
 home = Path(os.environ["HOME"]) / f"llm-{KIND}"
 home.mkdir()
@@ -56,7 +56,7 @@ def tool_round_trip():
     assert model.chain("How is Paris?", tools=[weather]).text() == "It is sunny in Paris."
 
 
-@step("demo", "tools")
+@step(*REAL)
 def structure():
     schema = {"type": "object", "properties": {"is_right": {"type": "boolean"}}, "required": ["is_right"],
               "additionalProperties": False}  # fmt: skip

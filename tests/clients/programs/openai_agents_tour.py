@@ -14,7 +14,7 @@ from agents import (
 from agents.agent_output import AgentOutputSchema
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 set_tracing_disabled(True)
 
@@ -69,7 +69,7 @@ async def streamed_round_trip():
         assert result.final_output == "It is sunny in Paris."
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def forced_tool():
     for model in each_model():
         for choice in ("required", "weather"):
@@ -78,7 +78,7 @@ async def forced_tool():
             assert (await Runner.run(agent, SUM)).final_output == "sunny"
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def structure():
     for model in each_model():
         agent = Agent("one", model=model, output_type=AgentOutputSchema(Verdict))

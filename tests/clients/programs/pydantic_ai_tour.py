@@ -8,7 +8,7 @@ from pydantic_ai.embeddings import Embedder
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 provider = OpenAIProvider(base_url=BASE, api_key=KEY)
 SETTINGS = {"temperature": 0, "max_tokens": 200}
@@ -60,7 +60,7 @@ async def tool_round_trip():
         assert (await agent.run("How is Paris?")).output == "It is sunny in Paris."
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def structure():
     for model in each_model():
         for kind in (NativeOutput(Verdict), ToolOutput(Verdict)):
@@ -68,7 +68,7 @@ async def structure():
             assert isinstance((await agent.run(SUM)).output, Verdict), kind
 
 
-@step("demo", "tools")
+@step(*REAL)
 async def embeddings():
     from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
 

@@ -2,7 +2,7 @@
 
 from openai import BadRequestError
 from smolagents import ChatMessage, CodeAgent, OpenAIModel, ToolCallingAgent, tool
-from steps import BASE, KEY, LONG, MODEL, SUM, answered, raises, run, step
+from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 model = OpenAIModel(
     MODEL, api_base=BASE, api_key=KEY, temperature=0, max_tokens=200, client_kwargs={"max_retries": 0}, retry=False
@@ -34,7 +34,7 @@ def stream():
     assert text == model.generate(said(SUM)).content
 
 
-@step("demo", "tools")
+@step(*REAL)
 def forced_tool():
     (call,) = model.generate(said(SUM), tools_to_call_from=[weather]).tool_calls
     assert call.function.name == "weather"

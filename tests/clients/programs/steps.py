@@ -33,6 +33,9 @@ WEATHER = {"name": "weather", "description": "The weather of a city.", "paramete
 TOOL = {"type": "function", "function": WEATHER}
 FORCED = {"type": "function", "function": {"name": "weather"}}
 
+REAL = "demo", "tools"
+"""Servers of a real engine, which holds a model to a schema, or to a call."""
+
 _steps = []
 
 
@@ -56,8 +59,9 @@ def run():
                 if asyncio.iscoroutine(result):
                     runner.run(result)
             except BaseException as raised:
-                frames = [frame for frame in traceback.extract_tb(raised.__traceback__) if frame.filename == sys.argv[0]]
-                error = f"{type(raised).__name__} in lines {[frame.lineno for frame in frames]}: {str(raised)[:1500]}"
+                frames = traceback.extract_tb(raised.__traceback__)
+                lines = [frame.lineno for frame in frames if frame.filename == sys.argv[0]]
+                error = f"{type(raised).__name__} in lines {lines}: {str(raised)[:1500]}"
             print(json.dumps({"step": each.__name__, "error": error, "seconds": time.monotonic() - start}), flush=True)
 
 

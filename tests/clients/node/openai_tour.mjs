@@ -1,5 +1,5 @@
-// OpenAI's Node SDK on a tour of every endpoint of a running server. Usage: node tour.mjs URL MODEL
-// Whatever is not as it should be throws; the last line says what was seen.
+// OpenAI's Node SDK on a tour of every endpoint of a running server.
+// Arguments: URL MODEL KIND, as for the Python programs. Whatever is not as it should be throws.
 
 import assert from "node:assert/strict";
 import OpenAI from "openai";
@@ -19,11 +19,16 @@ const tools = [
     function: { name: "look", description: "Look there", parameters: { ...schema, properties: { answer: { enum: ["here"] } } } },
   },
 ];
-const seen = [];
 
-async function step(name, work) {
-  await work();
-  seen.push(name);
+async function step(label, work) {
+  const start = performance.now();
+  let error = null;
+  try {
+    await work();
+  } catch (raised) {
+    error = String(raised.stack ?? raised).slice(0, 1500);
+  }
+  console.log(JSON.stringify({ step: label, error, seconds: (performance.now() - start) / 1000 }));
 }
 
 await step("models", async () => {
@@ -157,5 +162,3 @@ await step("errors", async () => {
     (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature",
   );
 });
-
-console.log(JSON.stringify(seen));
