@@ -3,6 +3,7 @@
 from typing import Literal
 
 import dspy
+from dspy import lm15
 from steps import BASE, KEY, LONG, MODEL, REAL, SUM, answered, raises, run, step
 
 lm = dspy.LM(f"openai/{MODEL}", api_base=BASE, api_key=KEY, cache=False, max_tokens=200, temperature=0)
@@ -30,8 +31,15 @@ def responses():
 
 @step(*REAL)
 def predictor():
-    """The adapter asks for a schema: the answer is one of the two words, whatever the model knows."""
-    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
+    """DSPy asks for a schema only where it knows that a provider takes one, so the server is declared to it. The answer
+    is one of the two words then, whatever the model knows."""
+    access = lm15.AccessPolicy(provider="xserv", env_keys=("XSERV_API_KEY",), base_url=BASE)
+    lm15.register_provider(
+        lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat.preset("vllm")),
+        supports=lm15.ModelSupport(function_calling=True, response_schema=True),
+    )
+    declared = dspy.LM(f"xserv/{MODEL}", api_base=BASE, api_key=KEY, cache=False, max_tokens=200, temperature=0)
+    with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
         assert dspy.Predict(Question)(question="Is it so?").verdict in ("yes", "no")
 
 
