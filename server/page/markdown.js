@@ -19,7 +19,7 @@ const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^([ \t]*)([-*+]|(\d{1,9})[.)])(?:[ \t]+|$)/;
 const DELIMITER_CELL = /^:?-+:?$/;
-const MATH = /^ *(\$\$|\\\[)/;
+const MATH = /^ *(\$\$(?!\$)|\\\[)/;
 const DISPLAY_MARK = /\\\\|\$\$|\\[[\]]/g;
 const TASK = /^\[([ xX])\](?:\s+|$)/;
 

@@ -40,6 +40,7 @@ function spanAt(text, begin, missing, grows) {
     case "`":
       return codeSpan(text, begin, missing);
     default:
+      if (text.startsWith("$$$", begin)) return { end: begin + runLength(text, begin) }; // the price of a restaurant
       if (text[begin + 1] === "$") return delimited(text, begin, "$$", true, missing, grows);
       return dollarSpan(text, begin, grows);
   }

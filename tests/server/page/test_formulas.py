@@ -214,3 +214,44 @@ def test_code_keeps_its_colours_while_it_grows(browser: Browser, fake: Served) -
         wait_idle(page)
         expect(code.locator(".token-c")).to_have_count(60)
         assert code.evaluate("e => e.textContent") == lines.removesuffix("\n")
+
+
+DOLLARS = [
+    ("it costs $5 or $10.", []),
+    ("US$5 and A$6", []),
+    ("from $5 to 10$ a day", []),
+    ("$5-$10, $1,000–$2,000, $3/$4", []),
+    ("**$5** or **10$**", []),
+    ("$20k and $30k", []),
+    ("5$ and 6$", []),
+    ("$HOME/$USER and $PATH", []),
+    ("`$x$` and \\$y\\$", []),
+    ("$ x $ and $x $ and $ x$", []),
+    ("$$", []),
+    ("$$$ cheap $$$", []),
+    ("an open $x", []),
+    ("\\(x", []),
+    ("$x$, $y$.", ["x", "y"]),
+    ("$5x + 3$ and $2$", ["5x + 3", "2"]),
+    ("the $n$th and $k$-means, $x$s", ["n", "k", "x"]),
+    ("($x$) [$y$] **$z$**", ["x", "y", "z"]),
+    ("$10 < x < 20$", ["10 < x < 20"]),
+    ("$\\text{cost} = \\$5$ so", ["\\text{cost} = \\$5"]),
+    ("$a$ costs $5", ["a"]),
+    ("costs $5 where $a$ is", ["a"]),
+    ("\\(a\\) \\[b\\] $$c$$", ["a", "b", "c"]),
+    ("\\\\(a\\\\) stays", []),
+]
+
+
+@needs_browser
+def test_money_is_no_formula(browser: Browser, fake: Served) -> None:
+    with opened(browser, fake.url) as page:
+        found = page.evaluate(
+            """async (texts) => {
+                const { spansOf } = await import("/page/spans.js");
+                return texts.map((text) => spansOf(text).filter((s) => s.kind === "math").map((s) => s.content));
+            }""",
+            [text for text, _ in DOLLARS],
+        )
+    assert [(text, formulas) for (text, _), formulas in zip(DOLLARS, found, strict=True)] == DOLLARS
