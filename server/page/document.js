@@ -118,6 +118,7 @@ export class TextDocument {
     } catch (error) {
       if (controller.signal.aborted || this.#isLeaving) end = "stopped";
       else node.failure = wordsOf(error);
+      if (error instanceof ApiFailure && (error.status === 0 || error.status === 503)) this.on.failed();
     }
     this.#run = null;
     this.#keep(conversation);

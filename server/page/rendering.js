@@ -5,7 +5,7 @@ import { ApiFailure, postJson } from "./api.js";
 import { copyButton, h } from "./dom.js";
 
 const MATHML = "http://www.w3.org/1998/Math/MathML";
-const MAX_KEPT = 600; // answers
+const MAX_KEPT = 2000; // answers
 const MAX_ENTRIES = 64; // of one request
 const MAX_CODE = 40_000;
 const GATHER_MS = 20;

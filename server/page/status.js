@@ -95,7 +95,8 @@ export class Status {
     this.#state = state;
     if (state === null) return;
     const word = WORDS[state];
-    const text = !word ? this.#name : this.#name && state !== "key" ? `${this.#name}: ${word}` : word;
+    // A long name is cut off at its end, so the word comes first.
+    const text = !word ? this.#name : this.#name && state !== "key" ? `${word} · ${this.#name}` : word;
     if (this.place.textContent !== text) this.place.textContent = text;
     this.place.title = text;
     this.place.dataset.state = KINDS[state] ?? "failed";

@@ -24,25 +24,25 @@ def test_it_tells_how_server_and_engine_are(browser: Browser, fake: Served) -> N
         shows(page, "fake-model", "ready")
         fake.engine.die()
         ask(page, "anybody?")
-        shows(page, "fake-model: restarting", "waiting")
+        shows(page, "restarting · fake-model", "waiting")
         fake.engine.state = "starting"
         look(page)
-        shows(page, "fake-model: restarting", "waiting")
+        shows(page, "restarting · fake-model", "waiting")
         fake.engine.die(retry_after_s=None)  # nobody starts it again
         look(page)
-        shows(page, "fake-model: engine failed", "failed")
+        shows(page, "engine failed · fake-model", "failed")
         fake.engine.revive()
         shows(page, "fake-model", "ready")  # without being asked
         page.click("[aria-label='Answer again']")
         expect(answers(page).last).to_have_text("Hello.")
         wait_idle(page)
         page.context.set_offline(True)
-        shows(page, "fake-model: server gone", "failed")
+        shows(page, "server gone · fake-model", "failed")
         page.context.set_offline(False)
         shows(page, "fake-model", "ready")
         page.route("**/ready", lambda route: route.fulfill(status=503, json={"ready": False, "state": "draining"}))
         look(page)
-        shows(page, "fake-model: shutting down", "waiting")
+        shows(page, "shutting down · fake-model", "waiting")
 
 
 @needs_browser

@@ -74,6 +74,7 @@ def test_a_base_model_continues_a_text(browser: Browser, base_model: Served) -> 
         engine.die()
         go.click()
         expect(page.locator("#text-failure")).to_contain_text("The engine is not available")
+        expect(page.locator("#model")).to_have_text("restarting · fake-model")
         engine.revive()
 
 
