@@ -44,6 +44,8 @@ class NotBuilt:
     reason: str
     harmless: tuple[Any, ...] = ()
     """Values that ask for what happens anyway; null always is one."""
+    code: str = "unsupported_parameter"
+    """The error's, by which a client may know what to do without."""
 
 
 ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
@@ -127,6 +129,8 @@ ACCEPTED_IN_MESSAGES: dict[str, Accepted] = {
 }
 
 NOT_BUILT_IN_MESSAGES: dict[str, NotBuilt] = {
+    "thread": NotBuilt("send the whole conversation", code="thread_unsupported_request"),  # as the SDK then does
+    "compaction": NotBuilt("a conversation is never cut"),
     "container": NotBuilt("there are no containers"),
     "mcp_servers": NotBuilt("the server calls no tools", ([],)),
     "output_format": NotBuilt("the older form; send output_config.format"),
@@ -195,7 +199,7 @@ def take_table_fields(
     for name, value in rewrite(request, fields).items():
         if (not_built := refused_fields.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
-                raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", "unsupported_parameter")
+                raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", not_built.code)
             if name in fields:
                 kept[name] = value
         elif (accepted := accepted_fields.get(name)) is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
 
+from server.config import ServerConfig
 from server.dialect import dialect_of
 from server.errors import ApiError, draining
 from tests.server.conftest import Served, answer_of, serving
@@ -105,6 +108,26 @@ def test_several_names(tokenizer: Tokenizer) -> None:
         for name, status in ((names[1], 200), (tags[1], 404)):
             asked = {"model": name, "messages": hello, "max_tokens": 3}
             assert served.http.post("/v1/messages/", json=asked).status_code == status
+    engine.close()
+
+
+def test_a_silent_stream(tokenizer: Tokenizer) -> None:
+    """Anthropic's gets its own event of life; Ollama's lines leave no room for one."""
+    engine = FakeEngineClient(answer_of)
+    config = ServerConfig(ping_interval_s=0.1)
+    asked = {"model": "fake-model", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2}
+    with serving(engine, tokenizer, config=config) as served:
+        for path, num_least in (("/v1/messages", 3), ("/api/chat", 0)):
+            engine.step_gate.clear()
+            body = {name: value for name, value in asked.items() if path == "/v1/messages" or name != "max_tokens"}
+            with served.http.stream("POST", path, json=body) as response:
+                time.sleep(0.5)
+                engine.step_gate.set()
+                text = response.read().decode()
+            assert text.count('event: ping\ndata: {"type":"ping"}\n\n') >= num_least
+            assert (": ping" in text.replace("event: ping", "")) is False
+            if path == "/api/chat":
+                assert all(json.loads(line) for line in text.splitlines())
     engine.close()
 
 

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from server.config import ServerConfig
-from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, saying, serving
+from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, say, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -168,6 +168,28 @@ def test_tool_choice(served: Served, client: anthropic.Anthropic) -> None:
             ask(client, tools=TOOLS, tool_choice=wrong)
     with pytest.raises(anthropic.BadRequestError, match="not among the tools"):
         ask(client, tools=TOOLS, tool_choice={"type": "tool", "name": "nothing"})
+
+
+def test_the_sdk_runs_tools(served: Served, client: anthropic.Anthropic) -> None:
+    """Its loop: a call, the function's result, the answer; over the beta route's query and header."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """It looks."""
+        asked.append(city)
+        return "warm"
+
+    def script(request: Any, index: int) -> list[int]:
+        return say("It is warm." if b"tool:warm" in bytes(i for i in request.prompt_token_ids if i < 256) else ROME)
+
+    served.engine.script = script
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=1000, messages=HELLO, tools=[weather], betas=["context-management-2025-06-27"]
+    )
+    last = list(runner)[-1]
+    assert asked == ["Röm 😀"]
+    assert [block.to_dict() for block in last.content] == [{"type": "text", "text": "It is warm."}]
 
 
 def test_arguments_that_are_no_object(served: Served, client: anthropic.Anthropic) -> None:
