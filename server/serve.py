@@ -155,7 +155,7 @@ class _Server(uvicorn.Server):
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
         address = f"{scheme}://{shown_host}:{port}"
-        print(f"Serving {self.model_name} at {address}/v1 (OpenAI's API) and {address} (the page)", flush=True)
+        print(f"Serving {self.model_name} at {address}/v1\nThe page is at {address}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()

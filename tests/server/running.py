@@ -4,7 +4,6 @@ process of its own."""
 from __future__ import annotations
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -42,9 +41,10 @@ def serving_process(
         try:
             assert child.stdout is not None
             line = child.stdout.readline()
-            words = r"Serving tiny at (http://127\.0\.0\.1:\d+)/v1 \(.*\) and \1 \(the page\)\n"
-            assert re.fullmatch(words, line), line
-            yield child, line.split(" at ")[1].split()[0].removesuffix("/v1")
+            assert line.startswith("Serving tiny at http://127.0.0.1:"), line
+            url = line.split(" at ")[1].strip().removesuffix("/v1")
+            assert child.stdout.readline() == f"The page is at {url}\n"
+            yield child, url
         finally:
             if child.poll() is None:
                 child.kill()
