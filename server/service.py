@@ -23,7 +23,7 @@ from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
 from runtime.version import release
 from server.config import ServerConfig
-from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, unsatisfiable
+from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, invalid, unsatisfiable
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
@@ -192,8 +192,10 @@ class Service:
         """What the client is told of a generation that broke off; the cause goes to the log."""
         if error.is_cancelled:
             return cancelled()
-        if error.is_unsatisfiable:
+        if error.code == "unsatisfiable_request":
             return unsatisfiable()
+        if error.code is not None:
+            return invalid(None, str(error), error.code)
         logger.error("%s broke off: %s", request_id, error)
         return engine_unavailable() if error.is_shutdown else internal_error()
 

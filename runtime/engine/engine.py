@@ -299,9 +299,8 @@ class Engine:
             if not isinstance(error, RequestError):
                 logger.error("request %s: its grammar could not be compiled", request.request_id, exc_info=error)
             is_bad = isinstance(error, RequestError)
-            outputs += self.opened.end(
-                request, "error", "the grammar could not be compiled", is_unsatisfiable=is_bad
-            )
+            reason = str(error) if is_bad else "the grammar could not be compiled"
+            outputs += self.opened.end(request, "error", reason, error_code="invalid_grammar" if is_bad else None)
         return bool(self._open) or self.scheduler.has_work
 
     def _fill(self, poll: Poll, outputs: list[EngineOutput]) -> _OpenStep:

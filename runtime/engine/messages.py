@@ -13,6 +13,7 @@ import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
 
+ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 EngineState = Literal["ready", "starting", "down", "closing"]
@@ -82,7 +83,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
     times             on the last output of a choice
-    is_unsatisfiable  with "error": the request's own fields left no token to draw
+    error_code        with "error", where the request itself was at fault: its fields left no token to draw, or its
+                      grammar could not be followed; then ``error`` says why
     engine_died       with "error": the engine broke down, not this request; worth another try later
     """
 
@@ -97,7 +99,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     error: str | None = None
     times: RequestTimes | None = None
     num_cached_tokens: int | None = None
-    is_unsatisfiable: bool = False
+    error_code: ErrorCode | None = None
     engine_died: bool = False
 
 

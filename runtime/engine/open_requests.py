@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.compiler import readable
 from runtime.engine.grammar.matcher import GrammarMatcher, can_draw_end
-from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
+from runtime.engine.messages import EngineOutput, ErrorCode, FinishReason, TokenLogprobs
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.steps.assemble import Assembled
@@ -114,10 +115,10 @@ class OpenRequests:
                 continue  # cancelled, ended by a token before, or by a failure of a sibling in this very step
             try:
                 if not is_valid:
-                    reason, is_unsatisfiable = "its sampling parameters failed", False
+                    reason, code = "its sampling parameters failed", None
                     if i not in drawn.broken:
-                        reason, is_unsatisfiable = _reason(sequence), _is_unsatisfiable(sequence)
-                    outputs += self.end(sequence.request, "error", reason, is_unsatisfiable=is_unsatisfiable)
+                        reason, code = _reason(sequence), _error_code(sequence)
+                    outputs += self.end(sequence.request, "error", reason, error_code=code)
                     continue
                 request = sequence.request
                 sequence.append(token_id)
@@ -160,7 +161,7 @@ class OpenRequests:
         is_complete = False
         if sequence.matcher is not None and finish_reason != "stop":
             if not sequence.matcher.consume(token_id):
-                return self.end(request, "error", _reason(sequence), is_unsatisfiable=True)
+                return self.end(request, "error", _reason(sequence), error_code="invalid_grammar")
             is_complete = sequence.matcher.is_complete and (
                 finish_reason == "length" or not can_draw_end(sequence, sequence.matcher.vocabulary)
             )
@@ -190,13 +191,13 @@ class OpenRequests:
                 self._scheduler.add(sequence)
 
     def end(
-        self, request: Request, reason: FinishReason, error: str | None = None, *, is_unsatisfiable: bool = False
+        self, request: Request, reason: FinishReason, error: str | None = None, *, error_code: ErrorCode | None = None
     ) -> list[EngineOutput]:
         """End every open choice of a request."""
-        return [self._end_choice(sequence, reason, error, is_unsatisfiable) for sequence in request.open_sequences]
+        return [self._end_choice(sequence, reason, error, error_code) for sequence in request.open_sequences]
 
     def _end_choice(
-        self, sequence: Sequence, reason: FinishReason, error: str | None = None, is_unsatisfiable: bool = False
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, error_code: ErrorCode | None = None
     ) -> EngineOutput:
         self._finish_choice(sequence)
         self.counters.errors += reason == "error"
@@ -207,7 +208,7 @@ class OpenRequests:
             num_prompt_tokens=sequence.num_prompt_tokens,
             finish_reason=reason,
             error=error,
-            is_unsatisfiable=is_unsatisfiable,
+            error_code=error_code,
             times=sequence.times(),
         )
 
@@ -231,17 +232,20 @@ def _reason(sequence: Sequence) -> str:
     if sequence.matcher is None or sequence.matcher.error is None:
         return "the logits held NaN or allowed no token"
     logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, sequence.matcher.error[:400])
-    return "the grammar could not be followed: it is too complex"
+    return f"the grammar could not be followed: {readable(sequence.matcher.error)}"
 
 
-def _is_unsatisfiable(sequence: Sequence) -> bool:
-    """Whether nothing could be drawn since the request's own fields forbade it all; else the logits were at fault."""
+def _error_code(sequence: Sequence) -> ErrorCode | None:
+    """Which of the request's own fields left nothing to draw; None: the logits were at fault."""
+    if sequence.matcher is not None and sequence.matcher.error is not None:
+        return "invalid_grammar"
     params = sequence.request.params
     allowed = params.allowed_token_ids
     if sequence.matcher is not None:
         has_more = allowed is not None or params.bad_words_token_ids is not None or params.min_tokens > 0
-        return sequence.matcher.error is not None or has_more
-    return allowed is not None and not set(allowed).difference(_forbidden_ids(sequence))
+        return "unsatisfiable_request" if has_more else None
+    is_all_forbidden = allowed is not None and not set(allowed).difference(_forbidden_ids(sequence))
+    return "unsatisfiable_request" if is_all_forbidden else None
 
 
 def _forbidden_ids(sequence: Sequence) -> set[int]:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, TokenLogprobs
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -29,7 +29,7 @@ from tokenizer import Tokenizer
 
 class GenerationError(Exception):
     """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
-    fault, `Generation.cancel` was called. `is_unsatisfiable`: the request's own fields left no token to draw."""
+    fault, `Generation.cancel` was called. `code`: the request was at fault, as `EngineOutput.error_code` says."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class GenerationError(Exception):
         *,
         is_shutdown: bool = False,
         is_cancelled: bool = False,
-        is_unsatisfiable: bool = False,
+        code: ErrorCode | None = None,
     ) -> None:
         super().__init__(message)
         self.is_shutdown = is_shutdown
         self.is_cancelled = is_cancelled
-        self.is_unsatisfiable = is_unsatisfiable
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ class Generation:
             raise GenerationError(
                 output.error or "the engine reported an error",
                 is_shutdown=output.engine_died,
-                is_unsatisfiable=output.is_unsatisfiable,
+                code=output.error_code,
             )
         if output.finish_reason == "abort":
             raise GenerationError("the engine was stopped", is_shutdown=True)

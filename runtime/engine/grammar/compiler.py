@@ -18,6 +18,7 @@ from runtime.engine.grammar.grammar import Grammar, grammar_error
 from runtime.engine.grammar.lark import lark_of
 from runtime.engine.grammar.limits import check_limits
 from runtime.engine.grammar.matcher import GrammarMatcher
+from runtime.engine.grammar.trial import fails
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 NUM_REMEMBERED = 256
 """Grammars that were found good, of which a checker knows that they are."""
+ANSWER_MARGIN = 3
+"""How many times more an answer's masks may take than those of a trial: what is admitted is followed to its end."""
 MAX_MESSAGE_LENGTH = 400
 """Characters of what llguidance says of a grammar that are handed on."""
 
@@ -34,7 +37,7 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
     """Raises ``RequestError`` (param "grammar") where the grammar is too large, too deep, wrong, asks for what cannot
     be promised, or takes too much work to compile."""
     check_limits(grammar)
-    _matcher(grammar, vocabulary)
+    _matcher(grammar, vocabulary, is_trial=True)
 
 
 class GrammarChecker:
@@ -68,42 +71,47 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> lis
     return [GrammarMatcher(matcher, vocabulary) for matcher in matchers]
 
 
-def _matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
-    """With its first mask computed, which may be the one that is too much, and takes longest."""
+def _matcher(grammar: Grammar, vocabulary: Vocabulary, *, is_trial: bool = False) -> LLMatcher:
+    """With its first mask computed, which may be the one that is too much, and takes longest. `is_trial`: with texts
+    of the grammar drawn, too, under narrower limits than those of an answer."""
     text = lark_of(grammar, is_canonical=vocabulary.is_canonical)
-    matcher = on_deep_stack(partial(_compiled, text, vocabulary))
-    if matcher.is_error():
-        raise grammar_error(_readable(matcher.get_error()))
+    matcher, error = on_deep_stack(partial(_compiled, text, vocabulary, is_trial))
+    if error is not None:
+        raise grammar_error(readable(error))
     warnings = matcher.get_grammar_warnings()
     if warnings:
-        raise grammar_error(_readable(warnings[0]))
+        raise grammar_error(readable(warnings[0]))
     return matcher
 
 
-def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
+def _compiled(text: str, vocabulary: Vocabulary, is_trial: bool) -> tuple[LLMatcher, str | None]:
+    """The matcher, and what is wrong with it."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits())
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits(1 if is_trial else ANSWER_MARGIN))
     matcher.compute_bitmask()
-    return matcher
+    if matcher.is_error():
+        return matcher, matcher.get_error()
+    return matcher, fails(matcher, vocabulary) if is_trial else None
 
 
-def _limits() -> LLParserLimits:
+def _limits(margin: int) -> LLParserLimits:
     """The symbols of a grammar; the states of its lexer, of half a kilobyte and more each; the work for the lexer, for
-    its part in one mask, and for the parser's part in it: a mask stays beneath some ten milliseconds."""
+    its part in one mask, and for the parser's part in it: a mask of a trial stays beneath some thirty milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_grammar_size=20_000,
-        max_lexer_states=20_000,
-        initial_lexer_fuel=300_000,
-        step_lexer_fuel=100_000,
-        step_max_items=20_000,
+        max_grammar_size=100_000,
+        max_lexer_states=20_000 * margin,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000 * margin,
+        step_max_items=20_000 * margin,
+        max_items_in_row=4_000 * margin,
         verbose_errors=False,
     )
 
 
-def _readable(message: str) -> str:
-    """The first line of what llguidance says, without the place in a text that is not the user's."""
+def readable(message: str) -> str:
+    """The first line of what llguidance says: with its reason, without the place in a text that is not the user's."""
     first = message.split("\n", 1)[0].removeprefix("at 1(8): ")
     return first[:MAX_MESSAGE_LENGTH]

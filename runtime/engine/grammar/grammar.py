@@ -15,6 +15,8 @@ from runtime.engine.errors import RequestError
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_LARK_BYTES = 512 * 1024
+"""Of a grammar: the schemas of many tools are in it."""
 MAX_REGEX_BYTES = 8 * 1024
 MAX_GRAMMAR_DEPTH = 48
 """Levels of nesting: of a schema's objects and arrays, or of brackets in a grammar or a regular expression."""
@@ -60,7 +62,7 @@ _LIMITS: dict[str, int] = {
     "json_object": 0,
     "regex": MAX_REGEX_BYTES,
     "choice": MAX_GRAMMAR_BYTES,
-    "lark": MAX_GRAMMAR_BYTES,
+    "lark": MAX_LARK_BYTES,
 }
 
 

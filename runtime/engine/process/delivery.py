@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.engine.errors import RequestError
-from runtime.engine.messages import EngineOutput, EngineRequest, FinishReason
+from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, FinishReason
 
 logger = logging.getLogger("xserv.engine")
 
@@ -76,7 +76,7 @@ class Delivery:
         error: str | None,
         *,
         engine_died: bool = False,
-        is_unsatisfiable: bool = False,
+        error_code: ErrorCode | None = None,
     ) -> None:
         """Give a last output to every choice of a request that has none."""
         with self._lock:
@@ -93,7 +93,7 @@ class Delivery:
                     finish_reason=reason,
                     error=error,
                     engine_died=engine_died,
-                    is_unsatisfiable=is_unsatisfiable,
+                    error_code=error_code,
                 )
             )
 

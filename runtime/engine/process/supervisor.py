@@ -411,7 +411,7 @@ class ProcessEngineClient:
                     "error",
                     str(error),
                     engine_died=isinstance(error, EngineDeadError),
-                    is_unsatisfiable=isinstance(error, RequestError),
+                    error_code="unsatisfiable_request" if isinstance(error, RequestError) else None,
                 )
             case Answer(call_id, shape, data):
                 self._settle(call_id, np.frombuffer(data, np.float32).reshape(shape))

@@ -219,7 +219,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     engine.add(asked("good", DIGITS))
     results = run_to_end(engine)
     assert [output.finish_reason for output in results["bad"].outputs] == ["error", "error"]
-    assert results["bad"].outputs[0].error == "the grammar could not be compiled"
+    assert (results["bad"].outputs[0].error or "").startswith("grammar: invalid regex")
     assert re.fullmatch(DIGITS.text, text_of(results["good"]))
     assert not said_by_engine(caplog)  # the user's mistake is not the operator's
 

@@ -17,6 +17,7 @@ from runtime.engine.grammar.grammar import (
     MAX_ENUM_VALUES,
     MAX_GRAMMAR_BYTES,
     MAX_GRAMMAR_DEPTH,
+    MAX_LARK_BYTES,
     MAX_REGEX_BYTES,
     MAX_REPEATS,
     MAX_SCHEMA_NODES,
@@ -141,7 +142,7 @@ def test_limits_name_the_value_and_the_limit(vocabulary: Vocabulary) -> None:
     ("kind", "text", "limit"),
     [
         ("regex", "a" * (MAX_REGEX_BYTES + 1), MAX_REGEX_BYTES),
-        ("lark", "é" * (MAX_GRAMMAR_BYTES // 2 + 1), MAX_GRAMMAR_BYTES),
+        ("lark", "é" * (MAX_LARK_BYTES // 2 + 1), MAX_LARK_BYTES),
         ("json_schema", "{}" + " " * MAX_GRAMMAR_BYTES, MAX_GRAMMAR_BYTES),
         ("json_object", "{}", 0),
     ],

@@ -392,7 +392,7 @@ def test_a_request_that_only_the_engine_refuses(client: ProcessEngineClient) -> 
         (0, "error", "refused"),
         (1, "error", "refused"),
     ]
-    assert all(output.is_unsatisfiable and not output.engine_died for output in sink.outputs)
+    assert all(output.error_code == "unsatisfiable_request" and not output.engine_died for output in sink.outputs)
     assert serves(client)
     wait_until(lambda: client._queue.num_waiting == 0)
 

@@ -87,7 +87,7 @@ def test_a_request_that_forbids_everything_is_at_fault(params: dict[str, Any], n
     collected = run_to_end(engine)
     last = collected["x"].of()[-1]
     assert collected["x"].token_ids() == [7] * num_tokens
-    assert (last.finish_reason, last.is_unsatisfiable) == ("error", True)
+    assert (last.finish_reason, last.error_code) == ("error", "unsatisfiable_request")
     assert collected["other"].token_ids() == greedy(PROMPT, 5)
 
 
@@ -97,7 +97,7 @@ def test_logits_that_are_not_numbers_are_not_the_requests_fault() -> None:
     engine = make_engine(model)
     engine.add(request("x", PROMPT, max_tokens=5, allowed_token_ids=[7, 8], bad_words_token_ids=[[7]]))
     last = run_to_end(engine)["x"].of()[-1]
-    assert (last.finish_reason, last.is_unsatisfiable) == ("error", False)
+    assert (last.finish_reason, last.error_code) == ("error", None)
 
 
 @pytest.mark.parametrize(
