@@ -413,7 +413,7 @@ def test_errors_are_the_sdks(served: Served, client: anthropic.Anthropic) -> Non
     assert missing.value.type == "not_found_error"
     assert missing.value.error_code == "model_not_found"
     assert missing.value.request_id == missing.value.response.headers["x-request-id"]
-    with pytest.raises(anthropic.NotFoundError, match="Unknown request URL"):
+    with pytest.raises(anthropic.NotFoundError, match="batches"):
         client.messages.batches.list()
     with pytest.raises(anthropic.BadRequestError, match="context") as long:
         ask(client, messages=[{"role": "user", "content": "x" * 5000}])
