@@ -138,6 +138,8 @@ def parse_rope(
     read = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
     original = partial(_original_context, rope, fields, default_original_context or max_position_embeddings)
     scaling = read(rope, theta, max_position_embeddings, original)
+    if not scaling.get("truncate", True) and layer_type is not None and fields.object("rope_parameters").names():
+        raise rope.error("truncate", "is false: transformers does not read it in the entry of a layer type")
     rotary_dim = _rotary_dim(rope, fields, head_dim, default_partial_rotary_factor)
     config = RopeConfig(theta, rotary_dim, kind, interleaved=interleaved, **scaling)
     for name, factors in (("short_factor", config.short_factors), ("long_factor", config.long_factors)):

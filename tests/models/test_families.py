@@ -69,6 +69,16 @@ REFUSED = [
     ("gemma3_odd", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
     ("gemma3_odd", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ("olmo2_odd", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    (
+        "olmo3_windows",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        "full_attention: truncate is false: transformers does not read it",
+    ),
     ("smollm3_odd", {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must be at least 4 numbers 0 or 1"),
     ("ministral3_positions", {"rope_parameters": {"rope_type": "default"}}, "'default' is not supported"),
     ("phi3_window_odd", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear' is not supported"),

@@ -121,7 +121,8 @@ class Draw:
             return {**fields, "head_dim": head_dim, "hidden_size": hidden_size}
         return {**fields, "hidden_size": head_dim * fields["num_attention_heads"]}
 
-    def rope(self, *, has_scaling: bool = True) -> Fields:
+    def rope(self, *, has_scaling: bool = True, is_entry: bool = False) -> Fields:
+        """An entry of a layer type has no `truncate`: transformers does not read it there."""
         theta = {"rope_theta": self.choice((100.0, 1e4, 5e5, 1e6))}
         kind = self.choice(("default", "default", "linear", "llama3", "yarn")) if has_scaling else "default"
         if kind == "default":
@@ -136,7 +137,7 @@ class Draw:
             ({}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 0.7}, {"truncate": False},
              {"mscale": 1.0, "mscale_all_dim": 0.7})
         )  # fmt: skip
-        return {**scaled, **extra}
+        return {**scaled, **({} if is_entry and "truncate" in extra else extra)}
 
     def window(self) -> int:
         return self.choice((1, 2, 7, 8, 16, 17, 33, 100))
@@ -238,7 +239,7 @@ def _olmo3(draw: Draw) -> Fields:
     fields = {**draw.decoder(has_head_dim=False), "attention_bias": draw.flip(0.3), "sliding_window": draw.window()}
     theta = draw.choice((1e4, 5e5))
     fields["rope_parameters"] = {
-        "full_attention": {**draw.rope(), "rope_theta": theta},
+        "full_attention": {**draw.rope(is_entry=True), "rope_theta": theta},
         "sliding_attention": {"rope_type": "default", "rope_theta": theta},
     }
     return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
