@@ -222,10 +222,12 @@ class AnswerReader:
             is_last = found is not None or self.has_ended
             text = self.held[:end]
             kept = text.rstrip(WHITE_SPACE)
-            if found is not None or (not self.has_ended and tail):
+            if found is not None:
                 kept = kept.removesuffix(tail)
             elif is_last:
                 kept = text
+            else:  # it may be the tail, or its beginning
+                kept = kept[: len(kept) - _num_begun(kept, tail)]
             self.at = len(kept)
             self.argue(kept)
             if is_last:
@@ -297,6 +299,11 @@ class AnswerReader:
 
 
 Reader = Callable[[AnswerReader], Reading[None]]
+
+
+def _num_begun(text: str, tail: str) -> int:
+    """How many characters of the tail the text ends with."""
+    return next((count for count in range(len(tail), 0, -1) if text.endswith(tail[:count])), 0)
 
 
 def _long_id() -> str:

@@ -179,6 +179,12 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         BOTH,
     ),
     (DEEPSEEK_V31, f'<{DSML}▁begin｜>now.utc-0<｜tool▁sep｜>{{}}', "", [("now.utc-0", {})]),
+    (
+        DEEPSEEK_V3,
+        f"<{DSML}▁begin｜>function<｜tool▁sep｜>f\n```json\n{{a}} \n`\n```<{DSML}▁end｜>!",
+        "!",
+        [("f", "{a} \n`")],
+    ),
     (DEEPSEEK_V31, f"<{DSML}s▁begin｜> none", f"<{DSML}s▁begin｜> none", []),
     # Gemma 3 and Llama 4: Python, bare, fenced, between tags
     (PYTHONIC, "[get_weather(city='Rome', days=2), now.utc-0()]", "", BOTH),
@@ -217,7 +223,8 @@ def loaded(message: Message) -> list[tuple[str, Any]]:
 def test_what_is_read(notation: Notation, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
     for size in {1, 2, 3, 7, len(text)}:
         message = parse(parser(notation), [text[i : i + size] for i in range(0, len(text), size)])
-        assert (message.content, loaded(message)) == (content, calls)
+        assert message.content == content
+        assert [(n, a if a == "{a} \n`" else json.loads(a)) for n, a in message.tool_calls] == calls
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
