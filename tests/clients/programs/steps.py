@@ -1,11 +1,11 @@
 """What the programs share: steps that run one after the other, and what every step may ask of the server itself.
 
-    python PROGRAM.py URL MODEL KIND
+    python PROGRAM.py URL MODEL KIND TOKENIZER
 
 KIND names the server's model: "demo" (the bundled one, whose template knows no tools), "tools" (the same with a
 template that does) or "scripted" (which calls the tool "weather" if there is one, and then answers). The output is a
 line of JSON for each step: its name, how it failed, or null, and its seconds. A program runs in its client's
-environment, so it imports nothing of this project.
+environment, so it imports nothing of this project. TOKENIZER is the bundled model's folder.
 """
 
 import asyncio
