@@ -59,7 +59,7 @@ ELSEWHERE = {
         "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
-        "make serve", "xserv serve", "xserv serve --model …", "python tools/soak.py --minutes 10",
+        "make serve", "xserv serve", "xserv serve MODEL", "xserv serve --model …", "python tools/soak.py --minutes 10",
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
         "python tools/soak.py --minutes 10 --clients 8",
@@ -103,7 +103,7 @@ ELSEWHERE = {
         "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
         "xserv kernels build",
     ),
-    "it runs these tests, or undoes what they need": ("make test", "xserv kernels clear"),
+    "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
     "it writes into the checkout, or the user's home": (
         "python -m tools.make_python_page", "xserv --install-completion",
     ),

@@ -159,7 +159,8 @@ Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
 _TABLES: dict[type[msgspec.Struct], Tables] = {
     ResponsesRequest: (
-        {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES},
+        {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES}
+        | {"client_metadata": Accepted(dict[str, Any], "what Codex tells about its sessions")},
         NOT_BUILT_IN_RESPONSES,
     ),
     MessagesRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),

@@ -66,6 +66,8 @@ def _scripted_answer(request: EngineRequest, index: int) -> list[int]:
         return say(CALL % ("weather", '{"city": "Paris"}'))
     if "ends the task" in turn:
         return say('Thought: I know it.\n<code>\nfinal_answer("It is sunny in Paris.")\n</code>')
+    if "exec_command" in tools and not is_answered:
+        return say(CALL % ("exec_command", '{"cmd": "echo sunny > weather.txt"}'))
     if "final_answer" in tools:
         return say(CALL % ("final_answer", '{"answer": "It is sunny in Paris."}'))
     if "is_right" in prompt or "JSON" in prompt:

@@ -1,4 +1,4 @@
-"""lm-eval with tasks of its own making here: answers, likelihoods with the server's tokenizer, and a text's perplexity."""
+"""lm-eval with tasks made here: answers, likelihoods with the server's tokenizer, and a text's perplexity."""
 
 import json
 import os
