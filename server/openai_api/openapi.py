@@ -395,6 +395,8 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[st
         texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
         one = {**ids, "minItems": 1}
         fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}
+    if request is ScoreRequest:
+        schema["oneOf"] = [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
     if request is ResponsesRequest:
         items = [{"$ref": f"#/components/schemas/{item}"} for item in _INPUT_ITEMS]
         fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}, "minItems": 1}]}

@@ -25,5 +25,6 @@ def test_cases_of_every_kind(tiny_folder: Path, num_cases: int) -> None:
     kinds = {route.rpartition("(")[2] for route in record.statuses}
     assert kinds == {"positive)", "negative)", "spoilt)", "raw)"}
     accepted = {route for route, counts in record.statuses.items() if counts["200"]}
-    paths = ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
+    paths = ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate",
+             "/pooling", "/rerank")  # fmt: skip
     assert {f"POST {path} (positive)" for path in paths} <= accepted

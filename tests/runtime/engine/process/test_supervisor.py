@@ -100,6 +100,10 @@ def test_logits_and_embeddings(client: ProcessEngineClient, in_process: ThreadEn
     for pooling in ("last", "mean"):
         embedding = client.embed(ids, pooling).result(TIMEOUT_S)
         assert np.array_equal(embedding, in_process.embed(ids, pooling).result(TIMEOUT_S))
+    for each in (client, in_process):
+        dropped, held = each.reset_prefix_cache().result(TIMEOUT_S)
+        assert dropped >= 0
+        assert held == 0
     found *= 2.0  # the caller's own
 
 

@@ -258,3 +258,32 @@ def test_a_loop_random_prompts_and_a_shared_prompt_lose_nothing(eviction: str, n
     }
     for name, prompts in patterns.items():
         assert scheduler_hits(prompts, num_blocks, eviction) >= 0.9 * lru_hits(prompts, num_blocks), name
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_prefixes_are_dropped_but_for_those_that_are_held(eviction: str) -> None:
+    host = HostPool(4)
+    pool = BlockPool(8, BLOCK_SIZE, host_pool=host, eviction=eviction)
+    run(pool, *range(12))
+    held = run(pool, *range(100, 108))
+    pool.share(held[:1])
+    pool.release(pool.allocate(5))  # some of the others go to the host
+    pool.offloads.clear()
+    assert host.num_prefixes > 0
+    dropped, num_held = pool.drop_prefixes()
+    assert dropped >= 1
+    assert num_held == 1
+    assert host.num_prefixes == pool.num_cached == 0
+    assert pool.num_free == 7
+    assert find(pool, *range(12)) == NOTHING
+    assert find(pool, *range(100, 108)) == hit_of(held[:1], [], None, 4)
+    pool.check_invariants([held[:1]])
+    host.check_invariants([])
+    again = pool.allocate(3)
+    record(pool, again, Tokens(*range(12)), is_final=True)
+    pool.release(again)
+    assert find(pool, *range(12)) == hit_of(again, [], None, 12)
+    assert pool.drop_prefixes() == (3, 1)
+    pool.release(held[:1])
+    assert pool.drop_prefixes() == (1, 0)
+    pool.check_invariants([])
