@@ -41,10 +41,10 @@ def python_of(name: str) -> Path:
     return python
 
 
-def node_modules() -> Path:
-    """The folder with the node_modules that `node/package-lock.json` describes."""
-    files = [NODE / "package.json", NODE / "package-lock.json"]
-    with _made(f"node-{_digest(*(each.read_bytes() for each in files))}") as (folder, is_made):
+def node_modules(described: Path = NODE) -> Path:
+    """The folder with the node_modules of `described`'s package-lock.json."""
+    files = [described / "package.json", described / "package-lock.json"]
+    with _made(f"{described.name}-{_digest(*(each.read_bytes() for each in files))}") as (folder, is_made):
         if not is_made:
             folder.mkdir()
             for each in files:

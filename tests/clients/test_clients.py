@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ LIBRARIES = {
 WITHOUT = {("openai", "scripted"), ("lm_eval", "scripted"), ("guidellm", "scripted"), ("guidellm", "tools")}
 """What the script has no answers to, and what would be the same again."""
 
+CODEX = """
+model = "{model}"
+model_provider = "xserv"
+web_search = "disabled"
+
+[model_providers.xserv]
+name = "xserv"
+base_url = "{url}/v1"
+wire_api = "responses"
+
+[features]
+multi_agent = false
+"""
+
 
 @pytest.fixture(scope="session", params=[])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
@@ -65,6 +80,13 @@ def confined(home: Path, **more: str) -> dict[str, str]:
         "LANGSMITH_TRACING": "false",
         **more,
     }
+
+
+def test_clients_reach_this_machine_alone(tmp_path: Path) -> None:
+    for reach in ("socket.create_connection(('192.0.2.1', 80))", "socket.getaddrinfo('example.com', 80)"):
+        command = [sys.executable, "-c", f"import socket; {reach}"]
+        done = subprocess.run(command, env=confined(tmp_path), capture_output=True, text=True, check=False)
+        assert "BlockedError: the network is blocked here" in done.stderr
 
 
 def run_steps(command: list[str], server: tuple[str, str, str], home: Path, **options: Any) -> None:
@@ -111,3 +133,28 @@ def test_a_library_of_node(library: str, server: tuple[str, str, str], tmp_path:
     command = ["node", "--require", str(NODE / "loopback.cjs"), "--input-type=module", "-"]
     with (NODE / f"{library}_tour.mjs").open() as program:
         run_steps(command, server, tmp_path, cwd=node_modules(), stdin=program)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("server", ["scripted"], indirect=True)
+def test_codex(server: tuple[str, str, str], tmp_path: Path) -> None:
+    """The model that stands behind it asks for one command, which writes a file, and then answers."""
+    if not shutil.which("npm"):
+        pytest.skip("there is no npm")
+    url, model, _ = server
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    (home / "config.toml").write_text(CODEX.format(url=url, model=model))
+    codex = node_modules(HERE / "codex") / "node_modules" / ".bin" / "codex"
+    # What runs is the script's command, so no sandbox is needed, which a container may not allow. Codex is a program
+    # of its own: a proxy that is not there keeps it on this machine.
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [str(codex), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "How is Paris?"],
+        env=confined(tmp_path, CODEX_HOME=str(home), **nowhere),
+        cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "It is sunny in Paris."
+    assert (work / "weather.txt").read_text() == "sunny\n"
