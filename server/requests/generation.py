@@ -179,9 +179,8 @@ class Generation:
 
     def close(self) -> None:
         """End what is still open. May be called again."""
-        for prompt, output in self._outputs:
-            if output.index in prompt.open_choices and output.finish_reason not in ("error", "abort"):
-                self._meter_end(output)
+        while self._outputs:
+            self._meter_end(self._outputs.popleft()[1])
         for prompt in self._prompts:
             prompt.open_choices.clear()
             if prompt.running_choices:
@@ -229,6 +228,8 @@ class Generation:
                 prompt, output = self._outputs.popleft()
                 if output.index in prompt.open_choices:
                     pieces.append(self._push(prompt, output))
+                else:  # it came before a stop string was found
+                    self._meter_end(output)
             if pieces:
                 yield pieces
         if self.is_cancelled:
@@ -239,8 +240,9 @@ class Generation:
             prompt.running_choices.discard(output.index)
         if self.meter is not None:
             self.meter.observe(output)
-        if output.index not in prompt.open_choices or output.finish_reason in ("error", "abort"):
+        if output.index not in prompt.open_choices:
             self._meter_end(output)
+            return
         self._outputs.append((prompt, output))
         self._arrived.set()
 
@@ -250,6 +252,8 @@ class Generation:
             self.meter.finish(output)
 
     def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
+        if output.finish_reason in ("error", "abort"):
+            self._meter_end(output)
         if output.finish_reason == "error":
             raise GenerationError(
                 output.error or "the engine reported an error",
