@@ -122,7 +122,7 @@ class Driver:
             **fields,  # type: ignore[arg-type]
         )
         if len(prompt) >= self.limits.max_model_len:
-            with pytest.raises(ContextLengthExceededError, match=f"{len(prompt)} tokens.*{self.limits.max_model_len}"):
+            with pytest.raises(ContextLengthExceededError, match=f"{self.limits.max_model_len} tokens.*{len(prompt)}, and"):
                 prepare(message, self.info)
             self.outcome.refused += 1
             return None

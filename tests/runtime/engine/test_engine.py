@@ -87,7 +87,7 @@ def test_max_tokens_is_cut_at_the_end_of_the_context() -> None:
 def test_prompts_that_leave_no_room_are_refused() -> None:
     engine = make_engine(max_model_len=32)
     for length in (32, 33, 1000):
-        with pytest.raises(ContextLengthExceededError, match=f"{length} tokens") as caught:
+        with pytest.raises(ContextLengthExceededError, match=f"32 tokens. The prompt has {length}, ") as caught:
             engine.add(request("x", [1] * length))
         assert caught.value.code == "context_length_exceeded"
     assert len(one(engine, [1] * 31, max_tokens=None).token_ids()) == 1
