@@ -122,7 +122,8 @@ class Driver:
             **fields,  # type: ignore[arg-type]
         )
         if len(prompt) >= self.limits.max_model_len:
-            with pytest.raises(ContextLengthExceededError, match=f"{self.limits.max_model_len} tokens.*{len(prompt)}, and"):
+            limit = self.limits.max_model_len
+            with pytest.raises(ContextLengthExceededError, match=f"{limit} tokens.*{len(prompt)}, and"):
                 prepare(message, self.info)
             self.outcome.refused += 1
             return None
