@@ -166,7 +166,8 @@ class QuantizedMatrix:
         codes = self.codes[rows]
         if self.layout.kind in ("int8", "fp8"):
             return codes
-        return unpack_halves(codes)[:, : self.shape[1]]
+        halves: NDArray = unpack_halves(codes)[:, : self.shape[1]]
+        return halves
 
     def _values(self, rows: slice) -> NDArray:
         """Rows as float32, columns as they are stored."""
@@ -232,4 +233,5 @@ def pack_halves(numbers: NDArray) -> NDArray:
     """Numbers ``[..., n]`` from 0 to 15, two in a byte, the first in the low half: ``[..., ceil(n / 2)]`` uint8."""
     if numbers.shape[-1] % 2:
         numbers = np.concatenate([numbers, np.zeros((*numbers.shape[:-1], 1), np.uint8)], axis=-1)
-    return numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
+    packed: NDArray = numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
+    return packed
