@@ -177,7 +177,7 @@ class QuantizedMatrix:
             scales = scales / np.float32(self.divisor)
         zeros = None
         if layout.kind == "fp8":
-            values = _E4M3[numbers]
+            values: NDArray = _E4M3[numbers]
         elif layout.kind == "fp4":
             values = _E2M1[numbers]
         else:
