@@ -155,10 +155,11 @@ def linear_kernel(stored: type) -> Kernel:
             columns = min(panels * PANEL_COLUMNS, a.width - column)
             for segment in range(a.num_segments + is_cut):
                 is_end = segment == a.num_segments  # all are added up: the last turn
-                first = min(words, num_steps * segment // a.num_segments * step_words)
-                last = min(words, num_steps * (segment + 1) // a.num_segments * step_words)
-                number = 0 if is_end else _count_ones(segment)
-                slot = address(slots) + number * slot_bytes
+                first, last, slot = 0, words, address(slots)
+                if is_cut:
+                    first = min(words, num_steps * segment // a.num_segments * step_words)
+                    last = min(words, num_steps * (segment + 1) // a.num_segments * step_words)
+                    slot += 0 if is_end else _count_ones(segment) * slot_bytes
                 if a.partials != 0 and not is_end:
                     source = a.partials + ((segment * a.num_rows + first_row) * a.out_width + column) * 4
                     _take(source, a.out_width * 4, rows, columns, slot, panels * PANEL_COLUMNS)
