@@ -15,6 +15,7 @@ from pathlib import Path
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
 
 BUNDLED_MODEL = Path(__file__).parent / "demo"
+BUNDLED_MODEL_NAME = "xserv-demo"
 
 _WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "LICENSE*", "README.md"]
 _UNWANTED_FILES = ["*/*"]  # other copies of the weights lie in subfolders
@@ -34,8 +35,7 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
     """
     if name_or_path is None:
         return BUNDLED_MODEL
-    name = str(name_or_path)
-    path = Path.home() / name[2:] if name.startswith("~/") else Path(name)
+    name, path = str(name_or_path), _local_path(name_or_path)
     if name and path.is_dir():
         return path
     if path.is_file():
@@ -50,6 +50,25 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
         return _download(name, _WANTED_FILES, _UNWANTED_FILES)
     patterns = _gguf_patterns(tag)
     return _only_gguf(name, _download(repository, patterns), patterns)
+
+
+def model_name(name_or_path: str | Path | None) -> str:
+    """What users call the model: the hub id as given, a folder's name, a GGUF file's without its ending, or
+    "xserv-demo" for the bundled one. Nothing is downloaded."""
+    if name_or_path is None:
+        return BUNDLED_MODEL_NAME
+    path = _local_path(name_or_path)
+    if not path.exists():
+        return str(name_or_path)
+    if path.is_file():
+        return path.stem
+    folder = path.resolve()
+    return BUNDLED_MODEL_NAME if folder == BUNDLED_MODEL.resolve() else folder.name
+
+
+def _local_path(name_or_path: str | Path) -> Path:
+    name = str(name_or_path)
+    return Path.home() / name[2:] if name.startswith("~/") else Path(name)
 
 
 def _gguf_patterns(tag: str) -> list[str]:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Lifespan, Scope
+from starlette.types import ASGIApp, Scope
 
 from runtime.engine.process.client import EngineClient
 from server.anthropic_api.endpoints import count_tokens, create_message
@@ -31,7 +31,7 @@ from server.errors import (
 from server.observing.live import watch_engine
 from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
-from server.observing.probes import metrics, ready
+from server.observing.probes import health, metrics, ping, ready
 from server.observing.tracing import Tracing
 from server.ollama_api.embed import create_embed as create_ollama_embed
 from server.ollama_api.embed import create_embeddings as create_ollama_embeddings
@@ -41,7 +41,7 @@ from server.openai_api.chat import create_chat_completion
 from server.openai_api.completions import create_completion
 from server.openai_api.docs_page import get_docs
 from server.openai_api.embeddings import create_embeddings
-from server.openai_api.models import get_model, get_version, health, list_models
+from server.openai_api.models import get_model, get_version, list_models
 from server.openai_api.openapi import get_description
 from server.openai_api.tokenization import detokenize, tokenize
 from server.rendering.endpoint import render
@@ -53,47 +53,96 @@ from server.responses_api.endpoints import (
     get_response,
     list_input_items,
 )
-from server.service import Service
+from server.service import AppState, Service
 from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from server.transport.gate import Gate, Observer
 from server.transport.origins import OriginRules, origins_pattern
-from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, ping, reset_prefix_cache
+from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, reset_prefix_cache
 from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
 from tokenizer import Tokenizer
 
 
 class Application(Starlette):
-    """Starlette, with our own layers around all of its.
+    """Starlette, with our own layers around all of its. It answers probes and the page from its start on, and takes
+    requests from `take_up` on.
 
-    lifecycle  whether it drains, and how many requests are open
-    keys       the API keys, to be read again when their files change
+    model_names  under which the model is asked for; answers have the first
+    log_writer   whose lost lines the metrics count
+    tracing      is told of every answer; the caller closes it
+    lifecycle    whether it drains, and how many requests are open
+    keys         the API keys, to be read again when their files change
+
+    Raises `ServerConfigError` for API keys that cannot be read.
     """
+
+    state: AppState
 
     def __init__(
         self,
-        routes: list[BaseRoute],
-        lifespan: Lifespan[Application],
-        config: ServerConfig,
-        observers: tuple[Observer, ...],
+        model_names: Sequence[str],
+        config: ServerConfig | None = None,
+        *,
+        log_writer: LogWriter | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         super().__init__(
-            routes=routes,
+            routes=_routes(),
             exception_handlers={
                 ApiError: handle_api_error,
                 HTTPException: handle_http_exception,
                 ClientDisconnect: handle_client_disconnect,
                 Exception: handle_unexpected,
             },
-            lifespan=lifespan,
+            lifespan=_lifespan,
         )
         self.router.redirect_slashes = False
-        self.config = config
-        self.observers = observers
+        self.model_names = tuple(model_names)
+        self.config = config or ServerConfig()
+        self.keys = ApiKeys(self.config.api_keys, self.config.api_key_files)
         self.lifecycle = Lifecycle()
-        self.keys = ApiKeys(config.api_keys, config.api_key_files)
+        self.http_metrics = HttpMetrics()
+        self.observers: tuple[Observer, ...] = (self._count, log_access, *(() if tracing is None else (tracing,)))
+        self.state = AppState()
+        self.state.lifecycle = self.lifecycle
+        self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self._gauges(log_writer))
+        self._model: tuple[EngineClient, Tokenizer | None, Mapping[str, float | int]] | None = None
+        self._is_running = False
+
+    def take_up(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        default_sampling: Mapping[str, float | int],
+    ) -> None:
+        """The model is loaded: requests are taken from now on, or from the application's start. To be called once, on
+        the event loop if that runs. The arguments are `create_app`'s."""
+        self._model = client, tokenizer, default_sampling
+        if self._is_running:
+            self._begin_service()
+
+    def _begin_service(self) -> None:
+        if self._model is None:
+            return
+        client, tokenizer, default_sampling = self._model
+        self.state.metrics.attach(client)
+        self.state.service = Service.begin(
+            client, tokenizer, self.model_names, default_sampling, self.config, self.lifecycle, self.state.metrics
+        )
+
+    def _gauges(self, log_writer: LogWriter | None) -> dict[str, tuple[str, Callable[[], float]]]:
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_requests": ("Requests whose answer is not over.", lambda: self.lifecycle.num_open),
+            "draining": ("1 while the server ends.", lambda: self.lifecycle.is_draining),
+        }
+        if log_writer is not None:
+            gauges["lost_log_lines"] = ("Lines that could not be written.", lambda: log_writer.num_lost)
+        return gauges
+
+    def _count(self, exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
+        self.http_metrics.finish(route, scope["method"], exchange.status, duration_s)
 
     def build_middleware_stack(self) -> ASGIApp:
         config = self.config
@@ -124,96 +173,76 @@ def create_app(
     log_writer: LogWriter | None = None,
     tracing: Tracing | None = None,
 ) -> Application:
-    """An application that serves one engine's model.
+    """An application that serves one engine's model, from its start on.
 
     client            stays the caller's, who closes it after the application has stopped
     tokenizer         None: prompts and answers are token ids
-    model_name        the name, or names, under which the model is asked for; answers have the first. None: the engine's
+    model_name        the name, or names, under which the model is asked for. None: the engine's
     default_sampling  what a silent request means, by `SamplingParams`' names: the model's generation config
-    log_writer        whose lost lines the metrics count
-    tracing           is told of every answer; the caller closes it
 
-    Raises `ServerConfigError` for API keys that cannot be read.
+    The others are `Application`'s, as is what is raised.
     """
-    settings = config or ServerConfig()
     names = (model_name,) if isinstance(model_name, str) else tuple(model_name or ())
-    names = names or (client.info.model_name,)
-    http = HttpMetrics()
+    app = Application(names or (client.info.model_name,), config, log_writer=log_writer, tracing=tracing)
+    app.take_up(client, tokenizer, default_sampling or {})
+    return app
 
-    @asynccontextmanager
-    async def lifespan(app: Application) -> AsyncIterator[None]:
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "open_requests": ("Requests whose answer is not over.", lambda: app.lifecycle.num_open),
-            "draining": ("1 while the server ends.", lambda: app.lifecycle.is_draining),
-        }
-        if log_writer is not None:
-            gauges["lost_log_lines"] = ("Lines that could not be written.", lambda: log_writer.num_lost)
-        service = Service.begin(
-            client,
-            tokenizer,
-            names,
-            default_sampling or {},
-            settings,
-            app.lifecycle,
-            Metrics(client, names[0], http, gauges),
-        )
-        app.state.service = service
-        try:
-            yield
-        finally:
+
+@asynccontextmanager
+async def _lifespan(app: Application) -> AsyncIterator[None]:
+    app._is_running = True
+    app._begin_service()
+    try:
+        yield
+    finally:
+        if (service := app.state.found_service) is not None:
             service.end()
 
-    def count(exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
-        http.finish(route, scope["method"], exchange.status, duration_s)
 
-    return Application(
-        routes=[
-            Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-            Route("/v1/completions", create_completion, methods=["POST"]),
-            Route("/v1/embeddings", create_embeddings, methods=["POST"]),
-            Route("/v1/responses", create_response, methods=["POST"]),
-            Route("/v1/responses/{response_id}", get_response),
-            Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
-            Route("/v1/responses/{response_id}/input_items", list_input_items),
-            Route("/v1/messages", create_message, methods=["POST"]),
-            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-            Route("/api/chat", chat, methods=["POST"]),
-            Route("/api/generate", generate, methods=["POST"]),
-            Route("/api/embed", create_ollama_embed, methods=["POST"]),
-            Route("/api/embeddings", create_ollama_embeddings, methods=["POST"]),
-            Route("/api/tags", list_tags),
-            Route("/api/ps", list_loaded),
-            Route("/api/show", show, methods=["POST"]),
-            Route("/api/version", get_api_version),
-            Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
-            Route("/v1/models", list_models),
-            Route("/v1/models/{model_id:path}", get_model),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
-            Route("/tokenizer_info", get_tokenizer_info),
-            Route("/pooling", create_pooling, methods=["POST"]),
-            Route("/score", create_scores, methods=["POST"]),
-            Route("/v1/score", create_scores, methods=["POST"]),
-            Route("/rerank", create_ranking, methods=["POST"]),
-            Route("/v1/rerank", create_ranking, methods=["POST"]),
-            Route("/openapi.json", get_description),
-            Route("/docs", get_docs),
-            Route("/load", get_load),
-            Route("/server_info", get_server_info),
-            Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-            Route("/ping", ping, methods=["GET", "POST"]),
-            Route("/version", get_version),
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", metrics),
-            Route("/live", watch_engine),
-            Route("/", get_page),
-            Route("/page/about", get_about),
-            Route("/page/render", render, methods=["POST"]),
-            Route("/page/{name}", get_page),
-        ],
-        lifespan=lifespan,
-        config=settings,
-        observers=(count, log_access) if tracing is None else (count, log_access, tracing),
-    )
+def _routes() -> list[BaseRoute]:
+    return [
+        Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+        Route("/v1/completions", create_completion, methods=["POST"]),
+        Route("/v1/embeddings", create_embeddings, methods=["POST"]),
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}", get_response),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}/input_items", list_input_items),
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/api/chat", chat, methods=["POST"]),
+        Route("/api/generate", generate, methods=["POST"]),
+        Route("/api/embed", create_ollama_embed, methods=["POST"]),
+        Route("/api/embeddings", create_ollama_embeddings, methods=["POST"]),
+        Route("/api/tags", list_tags),
+        Route("/api/ps", list_loaded),
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/version", get_api_version),
+        Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model_id:path}", get_model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", get_tokenizer_info),
+        Route("/pooling", create_pooling, methods=["POST"]),
+        Route("/score", create_scores, methods=["POST"]),
+        Route("/v1/score", create_scores, methods=["POST"]),
+        Route("/rerank", create_ranking, methods=["POST"]),
+        Route("/v1/rerank", create_ranking, methods=["POST"]),
+        Route("/openapi.json", get_description),
+        Route("/docs", get_docs),
+        Route("/load", get_load),
+        Route("/server_info", get_server_info),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/ping", ping, methods=["GET", "POST"]),
+        Route("/version", get_version),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/live", watch_engine),
+        Route("/", get_page),
+        Route("/page/about", get_about),
+        Route("/page/render", render, methods=["POST"]),
+        Route("/page/{name}", get_page),
+    ]

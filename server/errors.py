@@ -181,6 +181,17 @@ def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
     )
 
 
+def starting() -> ApiError:
+    """503: the port is open, and the model is not loaded yet."""
+    return ApiError(
+        503,
+        "The server is starting: the model is being loaded.",
+        type="server_error",
+        code="starting",
+        headers={"Retry-After": "2"},
+    )
+
+
 def _turned_away(message: str, code: str) -> ApiError:
     """503 on a connection that ends; another server may take the request."""
     headers = {"Retry-After": "1", "Connection": "close"}

@@ -1,7 +1,7 @@
 """From a model's name to a running server, and down again.
 
-`serve` is what `xserv serve` calls. The port is taken before the model is loaded, so that a port in use
-costs no wait; requests are accepted when all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
+`serve` is what `xserv serve` calls. The port is open while the model is loaded: probes and the page answer, and
+requests get 503 with Retry-After until all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
 answered with 503, the open ones may finish within `drain_timeout_s`; only then the port is given back. A second signal
 ends the open ones at once. SIGHUP reads the files of API keys again."""
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 import signal
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -24,23 +26,27 @@ from typing import Any
 
 import uvicorn
 
+from models.hub import model_name
 from models.model_files import open_model
 from runtime.device.device import Device
-from runtime.engine.make_client import start_client
+from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer, read_chat_template
-from server.app import Application, create_app
+from server.app import Application
 from server.config import ServerConfig, ServerConfigError
 from server.observing.logs import close_log, open_log
 from server.observing.tracing import open_tracing
 from server.transport.auth import ApiKeys
 from server.transport.origins import hosts_for, origins_for
 from server.transport.protocol import RESERVED_CONNECTIONS, uvicorn_config
+from tokenizer import Tokenizer
 from tokenizer import warm_up as tokenizer_warm_up
+
+logger = logging.getLogger("xserv.server")
 
 
 class ServerStartError(XservError):
@@ -65,7 +71,7 @@ def serve(
     """Serve a model until SIGINT or SIGTERM; then returns.
 
     model              None: the bundled one; a folder; a GGUF file; a hub id
-    port               0: any free one; the line printed when ready names it
+    port               0: any free one; the log and the line that is printed when all is ready name it
     served_model_name  the name in the API, or several; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`, and pages that it serves itself may ask
@@ -73,7 +79,8 @@ def serve(
     chat_template      a Jinja template, or a file that holds one, instead of the model's own
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
-    Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise.
+    Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise: for
+    the address and wrong options before the port is open, for the model after that.
     """
     config = config or ServerConfig()
     config = replace(
@@ -89,30 +96,18 @@ def serve(
         allow_connections(config.max_connections)
         template = read_chat_template(chat_template)
         is_textless = model is not None and Path(model).exists() and not open_model(model).has_tokenizer()
+        engine = stack.enter_context(closing(StartingClient(model, in_process=in_process, **engine_options)))
         if not in_process and not is_textless:  # while the engine's process starts, this one would wait
             device = engine_options.get("device", "auto")
             threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
-        client = start_client(model, in_process=in_process, **engine_options)
-        stack.callback(client.close)
         names = [served_model_name] if isinstance(served_model_name, str) else list(served_model_name or ())
-        name = names[0] if names else client.info.model_name
-        folder = Path(client.info.model_path)
-        tokenizer = load_tokenizer(folder, template)
+        names = names or [model_name(model)]
         tracing = None
         if config.otlp_endpoint is not None:
-            tracing = open_tracing(config.otlp_endpoint, name)
+            tracing = open_tracing(config.otlp_endpoint, names[0])
             stack.callback(tracing.close)
-        warm_up(client)
-        app = create_app(
-            client,
-            tokenizer,
-            model_name=names or name,
-            default_sampling=recommended_sampling(folder),
-            config=config,
-            log_writer=writer,
-            tracing=tracing,
-        )
-        _Server(app, client, name).run(sockets=[listener])
+        app = Application(names, config, log_writer=writer, tracing=tracing)
+        _Server(app, engine, template).run(sockets=[listener])
 
 
 def _warm_up_tokenizer(device: str) -> None:
@@ -133,17 +128,25 @@ def check_files(config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with another end: it goes on listening while it drains. When the time is up, or at a second signal, the
-    engine is closed, so that every request that still runs is told so and ends by itself. Only then, or at a third
-    signal, uvicorn cuts off."""
+    """uvicorn, with another beginning: the model is loaded, on a thread, while it listens already. And with another
+    end: it goes on listening while it drains. When the time is up, or at a second signal, the engine is closed, so that
+    every request that still runs is told so and ends by itself. Only then, or at a third signal, uvicorn cuts off."""
 
-    def __init__(self, app: Application, client: EngineClient, model_name: str) -> None:
+    def __init__(self, app: Application, engine: StartingClient, chat_template: str | None) -> None:
         super().__init__(uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S))
         self.app = app
-        self.client = client
-        self.model_name = model_name
+        self.engine = engine
+        self.chat_template = chat_template
         self.hurry = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.address = ""
+        self.failure: BaseException | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until it is told to end. Raises what is wrong with the model."""
+        super().run(sockets)
+        if self.failure is not None:
+            raise self.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -154,8 +157,37 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
-        address = f"{scheme}://{shown_host}:{port}"
-        print(f"Serving {self.model_name} at {address}/v1\nThe page is at {address}", flush=True)
+        self.address = f"{scheme}://{shown_host}:{port}"
+        logger.info("listening at %s, loading %s", self.address, self.app.model_names[0])
+        # A daemon, so that an engine that is being built in this process keeps nobody from leaving.
+        threading.Thread(target=self._load, args=(self.loop,), name="xserv-load", daemon=True).start()
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread of its own."""
+        try:
+            client = self.engine.wait()
+            folder = Path(client.info.model_path)
+            tokenizer = load_tokenizer(folder, self.chat_template)
+            warm_up(client)
+            next_call = partial(self._take_up, client, tokenizer, recommended_sampling(folder))
+        except BaseException as error:
+            next_call = partial(self._fail, error)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(next_call)
+
+    def _take_up(
+        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int]
+    ) -> None:
+        if self.should_exit:
+            return
+        self.app.take_up(client, tokenizer, default_sampling)
+        name = self.app.model_names[0]
+        print(f"Serving {name} at {self.address}/v1\nThe page is at {self.address}", flush=True)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.should_exit:  # else it may be because the engine was closed
+            self.failure = error
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
@@ -173,7 +205,7 @@ class _Server(uvicorn.Server):
         for task in (idle, hurry):
             task.cancel()
         if not is_idle:
-            await asyncio.to_thread(self.client.close)
+            await asyncio.to_thread(self.engine.close)
             with suppress(TimeoutError):
                 await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from starlette.datastructures import State
 from starlette.requests import Request
 
 from runtime.engine.errors import RequestError
@@ -23,7 +24,16 @@ from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
 from runtime.version import release
 from server.config import ServerConfig
-from server.errors import ApiError, cancelled, engine_unavailable, from_engine, internal_error, invalid, unsatisfiable
+from server.errors import (
+    ApiError,
+    cancelled,
+    engine_unavailable,
+    from_engine,
+    internal_error,
+    invalid,
+    starting,
+    unsatisfiable,
+)
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
@@ -48,9 +58,38 @@ SMALL_BODY_BYTES = 4096
 """A body up to this size is prepared on the event loop: that takes less time than changing threads."""
 
 
+class AppState(State):
+    """An application's state, `app.state`, from the opening of the port to its end.
+
+    lifecycle  whether it drains, and how many requests are open
+    metrics    what `/metrics` tells
+    service    what endpoints need of a loaded model; until there is one it raises `ApiError`, 503
+    """
+
+    lifecycle: Lifecycle
+    metrics: Metrics
+    service: Service
+
+    def __getattr__(self, key: str) -> Any:
+        if key == "service" and self.found_service is None:
+            raise starting()
+        return super().__getattr__(key)
+
+    @property
+    def found_service(self) -> Service | None:
+        """The service, if there is one."""
+        return self._state.get("service")
+
+    @staticmethod
+    def of(request: Request) -> AppState:
+        state = request.app.state
+        assert isinstance(state, AppState)
+        return state
+
+
 @dataclass(slots=True)
 class Service:
-    """One server's state; lives as `app.state.service` from start to stop.
+    """What endpoints share once the model is loaded, until the server stops: `app.state.service`.
 
     model_name          the first of model_names, under which the model is asked for; answers have it
     answer_format       what its answers may hold beside content

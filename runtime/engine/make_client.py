@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 from runtime.engine.checks import check_seconds
-from runtime.engine.errors import RequestError
+from runtime.engine.config import EngineConfig
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
 
@@ -26,13 +28,54 @@ def start_client(
 
     Raises what ``build_engine`` raises, ``EngineDeadError``, and ``RequestError`` for a wrong ``hang_timeout_s``.
     """
-    if hang_timeout_s is not None:
-        check_seconds("hang_timeout_s", hang_timeout_s)
-    if not in_process:
-        supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
-        return ProcessEngineClient(model, supervision=supervision, **options)
-    if hang_timeout_s is not None:
-        raise RequestError("hang_timeout_s needs an engine in a process of its own", param="hang_timeout_s")
-    from runtime.engine.make_engine import build_engine  # wakes numba
+    return StartingClient(model, in_process=in_process, hang_timeout_s=hang_timeout_s, **options).wait()
 
-    return ThreadEngineClient(build_engine(model, **options))
+
+class StartingClient:
+    """An engine that is being started; the arguments are ``start_client``'s. The constructor returns at once, and
+    raises what is wrong with the options. An engine in this process is not started before ``wait``."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        in_process: bool = False,
+        hang_timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        if hang_timeout_s is not None:
+            check_seconds("hang_timeout_s", hang_timeout_s)
+            if in_process:
+                raise RequestError("hang_timeout_s needs an engine in a process of its own", param="hang_timeout_s")
+        self._model = model
+        self._config = EngineConfig(**options)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._client: ThreadEngineClient | ProcessEngineClient | None = None
+        if not in_process:
+            supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
+            self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
+
+    def wait(self) -> EngineClient:
+        """The client, when requests are taken. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""
+        if isinstance(self._client, ProcessEngineClient):
+            self._client.wait_until_started()
+            return self._client
+        from runtime.engine.make_engine import engine_of  # wakes numba
+
+        client = ThreadEngineClient(engine_of(self._model, self._config))
+        with self._lock:
+            self._client = client
+            is_closed = self._is_closed
+        if is_closed:
+            client.close()
+            raise EngineDeadError("the engine was closed before it was started")
+        return client
+
+    def close(self) -> None:
+        """Stop the engine, also while it starts. May be called again, on any thread."""
+        with self._lock:
+            self._is_closed = True
+            client = self._client
+        if client is not None:
+            client.close()

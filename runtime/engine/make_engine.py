@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-import models.demo
 from models.base import Model
 from models.generation_config import load_generation_config
-from models.hub import resolve_model
+from models.hub import model_name, resolve_model
 from models.registry import declare_model, load_model
 from runtime.device.device import Device
 from runtime.engine.config import (
@@ -30,8 +29,6 @@ from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
 
-BUNDLED_MODEL_NAME = "xserv-demo"
-
 
 def build_engine(
     model: str | Path | None = None,
@@ -48,7 +45,7 @@ def engine_of(model: str | Path | None, config: EngineConfig) -> Engine:
     """
     LoadOptions.parse(**load_settings(config))  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model))
-    return engine_over(loaded_model(folder, config), folder, config, model_name(model, folder))
+    return engine_over(loaded_model(folder, config), folder, config, model_name(model))
 
 
 def load_settings(config: EngineConfig) -> LoadSettings:
@@ -100,7 +97,7 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
         folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
     )
     limits = limits_of(declared, config, num_bytes_to_load=declared.weight_bytes)
-    return _info(declared, folder, config, limits, model_name(model, folder))
+    return _info(declared, folder, config, limits, model_name(model))
 
 
 def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str) -> EngineInfo:
@@ -165,13 +162,3 @@ def free_memory_bytes(device: Device) -> int:
 
     free, _ = Gpu.of(device).context.call("cuMemGetInfo")
     return int(free) if device.kind == "cuda" else min(int(free), available_memory_bytes())
-
-
-def model_name(model: str | Path | None, folder: Path) -> str:
-    """What users call the model: the hub id as given, a folder's name, a GGUF file's without its ending, or
-    ``xserv-demo`` for the bundled one."""
-    if folder.resolve() == Path(models.demo.__file__).resolve().parent:
-        return BUNDLED_MODEL_NAME
-    if model is not None and not Path(model).exists():
-        return str(model)
-    return folder.stem if folder.suffix == ".gguf" else folder.resolve().name

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -132,38 +133,48 @@ class HttpMetrics:
 
 
 class Metrics(Collector):
-    """All of a server's metrics, and the registry that holds them.
+    """All of a server's metrics, and the registry that holds them. Those of the engine and of requests begin with
+    `attach`.
 
     gauges  further numbers of the server's own, by name (under `xserv:`): what they mean, and how to get them
     """
 
     def __init__(
         self,
-        client: EngineClient,
         model_name: str,
         http: HttpMetrics,
         gauges: dict[str, tuple[str, Callable[[], float]]] | None = None,
     ) -> None:
-        self.generation = GenerationMetrics(client.info.max_model_len)
         self.http = http
         self.registry = CollectorRegistry(auto_describe=False)
-        self._client = client
+        self._client: EngineClient | None = None
+        self._generation: GenerationMetrics | None = None
         self._labels = [model_name, "0"]
         self._gauges = gauges or {}
         self._started_s = time.time()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
+    def attach(self, client: EngineClient) -> None:
+        """The model is loaded, and this is its engine."""
+        self._client, self._generation = client, GenerationMetrics(client.info.max_model_len)
+
+    @property
+    def generation(self) -> GenerationMetrics:
+        assert self._generation is not None, "no engine is attached"
+        return self._generation
+
     def collect(self) -> Iterator[Metric]:
         """Every family under both prefixes, then those of the server alone."""
-        try:
-            stats = self._client.stats()
-        except EngineDeadError:
-            stats = None
+        stats = None
+        if self._client is not None:
+            with suppress(EngineDeadError):
+                stats = self._client.stats()
         for prefix in PREFIXES:
-            if stats is not None:
-                yield from self._engine_families(prefix, stats)
-            yield from self._request_families(prefix)
+            if stats is not None and self._client is not None:
+                yield from self._engine_families(prefix, stats, self._client.info)
+            if self._generation is not None:
+                yield from self._request_families(prefix, self._generation)
         yield self._gauge("xserv:engine_up", "1 while the engine answers.", float(stats is not None))
         if stats is not None:
             yield from self._own_families(stats)
@@ -171,7 +182,7 @@ class Metrics(Collector):
             yield self._gauge(f"xserv:{name}", help_text, get())
         yield from self._http_families()
 
-    def _engine_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
+    def _engine_families(self, prefix: str, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
         for name, help_text, value in (
             ("num_requests_running", "Number of requests in model execution batches.", stats.num_running),
             ("num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting),
@@ -190,10 +201,9 @@ class Metrics(Collector):
         iteration.counts = list(stats.iteration_token_counts) or iteration.counts
         iteration.total = float(stats.iteration_tokens)
         yield self._histogram(prefix + "iteration_tokens_total", "Tokens per engine step.", iteration)
-        yield _info(f"{prefix}cache_config_info", "The KV cache.", self._client.info)
+        yield _info(f"{prefix}cache_config_info", "The KV cache.", info)
 
-    def _request_families(self, prefix: str) -> Iterator[Metric]:
-        measured = self.generation
+    def _request_families(self, prefix: str, measured: GenerationMetrics) -> Iterator[Metric]:
         success = CounterMetricFamily(
             f"{prefix}request_success",
             "Requests that have ended, by the reason.",

@@ -1,4 +1,4 @@
-"""`GET /ready` and `GET /metrics`. (`/health` is with the models: it says that the server lives, to anybody.)"""
+"""`GET /health`, `/ping`, `/ready` and `/metrics`: they answer from the moment that the port is open."""
 
 from __future__ import annotations
 
@@ -7,14 +7,37 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.service import Service
+from runtime.engine.errors import EngineDeadError
+from server.errors import engine_unavailable
+from server.service import AppState
+
+
+async def health(request: Request) -> Response:
+    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Never
+    waits for a step."""
+    service = AppState.of(request).found_service
+    if service is not None:
+        try:
+            service.client.stats()
+        except EngineDeadError as error:
+            if error.retry_after_s is None:
+                raise engine_unavailable() from None
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def ping(request: Request) -> Response:
+    """`/health` under the name that SageMaker asks for, who sends requests from the first 200 on: 503 while the model
+    loads."""
+    assert AppState.of(request).service is not None  # raises the 503
+    return await health(request)
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken; else 503, and `state` says why: "starting", "down", "closing" (the engine's), or
-    "draining"."""
-    service: Service = request.app.state.service
-    state = "draining" if service.lifecycle.is_draining else service.client.state
+    """200 while requests are taken; else 503, and `state` says why: "starting" (the model loads, or the engine is
+    started again), "down", "closing" (the engine's), or "draining"."""
+    app = AppState.of(request)
+    service = app.found_service
+    state = "draining" if app.lifecycle.is_draining else "starting" if service is None else service.client.state
     is_ready = state == "ready"
     return Response(
         msgspec.json.encode({"ready": is_ready, "state": state}),
@@ -26,5 +49,5 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Prometheus' text format, whatever is asked for: others would write vLLM's names without their colons."""
-    service: Service = request.app.state.service
-    return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+    registry = AppState.of(request).metrics.registry
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

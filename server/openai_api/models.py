@@ -1,5 +1,5 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, `GET /version` and `GET /health`. Anthropic's clients, whom their header
-tells, get the models in their own shape."""
+"""`GET /v1/models`, `GET /v1/models/{id}` and `GET /version`. Anthropic's clients, whom their header tells, get the
+models in their own shape."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.engine.errors import EngineDeadError
 from runtime.version import release
 from server.anthropic_api.models import listed_model, listed_models
 from server.dialect import dialect_of
-from server.errors import engine_unavailable
 from server.openai_api.answers import Model, ModelList, Version
 from server.service import Service
 
@@ -45,15 +43,3 @@ async def get_model(request: Request) -> Response:
 async def get_version(request: Request) -> Response:
     """The release that serves."""
     return Response(msgspec.json.encode(Version(release())), media_type="application/json")
-
-
-async def health(request: Request) -> Response:
-    """200 while the server lives, and its engine, or that is being started again; 503 when only a new server helps.
-    Never waits for a step."""
-    service: Service = request.app.state.service
-    try:
-        service.client.stats()
-    except EngineDeadError as error:
-        if error.retry_after_s is None:
-            raise engine_unavailable() from None
-    return Response(b'{"status":"ok"}', media_type="application/json")

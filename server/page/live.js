@@ -108,7 +108,7 @@ export class Live {
         this.#setState("disconnected");
       } catch (error) {
         if (controller.signal.aborted) return;
-        this.#setState("disconnected");
+        this.#setState(error.code === "starting" ? "starting" : "disconnected");
         if (error.needsKey) {
           this.#controller = null;
           this.failed(error);

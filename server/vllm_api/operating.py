@@ -1,4 +1,4 @@
-"""`GET /load`, `/server_info` and `/tokenizer_info`, `POST /reset_prefix_cache`; and `/ping`, which is `/health`."""
+"""`GET /load`, `/server_info` and `/tokenizer_info`, and `POST /reset_prefix_cache`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from starlette.responses import Response
 from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.version import release
 from server.errors import from_engine, invalid
-from server.openai_api.models import health
 from server.service import Service
 from server.vllm_api.schema import CacheReset, ServerInfo, ServerLoad, TokenizerInfo
 
@@ -64,11 +63,6 @@ async def reset_prefix_cache(request: Request) -> Response:
     except (EngineDeadError, QueueFullError) as error:
         raise from_engine(error, {}) from None
     return _json(CacheReset(dropped, held))
-
-
-async def ping(request: Request) -> Response:
-    """`/health` under the name that SageMaker asks for."""
-    return await health(request)
 
 
 def _json(answer: msgspec.Struct) -> Response:

@@ -180,9 +180,9 @@ def _bits_of(entry: TokenLogprobs) -> tuple[int, int, bytes, tuple[int, ...]]:
 
 def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises as it does."""
-    from models.hub import resolve_model
+    from models.hub import model_name, resolve_model
     from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import engine_over, loaded_model, model_name
+    from runtime.engine.make_engine import engine_over, loaded_model
 
     given = {name: value for name, value in arguments.items() if name in EngineConfig.__dataclass_fields__}
     folder = resolve_model(arguments.get("model"))
@@ -190,7 +190,7 @@ def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
 
     def make(settings: Mapping[str, Any]) -> Engine:
         config = EngineConfig(**{**given, "kv_cache_bytes": None, **settings, "exact": exact})
-        return engine_over(loaded, folder, config, model_name(arguments.get("model"), folder))
+        return engine_over(loaded, folder, config, model_name(arguments.get("model")))
 
     return make
 

@@ -106,7 +106,8 @@ class ProcessEngineClient:
     ``EngineDeadError`` says in how many seconds to come again. The process ends with this one, however that ends.
 
     The arguments are ``build_engine``'s, and so is what is raised when the engine cannot be started the first time; in
-    addition ``EngineDeadError`` when its process ends meanwhile.
+    addition ``EngineDeadError`` when its process ends meanwhile. With ``waits=False`` that is raised by
+    ``wait_until_started``, before which there is no ``info`` and nothing can be asked but ``state`` and ``close``.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class ProcessEngineClient:
         model: str | Path | None = None,
         *,
         supervision: Supervision | None = None,
+        waits: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
         self._supervision = supervision or Supervision()
@@ -141,14 +143,19 @@ class ProcessEngineClient:
         # The supervisor's:
         self._delay_s = self._supervision.first_delay_s  # before the next start
 
-        started: Future[None] = Future()
+        self._started: Future[None] = Future()
         self._supervisor = threading.Thread(
-            target=self._supervise, args=(started,), name="xserv-engine-supervisor", daemon=True
+            target=self._supervise, args=(self._started,), name="xserv-engine-supervisor", daemon=True
         )
         self._supervisor.start()
         atexit.register(self.close)
+        if waits:
+            self.wait_until_started()
+
+    def wait_until_started(self) -> None:
+        """Returns when requests are taken for the first time. Raises as the constructor does."""
         try:
-            started.result()
+            self._started.result()
         except BaseException:
             self.close()
             raise
@@ -312,6 +319,8 @@ class ProcessEngineClient:
                 started.set_exception(error)
         finally:
             self._end_all()
+            if not started.done():
+                started.set_exception(EngineDeadError("the engine was closed before it was started"))
 
     def _run_process(self, started: Future[None]) -> Exception:
         """Start a process and hand out what comes from it until it ends. Returns why it did."""

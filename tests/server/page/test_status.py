@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from playwright.sync_api import Browser, Page, expect
 
 from tests.server.conftest import Served
+from tests.server.fake_engine import FakeEngineClient
 from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
+from tests.server.starting import starting_server
 
 
 def shows(page: Page, text: str, kind: str) -> None:
@@ -55,4 +59,22 @@ def test_while_a_server_starts_nothing_can_be_sent(browser: Browser, fake: Serve
         expect(page.locator("#send")).to_be_disabled()
         fake.engine.revive()
         shows(page, "fake-model", "ready")
+        expect(page.locator("#send")).to_be_enabled()
+
+
+@needs_browser
+def test_the_page_waits_for_the_model(browser: Browser, tmp_path: Path, fake_engine: FakeEngineClient) -> None:
+    """The port is open, the model is being loaded; the view of the engine comes by itself, too."""
+    expected = ("Failed to load resource", "the server responded with a status")
+    with (
+        starting_server(tmp_path, fake_engine) as starting,
+        opened(browser, starting.url, path="/#engine", expected_errors=expected) as page,
+    ):
+        shows(page, "starting", "waiting")
+        expect(page.locator("#live-state")).to_have_text("starting")
+        page.fill("#message", "too early")
+        expect(page.locator("#send")).to_be_disabled()
+        starting.start.loaded.set()
+        shows(page, "slow", "ready")
+        expect(page.locator("#live-state")).to_have_text("running")
         expect(page.locator("#send")).to_be_enabled()
