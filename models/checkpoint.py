@@ -23,6 +23,7 @@ from models.json_fields import read_json_object
 from models.other_formats import remedy
 from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,6 +59,7 @@ class StoredTensor(Protocol):
         type_name: what the file calls the type.
         size_bytes: in the file.
         block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
+        quantized: how the matrix that `matrix` gives is quantised; None if it is not.
     """
 
     file: str
@@ -67,12 +69,19 @@ class StoredTensor(Protocol):
     type_name: str
     size_bytes: int
     block_format: str | None
+    quantized: QuantizedLayout | None
 
     def array(self) -> np.ndarray[Any, Any]:
         """The elements, as a view of the mapped file where they are stored so."""
 
     def blocks(self) -> np.ndarray[Any, Any]:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
+
+    def matrix(self) -> QuantizedMatrix:
+        """A matrix that is `quantized`."""
+
+    def check(self) -> None:
+        """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN."""
 
     def release(self) -> None:
         """Let go of the file's memory pages; reading it again reads the file again."""
@@ -82,9 +91,9 @@ class Checkpoint:
     """The stored tensors of a model, by name. Holds the memory mappings; drop it to release them."""
 
     def __init__(self, place: Path, label: str, tensors: Mapping[str, StoredTensor]) -> None:
-        self._place = place
-        self._label = label  # the file that should name a missing tensor
-        self._tensors = dict(tensors)  # by stored name, then by the layout's
+        self.place = place
+        self.label = label  # the file that should name a missing tensor
+        self.tensors = dict(tensors)  # by stored name, then by the layout's
 
     def fit(self, layout: TensorLayout) -> None:
         """Check that exactly the layout's tensors are stored, in the right shapes and in float types.
@@ -104,7 +113,7 @@ class Checkpoint:
         for name, shape in shapes.items():
             if name not in found:
                 if not any(original == name and copy in found for copy, original in layout.copies.items()):
-                    problems.append(f"{self._label}: tensor {name!r} {list(shape)} is missing")
+                    problems.append(f"{self.label}: tensor {name!r} {list(shape)} is missing")
                 continue
             stored = found[name]
             where = f"{stored.file}: tensor {stored.name!r}"
@@ -112,58 +121,78 @@ class Checkpoint:
                 problems.append(f"{where} is {list(stored.shape)}, but the config asks for {list(shape)}")
             if stored.dtype is None:
                 problems.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
-        self._tensors = found
+        self.tensors = found
         if not problems:
             problems = self._settle_copies(layout)
         if problems:
             one = len(problems) == 1
             count = "1 tensor does" if one else f"{len(problems)} tensors do"
-            raise WeightsError(f"{self._place}: {count} not fit the config:", problems)
+            raise WeightsError(f"{self.place}: {count} not fit the config:", problems)
 
     def names(self) -> list[str]:
         """The names of all tensors: as the layout calls them after `fit`, as the files do before."""
-        return list(self._tensors)
+        return list(self.tensors)
 
     def dtype(self, name: str) -> DType:
-        dtype = self._tensors[name].dtype
+        dtype = self.tensors[name].dtype
         assert dtype is not None, f"{name} does not fit"
         return dtype
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """The elements, as a read-only view of the mapped file where they are stored so."""
-        return self._tensors[name].array()
+        return self.tensors[name].array()
 
     def block_format(self, name: str) -> str | None:
         """ggml's name of the blocks that the tensor is stored in; None if it is stored element by element."""
-        return self._tensors[name].block_format
+        return self.tensors[name].block_format
 
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix that has a `block_format`."""
-        return self._tensors[name].blocks()
+        return self.tensors[name].blocks()
+
+    def quantized(self, name: str) -> QuantizedLayout | None:
+        """How a matrix is quantised; None if it is not, or in ggml's blocks."""
+        return self.tensors[name].quantized
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        """A matrix that is `quantized`."""
+        return self.tensors[name].matrix()
+
+    def check_numbers(self) -> None:
+        """Raises `WeightsError` for every tensor whose scales, zeros or groups cannot be; reads these."""
+        problems = []
+        for stored in self.tensors.values():
+            try:
+                stored.check()
+            except WeightsError as error:
+                problems.append(str(error))
+        if problems:
+            count = "1 tensor has" if len(problems) == 1 else f"{len(problems)} tensors have"
+            raise WeightsError(f"{self.place}: {count} numbers that cannot be:", problems)
 
     def release(self, name: str) -> None:
-        self._tensors[name].release()
+        self.tensors[name].release()
 
     def bytes_by_format(self) -> dict[str, int]:
         """Bytes of the tensors in their files, by the type that these name; the largest share first."""
         found = Counter[str]()
-        for stored in self._tensors.values():
+        for stored in self.tensors.values():
             found[stored.type_name] += stored.size_bytes
         return dict(found.most_common())
 
     def main_dtype(self) -> DType:
         """The type in which most elements are stored."""
         counts: dict[DType, int] = {}
-        for name, stored in self._tensors.items():
+        for name, stored in self.tensors.items():
             dtype = self.dtype(name)
             counts[dtype] = counts.get(dtype, 0) + math.prod(stored.shape)
         return max(counts, key=lambda dtype: counts[dtype])
 
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
         """The stored tensors by the layout's names, less harmless buffers."""
-        is_prefixed = any(stored.startswith(layout.prefix) for stored in self._tensors)
+        is_prefixed = any(stored.startswith(layout.prefix) for stored in self.tensors)
         found = {}
-        for stored, tensor in self._tensors.items():
+        for stored, tensor in self.tensors.items():
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
             if not layout.harmless.fullmatch(name):
@@ -173,10 +202,10 @@ class Checkpoint:
     def _settle_copies(self, layout: TensorLayout) -> list[str]:
         problems = []
         for copy, original in layout.copies.items():
-            stored = self._tensors.pop(copy, None)
+            stored = self.tensors.pop(copy, None)
             if stored is None:
                 continue
-            kept = self._tensors.setdefault(original, stored)
+            kept = self.tensors.setdefault(original, stored)
             if kept is stored:
                 continue
             if not _are_equal(stored.array(), kept.array()):
@@ -193,6 +222,7 @@ class SafetensorsTensor:
     """One tensor of a safetensors file; see `StoredTensor`."""
 
     block_format: str | None = None
+    quantized: QuantizedLayout | None = None
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.tensors[name]
@@ -207,6 +237,13 @@ class SafetensorsTensor:
     def blocks(self) -> np.ndarray[Any, Any]:
         """There are none."""
         raise AssertionError(f"{self.name} is not stored in blocks")
+
+    def matrix(self) -> QuantizedMatrix:
+        """There is none."""
+        raise AssertionError(f"{self.name} is not quantised")
+
+    def check(self) -> None:
+        """Floats may be anything."""
 
     def release(self) -> None:
         """See `StoredTensor`."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from models.checkpoint import TensorLayout
 from runtime.dtype import DType
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.tensor.cast import cast_array
 
 _STD = 0.02
@@ -56,6 +57,14 @@ class DummyCheckpoint:
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
         """There are none."""
         raise AssertionError(f"{name} is not stored in blocks")
+
+    def quantized(self, name: str) -> QuantizedLayout | None:
+        """Elements are floats."""
+        return None
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        """There is none."""
+        raise AssertionError(f"{name} is not quantised")
 
     def release(self, name: str) -> None:
         """Nothing is held."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
@@ -25,6 +26,7 @@ from runtime.linear.format import GGML_FORMATS, WeightFormat
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import BlockRows, LinearWeight, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
@@ -47,6 +49,10 @@ class TensorSource(Protocol):
     def block_format(self, name: str) -> str | None: ...
 
     def blocks(self, name: str) -> Array: ...
+
+    def quantized(self, name: str) -> QuantizedLayout | None: ...
+
+    def matrix(self, name: str) -> QuantizedMatrix: ...
 
     def release(self, name: str) -> None: ...
 
@@ -290,13 +296,18 @@ class DeclaringMaker(Maker):
 
 
 class LoadingMaker(Maker):
-    """Makes the pieces from a source that fits the model's layout."""
+    """Makes the pieces from a source that fits the model's layout.
+
+    Attributes:
+        dequantised_bytes: bytes of quantised tensors, as they are stored, that became floats; by what they are.
+    """
 
     _source: TensorSource
 
     def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource) -> None:
         super().__init__(options, max_positions, source.main_dtype())
         self._source = source
+        self.dequantised_bytes = Counter[str]()  # shared with the makers below
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""
@@ -311,6 +322,11 @@ class LoadingMaker(Maker):
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
             if declaration.is_transposed:
+                if (layout := self._source.quantized(f"{name}.weight")) is not None:
+                    raise ModelLoadError(
+                        f"tensor '{name}.weight' is quantised ({layout.name}), which is not read for this architecture:"
+                        " its maps are stored inputs first"
+                    )
                 return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
             return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
 
@@ -350,18 +366,27 @@ class LoadingMaker(Maker):
         return np.array(self._array(name, places), np.float32)
 
     def _array(self, name: str, places: tuple[slice, ...] = ()) -> Array:
-        array, dtype = self._source.array(name)[places], self._dtype_of(self._source.dtype(name))
-        if self._source.dtype(name) is dtype:
-            return array
-        converted = cast_array(array, dtype)
-        if (
-            dtype is float16
-            and array.size
-            and (converted.view(np.uint16) & 0x7FFF).max() >= _FLOAT16_INFINITY
-        ):
-            largest = np.abs(cast_array(array, float32)).max()
+        dtype = self._dtype_of(self._source.dtype(name))
+        if (kind := self._source.block_format(name)) is not None:
+            self.dequantised_bytes[kind] += self._source.blocks(name).nbytes
+        if self._source.quantized(name) is not None:
+            rows, columns = (*places, slice(None), slice(None))[:2]
+            matrix = self._source.matrix(name)
+            self.dequantised_bytes[matrix.layout.name] += matrix.size_bytes
+            converted: Array = matrix.dequantise(dtype, rows)[:, columns]
+        elif self._source.dtype(name) is dtype:
+            return self._source.array(name)[places]
+        else:
+            converted = cast_array(self._source.array(name)[places], dtype)
+        if dtype is float16 and _has_infinity(converted):
+            largest = np.abs(cast_array(self._source.array(name)[places], float32)).max()
             raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
         return converted
+
+
+def _has_infinity(array: Array) -> bool:
+    """Whether float16 held not all of what was converted to it."""
+    return array.size > 0 and int((array.view(np.uint16) & 0x7FFF).max()) >= _FLOAT16_INFINITY
 
 
 def _nothing(shape: tuple[int, ...], dtype: DType) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Protocol
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.gguf.model_file import GgufModel
 from models.json_fields import Fields, config_path, read_json_object
+from models.quantized.scheme import read_quantization, with_quantized
 from tokenizer.loading import TokenizerFiles, read_folder
 
 
@@ -54,7 +55,8 @@ class ModelFolder:
 
     def checkpoint(self) -> Checkpoint:
         """See `ModelFiles`."""
-        return open_checkpoint(self.path)
+        checkpoint, scheme = open_checkpoint(self.path), read_quantization(self.config())
+        return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
 
     def has_tokenizer(self) -> bool:
         """See `ModelFiles`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,9 +17,12 @@ from models.harmless_fields import is_harmless
 from models.json_fields import Fields
 from models.maker import DeclaringMaker, LoadingMaker, Maker
 from models.model_files import open_model
+from models.quantized.scheme import read_quantization
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.options import LoadOptions, LoadSettings
+
+logger = logging.getLogger("xserv.models")
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -41,6 +45,7 @@ def _parse(fields: Fields) -> ModelConfig:
     architecture = find_architecture(fields)
     fields.owner = architecture.name
     config = architecture.read_config(fields)
+    read_quantization(fields)
     fields.refuse_unread(is_harmless)
     return replace(config, architecture=architecture.name)
 
@@ -90,7 +95,15 @@ def load_model(
     """
     options = LoadOptions.parse(**settings)
     config, positions = _config_and_positions(folder, load_format, max_model_len)
-    return _built(config, LoadingMaker(options, positions, _source(folder, config, options, load_format, seed)))
+    source = _source(folder, config, options, load_format, seed)
+    if isinstance(source, Checkpoint):
+        source.check_numbers()
+    maker = LoadingMaker(options, positions, source)
+    model = _built(config, maker)
+    if maker.dequantised_bytes:
+        kinds = ", ".join(f"{kind} ({count:,} bytes)" for kind, count in maker.dequantised_bytes.most_common())
+        logger.info("%s: stored in %s, dequantised to %s", folder, kinds, maker.dtype.name)
+    return model
 
 
 def declare_model(

@@ -25,13 +25,17 @@ from tokenizer.lfs import pointer_problem
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MOST_AXES = 32  # numpy allows 64
 
-# Every element type of the format, in bits; numpy types are given for those that a weight may have.
+# Every element type of the format, in bits; numpy types are given for those that weights and their scales may have.
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ":
     8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64,
     "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-_NUMPY = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_NUMPY = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class SafetensorsFile:
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """A read-only view of one tensor in the mapping (a copy only where its bytes are not aligned).
 
-        Only float32, float16 and bfloat16 tensors; the caller has checked the entry's dtype.
+        Only tensors of a type in `_NUMPY`; the caller has checked the entry's dtype.
         """
         entry = self.tensors[name]
         dtype = _NUMPY[entry.dtype]

@@ -18,6 +18,7 @@ from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
 from models.json_fields import Fields
 from runtime.dtype import DType
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
 from tokenizer.loading import TokenizerFiles
@@ -109,6 +110,7 @@ class GgufWeight:
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes
         self.block_format = entry.format.name if entry.format.decode and len(entry.shape) == 2 else None
+        self.quantized: QuantizedLayout | None = None
         self._file, self._pairs_of, self._norm_offset = file, pairs_of, norm_offset
 
     def array(self) -> Array:
@@ -121,6 +123,13 @@ class GgufWeight:
     def blocks(self) -> Array:
         """See `StoredTensor`."""
         return self._in_halves(self._file.blocks(self.name))
+
+    def matrix(self) -> QuantizedMatrix:
+        """There is none."""
+        raise AssertionError(f"{self.name} is in ggml's blocks")
+
+    def check(self) -> None:
+        """Blocks may hold anything."""
 
     def _in_halves(self, rows: Array) -> Array:
         if not self._pairs_of:

@@ -153,7 +153,8 @@ class QuantizedMatrix:
         step = max(1, _ELEMENTS_AT_ONCE // max(1, depth))
         for start in range(first, stop, step):
             some = slice(start, min(start + step, stop))
-            values = cast_array(self._values(some), dtype)
+            with np.errstate(all="ignore"):  # products may be too large or too small for a float
+                values = cast_array(self._values(some), dtype)
             place = out[some.start - first : some.stop - first]
             if self.order is None:
                 place[:] = values
@@ -189,8 +190,7 @@ class QuantizedMatrix:
         for part, scale, zero in self._groups(values, scales, zeros):
             if zero is not None:
                 part -= zero
-            with np.errstate(all="ignore"):  # a product may be too large or small for a float
-                part *= scale
+            part *= scale
         return values
 
     def _scale_rows(self, rows: slice) -> Any:

@@ -208,8 +208,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (variant(LLAMA, model_type="qwen2"), "model_type 'qwen2' contradicts the architecture LlamaForCausalLM"),
     # features that are not there
     (
-        variant(LLAMA, quantization_config={"quant_method": "awq"}),
-        "quantization_config = .*awq.* is not supported",
+        variant(LLAMA, quantization_config={"quant_method": "aqlm"}),
+        "quantization_config: quant_method 'aqlm' is not supported; supported are fp8, compressed-tensors, gptq, awq,",
     ),
     (variant(LLAMA, hidden_act="gelu"), "hidden_act 'gelu' is not supported; supported are silu, swish"),
     (variant(GPT2, activation_function="relu"), "activation_function 'relu' is not supported"),

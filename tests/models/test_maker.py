@@ -22,6 +22,7 @@ from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, bfloat16, float32
 from runtime.linear.format import quantized_format
 from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.linear.quantized import QuantizedMatrix
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
@@ -54,6 +55,12 @@ class WatchedSource:
 
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
         return self._source.blocks(name)
+
+    def quantized(self, name: str) -> None:
+        return None
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        raise AssertionError(name)
 
     def release(self, name: str) -> None:
         self.held.discard(name)
@@ -138,6 +145,12 @@ class ArraySource:
         return None
 
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        raise AssertionError(name)
+
+    def quantized(self, name: str) -> None:
+        return None
+
+    def matrix(self, name: str) -> QuantizedMatrix:
         raise AssertionError(name)
 
     def release(self, name: str) -> None:

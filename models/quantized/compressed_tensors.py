@@ -1,0 +1,347 @@
+"""`quant_method: compressed-tensors`: groups of modules, each with how its weights and activations are quantised.
+
+    format                 tensors of a module X                                          scales
+    int-quantized          X.weight int8 [N, K]                                           X.weight_scale
+    float-quantized        X.weight e4m3 [N, K]                                           X.weight_scale
+    naive-quantized        one of these two
+    pack-quantized         X.weight_packed int32 [N, ceil(K * bits / 32)]: integers above their smallest, the lowest
+                           bits of a word first; X.weight_shape: [N, K]                   X.weight_scale
+    nvfp4-pack-quantized   X.weight_packed uint8 [N, K / 2]                               X.weight_scale e4m3 over
+                                                                                          X.weight_global_scale
+    mxfp4-pack-quantized   X.weight_packed uint8 [N, K / 2]                               X.weight_scale e8m0
+    mxfp8-quantized        X.weight e4m3 [N, K]                                           X.weight_scale e8m0
+
+By `strategy` there is a scale for all (`tensor`), one a row (`channel`), a group of a row (`group`, `tensor_group`) or
+a block. Integers without `symmetric` have `X.weight_zero_point`, packed along N where the weight is packed. With
+`X.weight_g_idx` columns are in any order of groups.
+
+A group's `targets` are modules' names, patterns (`re:`) or the class `Linear`, which is every matrix; names count
+before patterns, these before classes. What `ignore` names is stored in floats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from models.json_fields import Fields
+from models.quantized.fp8 import SCALES, as_bytes, scale_part
+from models.quantized.gptq import unpacked
+from models.quantized.names import compiled
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout
+
+_FORMATS = (
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+_CLASSES = ("Linear",)
+_ACTIVATIONS: dict[tuple[str, int], NumberKind] = {("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the config says of weights or activations."""
+
+    kind: str  # "int" or "float"
+    bits: int
+    strategy: str
+    group_size: int
+    block: tuple[int, int] | None
+    is_symmetric: bool
+    is_dynamic: bool
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """Rows by elements that share a scale; 0 means all."""
+        if self.strategy in ("group", "tensor_group"):
+            return 1, self.group_size
+        if self.strategy == "block":
+            assert self.block is not None
+            return self.block
+        return (1, 0) if self.strategy == "channel" else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of modules that are quantised alike."""
+
+    name: str
+    format: str
+    weights: Numbers
+    activation: ActivationScheme | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A name, a pattern or a class, and the group that it leads to."""
+
+    text: str
+    pattern: re.Pattern[str] | None
+    group: Group | None
+
+    @staticmethod
+    def of(fields: Fields, name: str, text: str, group: Group | None) -> Target:
+        """From a config's list. Raises `ConfigError`."""
+        pattern = compiled(fields, name, text.removeprefix("re:")) if text.startswith("re:") else None
+        return Target(text, pattern, group)
+
+    def names(self, module: str) -> bool:
+        """Whether it names the module, not its class."""
+        return self.text == module if self.pattern is None else self.pattern.match(module) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsScheme:
+    """See the module."""
+
+    targets: tuple[Target, ...]
+    ignored: tuple[Target, ...]
+
+    @classmethod
+    def read(cls, fields: Fields) -> Self:
+        """From `quantization_config`. Raises `ConfigError`."""
+        for name in ("global_compression_ratio", "quantization_status", "version"):
+            fields.raw(name)
+        fields.expect("transform_config", {})
+        if fields.has("sparsity_config"):
+            sparsity = fields.object("sparsity_config")
+            for name in ("global_sparsity", "sparsity_structure", "targets", "ignore", "registry_requires_subclass"):
+                sparsity.raw(name)
+            sparsity.expect("format", "dense")
+        _read_kv_cache(fields)
+        usual = fields.string("format", None)
+        if usual not in (None, "mixed-precision", *_FORMATS):
+            raise fields.error("format", f"{usual!r:.80} is not supported; supported are {', '.join(_FORMATS)}")
+        targets = []
+        groups = fields.object("config_groups")
+        if not groups.names():
+            raise fields.error("config_groups", "is missing or empty")
+        for name in groups.names():
+            section = groups.object(name)
+            found = section.strings("targets") or []
+            group = _group(section, name, usual)
+            for target in found:
+                if target not in _CLASSES and re.fullmatch(r"[A-Z]\w*", target):
+                    raise section.error("targets", f"names the class {target!r:.80}, must be 'Linear' or a module")
+                targets.append(Target.of(section, "targets", target, group))
+        targets.sort(key=lambda target: (target.pattern is not None, target.text in _CLASSES, target.text))
+        ignored = tuple(Target.of(fields, "ignore", text, None) for text in fields.strings("ignore") or ())
+        return cls(tuple(targets), ignored)
+
+    def matrix(self, module: ModuleTensors) -> MatrixParts | None:
+        """See `QuantizationScheme`."""
+        is_quantised = module.has("weight_packed") or module.has("weight_scale")
+        if not is_quantised:
+            return None
+        stored = module.take("weight_packed" if module.has("weight_packed") else "weight", _TYPES)
+        if any(target.names(module.name) for target in self.ignored):
+            raise refusal(stored, f"is {stored.type_name}, but `ignore` names the module")
+        found = [target.group for target in self.targets if target.names(module.name)]
+        found += [target.group for target in self.targets if target.text in _CLASSES]
+        if not found or found[0] is None:
+            raise refusal(stored, f"is {stored.type_name}, but no target of config_groups names the module")
+        return _READERS[found[0].format](module, found[0])
+
+    def is_passed_over(self, name: str) -> bool:
+        """See `QuantizationScheme`."""
+        return name.endswith((".k_scale", ".v_scale"))
+
+
+def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
+    numbers = group.weights
+    packed = module.take("weight_packed", ("I32",), (None, None))
+    shape = module.take("weight_shape", ("I64", "I32"), (2,))
+    width, depth = (int(size) for size in shape.array())
+    wanted = width, -(-depth * numbers.bits // 32)
+    if packed.shape != wanted or depth < 1:
+        raise refusal(packed, f"is {list(packed.shape)}, must be {list(wanted)}: {shape.name!r} is {[width, depth]}")
+    layout, scales = _layout(module, group, f"int{numbers.bits}", (width, depth), FLOATS)
+    zeros = None
+    if layout.has_zeros:
+        rows, columns = layout.scale_shape
+        stored = module.take("weight_zero_point", ("I32",), (-(-rows * numbers.bits // 32), columns))
+
+        def zeros_of(words: Array) -> Array:
+            return np.ascontiguousarray(unpacked(words.T, numbers.bits)[:, :rows].T)
+
+        zeros = Part(stored, zeros_of)
+
+    def codes_of(words: Array) -> Array:
+        return np.ascontiguousarray(words).view(np.uint8)[:, : layout.code_shape[1]]
+
+    order = Part(module.take("weight_g_idx", ("I32", "I64"), (depth,))) if layout.has_order else None
+    return MatrixParts(layout, Part(packed, codes_of), scales, zeros, order)
+
+
+def _integers(module: ModuleTensors, group: Group) -> MatrixParts:
+    weight = module.take("weight", ("I8",), (None, None))
+    layout, scales = _layout(module, group, "int8", weight.shape, FLOATS)
+    zeros = None
+    if layout.has_zeros:
+        zeros = Part(module.take("weight_zero_point", ("I8",), layout.scale_shape), _above_smallest)
+    return MatrixParts(layout, Part(weight, _above_smallest), scales, zeros, None, None, _input_scale(module, layout))
+
+
+def _above_smallest(array: Array) -> Array:
+    """Integers from -128 as integers from 0."""
+    return array.view(np.uint8) ^ np.uint8(128)
+
+
+def _floats(module: ModuleTensors, group: Group) -> MatrixParts:
+    weight = module.take("weight", ("F8_E4M3",), (None, None))
+    layout, scales = _layout(module, group, "fp8", weight.shape, FLOATS)
+    return MatrixParts(layout, Part(weight, as_bytes), scales, input_scale=_input_scale(module, layout))
+
+
+def _mxfp8(module: ModuleTensors, group: Group) -> MatrixParts:
+    weight = module.take("weight", ("F8_E4M3",), (None, None))
+    layout, scales = _layout(module, group, "fp8", weight.shape, ("U8", "F8_E8M0"))
+    return MatrixParts(layout, Part(weight, as_bytes), scales)
+
+
+def _naive(module: ModuleTensors, group: Group) -> MatrixParts:
+    return _floats(module, group) if group.weights.kind == "float" else _integers(module, group)
+
+
+def _nvfp4(module: ModuleTensors, group: Group) -> MatrixParts:
+    packed = module.take("weight_packed", ("U8",), (None, None))
+    shape = packed.shape[0], 2 * packed.shape[1]
+    layout, scales = _layout(module, group, "fp4", shape, ("F8_E4M3",), has_divisor=True)
+    divisor = module.take_scalar("weight_global_scale")
+    input_scale = module.take_scalar("input_global_scale") if module.has("input_global_scale") else None
+    return MatrixParts(layout, Part(packed), scales, divisor=divisor, input_scale=input_scale)
+
+
+def _mxfp4(module: ModuleTensors, group: Group) -> MatrixParts:
+    packed = module.take("weight_packed", ("U8",), (None, None))
+    shape = packed.shape[0], 2 * packed.shape[1]
+    layout, scales = _layout(module, group, "fp4", shape, ("U8", "F8_E8M0"))
+    return MatrixParts(layout, Part(packed), scales)
+
+
+_TYPES = ("I32", "I8", "U8", "F8_E4M3")
+_READERS: dict[str, Callable[[ModuleTensors, Group], MatrixParts]] = {
+    "int-quantized": _integers, "float-quantized": _floats, "naive-quantized": _naive,
+    "pack-quantized": _packed_integers, "nvfp4-pack-quantized": _nvfp4, "mxfp4-pack-quantized": _mxfp4,
+    "mxfp8-quantized": _mxfp8,
+}  # fmt: skip
+_WEIGHTS = {  # kind, bits and strategies that a format may have
+    "int-quantized": ("int", (8,), ("tensor", "channel", "group")),
+    "float-quantized": ("float", (8,), ("tensor", "channel", "group", "block")),
+    "pack-quantized": ("int", (4, 8), ("channel", "group")),
+    "nvfp4-pack-quantized": ("float", (4,), ("tensor_group",)),
+    "mxfp4-pack-quantized": ("float", (4,), ("group",)),
+    "mxfp8-quantized": ("float", (8,), ("group",)),
+}
+
+
+def _layout(
+    module: ModuleTensors, group: Group, kind: Any, shape: tuple[int, ...], types: tuple[str, ...],
+    *, has_divisor: bool = False,
+) -> tuple[QuantizedLayout, Part]:  # fmt: skip
+    """The layout by the config, and the scales, which must fit it."""
+    scale, block = module.take("weight_scale", types), group.weights.scale_block
+    has_order = module.has("weight_g_idx")
+    layout = QuantizedLayout(
+        kind, (shape[0], shape[1]), block, SCALES[scale.type_name], has_zeros=not group.weights.is_symmetric,
+        has_order=has_order, has_divisor=has_divisor, activation=group.activation,
+    )  # fmt: skip
+    wanted = layout.scale_shape
+    if scale.shape != wanted and not (block[1] == 0 and scale.shape in ((), wanted[:1])):
+        raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)} for a matrix {list(shape)} by"
+                      f" {group.name}'s strategy {group.weights.strategy}")  # fmt: skip
+    return layout, scale_part(scale, wanted)
+
+
+def _input_scale(module: ModuleTensors, layout: QuantizedLayout) -> Part | None:
+    if layout.activation is None or not layout.activation.is_static:
+        return None
+    return module.take_scalar("input_scale")
+
+
+def _group(fields: Fields, name: str, usual: str | None) -> Group:
+    format = fields.string("format", usual)
+    if format not in _FORMATS:
+        raise fields.error("format", f"{format!r:.80} is not supported; supported are {', '.join(_FORMATS)}")
+    if not fields.has("weights"):
+        raise fields.error("weights", "is missing: a group without quantised weights")
+    fields.expect("output_activations", None)
+    weights = _numbers(fields.object("weights"))
+    if format == "naive-quantized":
+        format = "float-quantized" if weights.kind == "float" else "int-quantized"
+    kind, bits, strategies = _WEIGHTS[format]
+    section = fields.object("weights")
+    for field, found, allowed in (
+        ("type", weights.kind, (kind,)), ("num_bits", weights.bits, bits), ("strategy", weights.strategy, strategies),
+        ("dynamic", weights.is_dynamic, (False,)), ("symmetric", weights.is_symmetric, (True,) if kind == "float" else
+                                                    (True, False)),
+    ):  # fmt: skip
+        if found not in allowed:
+            raise section.error(field, f"is {found!r:.80}, must be {' or '.join(map(repr, allowed))} for {format}")
+    if weights.strategy == "tensor" and not weights.is_symmetric:
+        raise section.error("strategy", "is 'tensor', must be 'channel' or 'group' where symmetric is false")
+    activation = None
+    if fields.has("input_activations"):
+        section = fields.object("input_activations")
+        said = _numbers(section)
+        if (said.kind, said.bits) not in _ACTIVATIONS:
+            raise section.error("num_bits", f"is {said.bits} of type {said.kind!r}, must be 8, or 4 of 'float'")
+        size = said.group_size if said.strategy in ("group", "tensor_group") else 0
+        is_static = not said.is_dynamic and said.strategy == "tensor"
+        activation = ActivationScheme(_ACTIVATIONS[said.kind, said.bits], size, is_static)
+    else:
+        fields.raw("input_activations")
+    return Group(name, format, weights, activation)
+
+
+def _numbers(fields: Fields) -> Numbers:
+    for name in ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"):
+        fields.raw(name)
+    size = fields.integer("group_size", None, least=-1, most=1 << 20)
+    strategy = fields.string("strategy", None)
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if strategy not in ("tensor", "channel", "group", "tensor_group", "block", "token"):
+        raise fields.error("strategy", f"{strategy!r:.80} is not supported")
+    if strategy in ("group", "tensor_group") and (size is None or size < 1):
+        raise fields.error("group_size", f"is {size}, must be more than 0 for the strategy {strategy!r}")
+    block = None
+    if strategy == "block":
+        value = fields.raw("block_structure")
+        if isinstance(value, str) and re.fullmatch(r"\d{1,7}x\d{1,7}", value):
+            value = [int(each) for each in value.split("x")]
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(type(each) is int and 0 < each < 1 << 20 for each in value)
+        ):
+            raise fields.error("block_structure", f"must be [rows, elements], not {value!r:.80}")
+        block = value[0], value[1]
+    else:
+        fields.expect("block_structure", None)
+    kind = fields.string("type", "int")
+    if kind not in ("int", "float"):
+        raise fields.error("type", f"is {kind!r:.80}, must be 'int' or 'float'")
+    dynamic = fields.raw("dynamic")
+    if dynamic not in (None, True, False, "local"):
+        raise fields.error("dynamic", f"is {dynamic!r:.80}, must be true, false or 'local'")
+    return Numbers(
+        kind, fields.integer("num_bits", 8, most=16), strategy, max(0, size or 0), block,
+        fields.boolean("symmetric", True), bool(dynamic),
+    )  # fmt: skip
+
+
+def _read_kv_cache(fields: Fields) -> None:
+    """Checks `kv_cache_scheme`. Pages here are floats, or have scales of their own, so nothing else comes of it."""
+    if not fields.has("kv_cache_scheme"):
+        fields.raw("kv_cache_scheme")
+        return
+    section = fields.object("kv_cache_scheme")
+    said = _numbers(section)
+    if (said.kind, said.bits) not in (("float", 8), ("int", 8)):
+        raise section.error("num_bits", f"is {said.bits} of type {said.kind!r:.80}, must be 8")

@@ -1,0 +1,119 @@
+"""`quant_method: fp8`: e4m3 matrices with a scale by block, by row or for all, as DeepSeek and Qwen publish them.
+
+    X.weight            e4m3 [N, K]
+    X.weight_scale_inv  [ceil(N / rows), ceil(K / elements)] with `weight_block_size`, else one number or one a row;
+                        it is multiplied with, whatever its name says. `X.weight_scale` is the same.
+    X.input_scale       of `activation_scheme: static`: one number; or `X.activation_scale`
+
+Scales of e8m0 (`scale_fmt: ue8m0`) are powers of two, and may be stored as bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import ml_dtypes
+import numpy as np
+
+from models.checkpoint import StoredTensor
+from models.json_fields import Fields
+from models.quantized.names import UnconvertedModules
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from runtime.linear.quantized import ActivationScheme, QuantizedLayout
+
+SCALES = {
+    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu), "U8": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}  # fmt: skip
+"""What scales are, by the file's name of their type; bytes are exponents."""
+
+
+def scale_part(stored: StoredTensor, shape: tuple[int, int]) -> Part:
+    """The scales in the layout's type and shape."""
+    dtype = SCALES[stored.type_name]
+    return Part(stored, lambda array: array.view(dtype).reshape(shape))
+
+
+def as_bytes(array: Array) -> Array:
+    """The bits of numbers of one byte each."""
+    return array.view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """See the module.
+
+    Attributes:
+        block: `weight_block_size`; None: a scale for all, or one a row.
+        is_static: whether activations have a scale in the checkpoint.
+        has_exponents: whether scales are stored as e8m0.
+        unconverted: modules that are stored in floats.
+    """
+
+    block: tuple[int, int] | None
+    is_static: bool
+    has_exponents: bool
+    unconverted: UnconvertedModules
+
+    @classmethod
+    def read(cls, fields: Fields) -> Self:
+        """From `quantization_config`. Raises `ConfigError`."""
+        fields.expect("fmt", "e4m3", "float8_e4m3fn")
+        fields.expect("expert_dtype", "fp8")
+        fields.expect("modules_to_convert", [])
+        fields.raw("dequantize")  # asks transformers to do so while loading
+        scheme = fields.string("activation_scheme", "dynamic")
+        if scheme not in ("dynamic", "static"):
+            raise fields.error("activation_scheme", f"is {scheme!r:.80}, must be 'dynamic' or 'static'")
+        scale_format = fields.string("scale_fmt", "float")
+        if scale_format not in ("float", "ue8m0"):
+            raise fields.error("scale_fmt", f"is {scale_format!r:.80}, must be 'float' or 'ue8m0'")
+        names = [name for name in ("modules_to_not_convert", "ignored_layers") if fields.has(name)]
+        patterns = [pattern for name in names for pattern in fields.strings(name) or ()]
+        return cls(
+            block=_block(fields),
+            is_static=scheme == "static",
+            has_exponents=scale_format == "ue8m0",
+            unconverted=UnconvertedModules(fields, names[0] if names else "", patterns),
+        )
+
+    def matrix(self, module: ModuleTensors) -> MatrixParts | None:
+        """See `QuantizationScheme`."""
+        if not module.type_of("weight").startswith("F8_"):
+            return None
+        weight = module.take("weight", ("F8_E4M3",), (None, None))
+        if module.name in self.unconverted:
+            raise refusal(weight, "is F8_E4M3, but modules_to_not_convert names the module")
+        width, depth = weight.shape
+        types = ("U8", "F8_E8M0", *FLOATS) if self.has_exponents else FLOATS
+        scale = module.take("weight_scale" if module.has("weight_scale") else "weight_scale_inv", types)
+        block = self.block
+        if block is None:
+            block = (1, 0) if scale.shape in ((width,), (width, 1)) and width > 1 else (0, 0)
+        input_scale = None
+        if self.is_static:
+            input_scale = module.take_scalar("activation_scale" if module.has("activation_scale") else "input_scale")
+        layout = QuantizedLayout(
+            "fp8", (width, depth), block, SCALES[scale.type_name],
+            activation=ActivationScheme("fp8", 0 if self.block is None else block[1], self.is_static),
+        )  # fmt: skip
+        wanted = layout.scale_shape
+        if scale.shape != wanted and not (self.block is None and scale.shape in ((), (wanted[0],))):
+            raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)}: {weight.name!r} is {[width, depth]}")
+        return MatrixParts(layout, Part(weight, as_bytes), scale_part(scale, wanted), input_scale=input_scale)
+
+    def is_passed_over(self, name: str) -> bool:
+        """See `QuantizationScheme`."""
+        return name.endswith((".k_scale", ".v_scale"))
+
+
+def _block(fields: Fields) -> tuple[int, int] | None:
+    value = fields.raw("weight_block_size")
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise fields.error("weight_block_size", f"must be [rows, elements], not {value!r:.80}")
+    sizes = Fields({"weight_block_size[0]": value[0], "weight_block_size[1]": value[1]}, fields.where)
+    return sizes.integer("weight_block_size[0]", most=1 << 20), sizes.integer("weight_block_size[1]", most=1 << 20)

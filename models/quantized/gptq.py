@@ -1,0 +1,185 @@
+"""`quant_method: gptq`: integers of 4 or 8 bits in groups, `bits` and 32 / `bits` to a word, K first.
+
+    X.qweight  int32 [K * bits / 32, N], words along K
+    X.qzeros   int32 [groups, N * bits / 32], words along N: zeros less 1 in format "gptq", as they are in "gptq_v2"
+    X.scales   [groups, N]
+    X.g_idx    int32 [K]: the group of each column. With `desc_act` they are in any order, and the matrix is kept in
+               the groups' order.
+
+`dynamic` says otherwise for modules whose name a pattern matches: other `bits`, `group_size`, `sym` or `desc_act`, or
+(`-:PATTERN`) that they are stored in floats. The first pattern counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from models.checkpoint import StoredTensor
+from models.json_fields import Fields
+from models.quantized.fp8 import SCALES
+from models.quantized.names import compiled
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from runtime.linear.quantized import QuantizedLayout, unpack_halves
+
+FROM_TRAINING = (
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "disable_exllama", "exllama_config", "hyb_act", "lm_head", "max_input_length", "meta",
+    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "mse", "pad_token_id", "parallel_packing", "quant_method", "quantizer",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha",
+)  # fmt: skip
+"""How the numbers were found, or who multiplies with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GptqModule:
+    """How a module's matrix is stored; `group_size` 0 means all of K."""
+
+    bits: int
+    group_size: int
+    is_symmetric: bool
+    is_reordered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GptqScheme:
+    """See the module.
+
+    Attributes:
+        usual: of modules that no pattern matches.
+        others: patterns and what they say; None: floats.
+        has_plain_zeros: whether zeros are stored as they are.
+    """
+
+    usual: GptqModule
+    others: tuple[tuple[re.Pattern[str], GptqModule | None], ...]
+    has_plain_zeros: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Self:
+        """From `quantization_config`. Raises `ConfigError`."""
+        for name in FROM_TRAINING:
+            fields.raw(name)
+        fields.expect("is_marlin_format", False)
+        fields.expect("pack_dtype", "int32", "torch.int32")
+        fields.expect("method", "gptq")
+        names = [name for name in ("checkpoint_format", "format") if fields.has(name)]
+        format = fields.string(names[0]) if names else "gptq"
+        for name in names:
+            if fields.string(name) not in ("gptq", "gptq_v2") or fields.string(name) != format:
+                raise fields.error(name, f"is {fields.string(name)!r:.80}, must be 'gptq' or 'gptq_v2'")
+        usual = _module(fields, None)
+        others = []
+        patterns = fields.object("dynamic") if fields.has("dynamic") else None
+        if patterns is None:
+            fields.raw("dynamic")
+        else:
+            for pattern in patterns.values():
+                changes = patterns.object(pattern)
+                bare = pattern.removeprefix("+:").removeprefix("-:")
+                is_quantised = not pattern.startswith("-:")
+                said = _module(changes, usual) if is_quantised else None
+                others.append((compiled(fields, "dynamic", bare), said))
+        return cls(usual, tuple(others), format == "gptq_v2")
+
+    def matrix(self, module: ModuleTensors) -> MatrixParts | None:
+        """See `QuantizationScheme`."""
+        if not module.has("qweight"):
+            return None
+        said = next((said for pattern, said in self.others if pattern.match(module.name)), self.usual)
+        qweight = module.take("qweight", ("I32",), (None, None))
+        if said is None:
+            raise refusal(qweight, "is stored, but `dynamic` says that the module is not quantised")
+        per_word = 32 // said.bits
+        depth, width = qweight.shape[0] * per_word, qweight.shape[1]
+        if module.has("g_idx"):
+            depth = module.take("g_idx", ("I32", "I64"), (None,)).shape[0]
+            if -(-depth // per_word) != qweight.shape[0]:
+                raise refusal(qweight, f"is {list(qweight.shape)}, must be [{-(-depth // per_word)}, any] for {depth}"
+                              f" columns of {said.bits} bits")  # fmt: skip
+        size = said.group_size or depth
+        groups = -(-depth // size)
+        scales = module.take("scales", FLOATS, (groups, width))
+        qzeros = module.take("qzeros", ("I32",), (groups, -(-width // per_word)))
+        g_idx = Part(module.take("g_idx", ("I32", "I64"))) if module.has("g_idx") else None
+        is_reordered = said.is_reordered and groups > 1
+        if is_reordered and g_idx is None:
+            module.take("g_idx", ("I32",))  # says that it is missing
+        layout = QuantizedLayout(
+            "int4" if said.bits == 4 else "int8", (width, depth), (1, size if groups > 1 else 0),
+            SCALES[scales.type_name], has_zeros=not said.is_symmetric, has_order=is_reordered,
+        )  # fmt: skip
+
+        def zeros(array: Array) -> Array:
+            words = array.view(np.uint32)
+            if not self.has_plain_zeros:
+                words = words + np.uint32(0x11111111 if said.bits == 4 else 0x01010101)
+            return np.ascontiguousarray(unpacked(words, said.bits)[:, :width].T)
+
+        def check() -> None:
+            if said.is_symmetric:
+                _check_middle(qzeros, zeros(qzeros.array()), 1 << (said.bits - 1))
+            if g_idx is not None and not is_reordered:
+                _check_in_order(g_idx, size)
+
+        return MatrixParts(
+            layout,
+            Part(qweight, lambda array: along_k(array, layout.code_shape[1])),
+            Part(scales, lambda array: np.ascontiguousarray(array.T)),
+            zeros=None if said.is_symmetric else Part(qzeros, zeros),
+            order=g_idx if is_reordered else None,
+            checks=(check,),
+        )
+
+    def is_passed_over(self, name: str) -> bool:
+        """See `QuantizationScheme`."""
+        return False
+
+
+def along_k(words: Array, num_bytes: int) -> Array:
+    """Words ``[K * bits / 32, N]`` to rows of bytes ``[N, K * bits / 8]``: a word's lowest bits come first in both."""
+    return np.ascontiguousarray(words.T).view(np.uint8)[:, :num_bytes]
+
+
+def unpacked(words: Array, bits: int) -> Array:
+    """Words ``[..., n]`` to the numbers of 4 or 8 bits in them, the lowest first: ``[..., n * 32 / bits]`` uint8."""
+    numbers = np.ascontiguousarray(words).view(np.uint8)
+    return unpack_halves(numbers) if bits == 4 else numbers
+
+
+def _check_middle(stored: StoredTensor, zeros: Array, middle: int) -> None:
+    if (zeros != middle).any():
+        found = zeros[zeros != middle][0]
+        raise refusal(stored, f"has the zero {found}, but with sym all are {middle}: if the file is right, set sym to"
+                      " false in its quantization_config")  # fmt: skip
+
+
+def _check_in_order(part: Part, size: int) -> None:
+    groups = part.array()
+    wrong = groups != np.arange(groups.size) // size
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise refusal(part.stored, f"has group {groups[place]} at {place}, but without desc_act that is in group"
+                      f" {place // size}")  # fmt: skip
+
+
+def _module(fields: Fields, usual: GptqModule | None) -> GptqModule:
+    defaults: dict[str, Any] = {"sym": True, "desc_act": False}
+    if usual is not None:
+        defaults = {
+            "bits": usual.bits, "group_size": usual.group_size or -1, "sym": usual.is_symmetric,
+            "desc_act": usual.is_reordered,
+        }  # fmt: skip
+    required = {name: (defaults[name],) if name in defaults else () for name in ("bits", "group_size")}
+    bits = fields.integer("bits", *required["bits"])
+    if bits not in (4, 8):
+        raise fields.error("bits", f"is {bits}, must be 4 or 8")
+    group_size = fields.integer("group_size", *required["group_size"], least=-1, most=1 << 20)
+    if group_size == 0:
+        raise fields.error("group_size", "is 0, must be -1 (all of a row) or more than 0")
+    is_symmetric = fields.boolean("sym", defaults["sym"])
+    return GptqModule(bits, max(0, group_size), is_symmetric, fields.boolean("desc_act", defaults["desc_act"]))

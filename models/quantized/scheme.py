@@ -1,0 +1,104 @@
+"""`quantization_config` of config.json, and what its `quant_method` makes of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from models.checkpoint import Checkpoint, StoredTensor
+from models.errors import WeightsError
+from models.json_fields import Fields
+from models.quantized.awq import AwqScheme
+from models.quantized.compressed_tensors import CompressedTensorsScheme
+from models.quantized.fp8 import Fp8Scheme
+from models.quantized.gptq import GptqScheme
+from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
+from runtime.dtype import DType, bfloat16
+
+FIELD = "quantization_config"
+
+
+class QuantizationScheme(Protocol):
+    """How a checkpoint is quantised."""
+
+    def matrix(self, module: ModuleTensors) -> MatrixParts | None:
+        """The quantised matrix of a module; None if its weight, if it has one, is stored in floats.
+
+        Takes the tensors that it uses. Raises `WeightsError` for what contradicts the config.
+        """
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether a stored tensor has no say in the products: it scales pages of the KV cache."""
+
+
+_READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
+    "fp8": Fp8Scheme.read,
+    "compressed-tensors": CompressedTensorsScheme.read,
+    "gptq": GptqScheme.read,
+    "awq": AwqScheme.read,
+}
+
+
+def read_quantization(fields: Fields) -> QuantizationScheme | None:
+    """The scheme that a config.json names; None if it has none. Raises `ConfigError` by file, field and value."""
+    if not fields.has(FIELD):
+        fields.raw(FIELD)
+        return None
+    section = fields.object(FIELD)
+    section.owner, section.may_have_harmless = "xserv", False
+    method = section.string("quant_method", None)
+    if method is None:
+        raise section.error("quant_method", f"is missing; supported are {', '.join(_READERS)}")
+    if method not in _READERS:
+        raise section.error(
+            "quant_method",
+            f"{method!r:.80} is not supported; supported are {', '.join(_READERS)}, and GGUF files: take the model in"
+            " one of these, or in 16 bits",
+        )
+    section.owner = f"quant_method {method}"
+    return _READERS[method](section)
+
+
+def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkpoint:
+    """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of those that it is stored as.
+
+    Raises `WeightsError` with every matrix that is not as the scheme says.
+    """
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in checkpoint.tensors.items():
+        owner, _, part = name.rpartition(".")
+        modules.setdefault(owner, {})[part] = stored
+    problems: list[str] = []
+    made: list[tuple[ModuleTensors, MatrixParts]] = []
+    left: dict[str, StoredTensor] = {}
+    for name, tensors in modules.items():
+        module = ModuleTensors(name, tensors)
+        try:
+            if (parts := scheme.matrix(module)) is not None:
+                made.append((module, parts))
+        except WeightsError as error:
+            problems.append(str(error))
+        for part, stored in tensors.items():
+            full_name = f"{name}.{part}" if name else part
+            if part not in module.taken and not scheme.is_passed_over(full_name):
+                left[full_name] = stored
+    if problems:
+        one = len(problems) == 1
+        count = "1 matrix is" if one else f"{len(problems)} matrices are"
+        raise WeightsError(f"{checkpoint.place}: {count} not as {FIELD} says:", problems)
+    dtype = _main_dtype(left)
+    for quantized, parts in made:
+        taken = [modules[quantized.name][part] for part in sorted(quantized.taken)]
+        left[f"{quantized.name}.weight"] = QuantizedTensor(quantized, parts, taken, dtype)
+    return Checkpoint(checkpoint.place, checkpoint.label, left)
+
+
+def _main_dtype(tensors: Mapping[str, StoredTensor]) -> DType:
+    """The type of most numbers that are stored as floats."""
+    counts = Counter[DType]()
+    for stored in tensors.values():
+        if stored.dtype is not None:
+            counts[stored.dtype] += math.prod(stored.shape)
+    return counts.most_common(1)[0][0] if counts else bfloat16

@@ -1,0 +1,149 @@
+"""Quantised checkpoints that their own libraries wrote: the same floats bit for bit, and the dequantised twin's logits.
+
+`tools/make_quantized_models.py` makes the fixtures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.model_files import open_model
+from models.registry import declare_model, load_model
+from runtime.dtype import DType, float32
+from runtime.linear.quantized import QuantizedLayout
+from tests.models.driver import logits_of
+from tests.models.folders import change_config, write_safetensors
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+KINDS = {
+    "awq_w4": "int4, groups of 32, with zeros",
+    "awq_w4_channel": "int4, a scale a row, with zeros",
+    "ct_fp8_block": "fp8, blocks of 32 x 32",
+    "ct_fp8_channel": "fp8, a scale a row",
+    "ct_fp8_tensor": "fp8, a scale for all",
+    "ct_int8_asymmetric": "int8, a scale a row, with zeros",
+    "ct_int8_channel": "int8, a scale a row",
+    "ct_mxfp4": "fp4, groups of 32",
+    "ct_mxfp8": "fp8, groups of 32",
+    "ct_nvfp4": "fp4, groups of 16",
+    "ct_w4_asymmetric": "int4, groups of 32, with zeros",
+    "ct_w4_channel": "int4, a scale a row",
+    "ct_w4_group": "int4, groups of 32",
+    "ct_w4_reordered": "int4, groups of 32, with an order",
+    "ct_w8_group": "int8, groups of 32",
+    "fp8_block": "fp8, blocks of 16 x 32",
+    "fp8_block_exponents": "fp8, blocks of 16 x 16",
+    "fp8_tensor_static": "fp8, a scale for all",
+    "gptq_w4": "int4, groups of 32",
+    "gptq_w4_channel": "int4, a scale a row",
+    "gptq_w4_reordered": "int4, groups of 32, with zeros and an order",
+    "gptq_w4_v2": "int4, groups of 32, with zeros",
+    "gptq_w4_zeros": "int4, groups of 32, with zeros",
+    "gptq_w8_reordered": "int8, groups of 32, with zeros and an order",
+}
+
+
+def test_every_layout_has_a_fixture() -> None:
+    assert set(CASES) == KINDS.keys() | {"ct_mixed", "gptq_dynamic"}
+
+
+def copied(case: str, folder: Path) -> Path:
+    """A fixture to be changed."""
+    return Path(shutil.copytree(FIXTURES / case, folder / case))
+
+
+def dequantised(case: str) -> dict[str, dict[str, str]]:
+    """What the library said of its floats."""
+    said: dict[str, dict[str, str]] = json.loads((FIXTURES / case / "dequantised.json").read_text())
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_librarys_floats_bit_for_bit(case: str) -> None:
+    checkpoint = open_model(FIXTURES / case).checkpoint()
+    checkpoint.check_numbers()
+    said = dequantised(case)
+    assert {name for name in checkpoint.names() if checkpoint.quantized(name)} == said.keys()
+    for name, expected in said.items():
+        floats = checkpoint.matrix(name).dequantise(DType.parse(expected["dtype"]))
+        assert hashlib.sha256(floats.tobytes()).hexdigest() == expected["sha256"], name
+    if case in KINDS:
+        assert names_of(case)["self_attn.q_proj.weight"] == KINDS[case]
+
+
+def twin(case: str, folder: Path, dtype: DType) -> Path:
+    """The same model in floats of this type."""
+    checkpoint = open_model(FIXTURES / case).checkpoint()
+    tensors = {}
+    for name in checkpoint.names():
+        is_quantised = checkpoint.quantized(name) is not None
+        tensors[name] = checkpoint.matrix(name).dequantise(dtype) if is_quantised else checkpoint.array(name)
+    folder.mkdir()
+    shutil.copy(FIXTURES / case / "config.json", folder / "config.json")
+    write_safetensors(folder / "model.safetensors", tensors)
+    return change_config(folder, quantization_config=...)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
+    folder = FIXTURES / case
+    model = load_model(folder)
+    expected = logits_of(load_model(twin(case, tmp_path / "twin", model.dtype)), IDS)
+    np.testing.assert_array_equal(logits_of(model, IDS), expected)
+    exact = load_model(twin(case, tmp_path / "exact", float32), dtype="float32")
+    np.testing.assert_array_equal(logits_of(load_model(folder, dtype="float32"), IDS), logits_of(exact, IDS))
+    assert declare_model(folder).weight_bytes == model.weight_bytes
+
+
+def layouts(case: str) -> dict[str, QuantizedLayout | None]:
+    checkpoint = open_model(FIXTURES / case).checkpoint()
+    return {name.removeprefix("model.layers.0."): checkpoint.quantized(name) for name in checkpoint.names()}
+
+
+def names_of(case: str) -> dict[str, str]:
+    return {name: layout.name for name, layout in layouts(case).items() if layout}
+
+
+def test_groups_by_name_pattern_and_class() -> None:
+    found = names_of("ct_mixed")
+    assert {name for name, kind in found.items() if kind == "fp8, a scale a row"} == {
+        f"self_attn.{each}_proj.weight" for each in "qkvo"
+    }
+    assert found["mlp.down_proj.weight"] == "int8, groups of 32"
+    assert found["mlp.gate_proj.weight"] == "int4, groups of 32"
+    assert "mlp.up_proj.weight" not in found
+
+
+def test_other_bits_by_pattern() -> None:
+    found = names_of("gptq_dynamic")
+    assert found["mlp.down_proj.weight"] == "int8, groups of 16"
+    assert found["mlp.up_proj.weight"] == "int4, groups of 32"
+    assert "self_attn.o_proj.weight" not in found
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "ct_fp8_tensor": ("fp8", 0, True), "ct_fp8_channel": ("fp8", 0, False), "ct_fp8_block": ("fp8", 128, False),
+    "ct_int8_channel": ("int8", 0, False), "ct_w4_group": None, "ct_nvfp4": ("fp4", 16, False), "ct_mxfp4": None,
+    "fp8_block": ("fp8", 32, False), "fp8_tensor_static": ("fp8", 0, True), "gptq_w4": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ACTIVATIONS)
+def test_how_activations_are_rounded(case: str) -> None:
+    layout = layouts(case)["self_attn.q_proj.weight"]
+    assert layout is not None
+    found = layout.activation
+    assert (found and (found.kind, found.group, found.is_static)) == ACTIVATIONS[case]
+    scale = {"ct_fp8_tensor": 0.030029296875, "fp8_tensor_static": np.float32(0.02), "ct_nvfp4": 20.0}.get(case)
+    matrix = open_model(FIXTURES / case).checkpoint().matrix("model.layers.0.self_attn.q_proj.weight")
+    assert matrix.input_scale == scale
