@@ -9,6 +9,7 @@ from runtime.device.emulator.arithmetic import (
     floats,
     integers,
     moves,
+    pairs,
     warp_exchange,
 )
 from runtime.device.emulator.async_copies import bulk_copy, cp_async, tensor_copy
@@ -18,7 +19,7 @@ from runtime.device.emulator.synchronisation import cluster, control, mbarrier
 from runtime.device.emulator.tensor_cores import ldmatrix, mma, wgmma
 
 MODULES = (
-    bits, comparisons, conversions, floats, integers, moves, warp_exchange, bulk_copy, cp_async, tensor_copy,
+    bits, comparisons, conversions, floats, integers, moves, pairs, warp_exchange, bulk_copy, cp_async, tensor_copy,
     closing, atomics, load_store, cluster, control, mbarrier, ldmatrix, mma, wgmma,
 )  # fmt: skip
 """Add a room's modules here."""
