@@ -284,7 +284,9 @@ class DeclaringMaker(Maker):
             for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
         ]
         device = self.options.device
-        size_bytes = packed_bytes(kept, declaration.inputs, device, has_bias=declaration.adds_bias)
+        size_bytes = packed_bytes(
+            kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
+        )
         return LinearWeight(declaration.shape, kept[0][1], device, size_bytes)
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:

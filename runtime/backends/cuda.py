@@ -15,13 +15,14 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
+from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16, float16, float32
-from runtime.linear.weight import RowWeight
+from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -32,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
-WEIGHT = TABLE = RowWeight
+WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 
 # ------------------------------------------------------------------------------------------ linear, embedding
@@ -79,8 +80,11 @@ def _gather(
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | RowWeight, scale: float) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | GpuWeight, scale: float) -> Tensor:
     """See `ops.embedding`."""
+    if isinstance(table, PackedWeight):
+        return cuda_packed.embedding(token_ids, table, scale)
+    assert isinstance(table, (Tensor, RowWeight))
     return _gather("embedding", token_ids, table, None, scale)
 
 

@@ -2,7 +2,7 @@
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
 sums by what it finds in `Tensor.row_squares`. A product with a residual leaves these for the next one. Where nobody has
-left them, one launch adds them up.
+left them, one launch adds them up. Packed weights have their norm in front, as a launch.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
-from numba_kernels.cuda.specialisation import Launch
 from runtime.backends import cuda_cublas, cuda_segments
+from runtime.backends.cuda_packed import Planned, matrix_of, plan_product
 from runtime.backends.cuda_tensor import alignment
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
-from runtime.linear.weight import RowWeight
+from runtime.linear.weight import GpuWeight, RowWeight
 from runtime.tensor.tensor import Tensor
 
 
 def linear(
-    x: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None, dtype: DType,
+    x: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None, dtype: DType,
     norm_eps: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.linear`; `dtype` is that of the result."""
@@ -28,19 +28,22 @@ def linear(
     result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
     result.row_squares = None
     if weight.tier == "cublas":
+        assert isinstance(weight, RowWeight)
         cuda_cublas.product(gpu, x, weight, residual, result)
     elif weight.num_segments > 1:
         added = 0 if residual is None else residual.address
         cuda_segments.product(gpu, x, weight, weight.bias_address, added, result)
     elif rows and width:
-        matrix, bias, added = weight.address, weight.bias_address, 0 if residual is None else residual.address
-        key = rows, dtype, added != 0, (x.address | matrix) & 15, (result.address | added | bias) & 15
-        launch = weight.plans.get(key)
-        if launch is None:
+        bias, added = weight.bias_address, 0 if residual is None else residual.address
+        key = rows, dtype, added != 0, (x.address | weight.address) & 15, (result.address | added | bias) & 15
+        planned = weight.plans.get(key)
+        if planned is None:
             epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
-            launch = _plan(gpu, weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
-            assert launch is not None
-            weight.keep_plan(key, launch)
+            planned = plan_product(gpu, weight, _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0))
+            weight.keep_plan(key, planned)
+        launch = planned.launch
+        assert launch is not None
+        matrix, memory = matrix_of(gpu, weight, planned)
         columns = _gemm.square_columns(launch, width) if added and not key[4] else 0
         if columns:
             result.row_squares = Tensor.empty((rows, width // columns), float32, x.device)
@@ -49,17 +52,18 @@ def linear(
             launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1,
             *_normalising(gpu, x, norm_eps), squares,
         )  # fmt: skip
+        del memory
     return result
 
 
-def linear_partial(x: Tensor, weight: RowWeight) -> Tensor:
+def linear_partial(x: Tensor, weight: GpuWeight) -> Tensor:
     """See `ops.linear_partial`."""
     result = Tensor.empty((x.shape[0], weight.shape[0]), float32, x.device)
     cuda_segments.product(Gpu.of(x.device), x, weight, 0, 0, result)
     return result
 
 
-def add_partials(partials: Tensor, weight: RowWeight, residual: Tensor | None, out: Tensor | None) -> Tensor:
+def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """See `ops.add_partials`."""
     result = Tensor.empty(partials.shape[1:], weight.activations, partials.device) if out is None else out
     added = 0 if residual is None else residual.address
@@ -67,24 +71,27 @@ def add_partials(partials: Tensor, weight: RowWeight, residual: Tensor | None, o
     return result
 
 
-def linear_glu(x: Tensor, weight: RowWeight, activation: str, norm_eps: float | None = None) -> Tensor:
+def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm_eps: float | None = None) -> Tensor:
     """See `ops.linear_glu`."""
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     key = rows, activation, (x.address | weight.address) & 15
     if key not in weight.plans:
-        launch = None
+        planned = Planned(None)
         if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
             epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
-            launch = _plan(gpu, weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
-        weight.keep_plan(key, launch)
-    launch = weight.plans[key]
-    if launch is None:
+            product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
+            planned = plan_product(gpu, weight, product)
+        weight.keep_plan(key, planned)
+    planned = weight.plans[key]
+    if planned.launch is None:
         return glu(linear(x, weight, None, None, x.dtype, norm_eps), activation)
     result = Tensor.empty((rows, both // 2), x.dtype, x.device)
+    matrix, memory = matrix_of(gpu, weight, planned)
     gpu.launch(
-        launch, x.address, weight.address, 0, 0, result.address, rows, both // 2, depth, 0,
+        planned.launch, x.address, matrix, 0, 0, result.address, rows, both // 2, depth, 0,
         *_normalising(gpu, x, norm_eps), 0,
     )  # fmt: skip
+    del memory
     return result
 
 
@@ -101,15 +108,13 @@ def _normalising(gpu: Gpu, x: Tensor, norm_eps: float | None) -> tuple[int, int,
     return squares.address, squares.shape[1], norm_eps
 
 
-def _plan(
-    gpu: Gpu, weight: RowWeight, rows: int, width: int, dtype: DType, epilogue: _gemm.Epilogue, *, is_aligned: bool
-) -> Launch | None:
-    """Chooses the kernel of a product; see `gemm.plan`."""
-    product = _gemm.Product(
-        rows, width, weight.shape[1], weight.activations.ptx, weight.format.element.ptx, dtype.ptx, epilogue,
+def _product(
+    weight: GpuWeight, rows: int, width: int, dtype: DType, epilogue: _gemm.Epilogue, *, is_aligned: bool
+) -> _gemm.Product:
+    return _gemm.Product(
+        rows, width, weight.shape[1], weight.activations.ptx, weight.elements, dtype.ptx, epilogue,
         is_aligned=is_aligned, exact=weight.exact, whole=weight.whole_shape,
     )  # fmt: skip
-    return _gemm.plan(product, _gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters), weight.tier)
 
 
 def glu(gate_up: Tensor, activation: str) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import segments
-from numba_kernels.cuda.specialisation import Launch
+from runtime.backends.cuda_packed import Planned, matrix_of, plan_product
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
-from runtime.linear.weight import RowWeight
+from runtime.linear.weight import GpuWeight
 from runtime.tensor.tensor import Tensor
 
 
-def product(gpu: Gpu, x: Tensor, weight: RowWeight, bias: int, residual: int, result: Tensor) -> None:
+def product(gpu: Gpu, x: Tensor, weight: GpuWeight, bias: int, residual: int, result: Tensor) -> None:
     """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``, the latter by their addresses (0: none). The
     residual may be the result itself."""
     (rows, depth), width, count = x.shape, weight.shape[0], weight.num_segments
@@ -25,12 +25,13 @@ def product(gpu: Gpu, x: Tensor, weight: RowWeight, bias: int, residual: int, re
         num_rows = min(most, rows - first)
         start, skipped = x.address + first * depth * x.dtype.itemsize, first * width * result.dtype.itemsize
         multiply = _multiplication(gpu, weight, num_rows, is_aligned=(start | weight.address) & 15 == 0)
-        target = result.address + skipped
-        if sums is None:
-            gpu.launch(multiply, start, weight.address, 0, 0, target, num_rows, width, depth, 0, *gemm.NO_SQUARES)
-            continue
-        gpu.launch(multiply, start, weight.address, 0, 0, sums.address, num_rows, width, depth, 0, *gemm.NO_SQUARES)
-        _add(gpu, count, sums.address, bias, residual, result, first, num_rows)
+        target = result.address + skipped if sums is None else sums.address
+        assert multiply.launch is not None
+        matrix, memory = matrix_of(gpu, weight, multiply)
+        gpu.launch(multiply.launch, start, matrix, 0, 0, target, num_rows, width, depth, 0, *gemm.NO_SQUARES)
+        del memory
+        if sums is not None:
+            _add(gpu, count, sums.address, bias, residual, result, first, num_rows)
 
 
 def add(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) -> None:
@@ -63,17 +64,16 @@ def _add(
     )  # fmt: skip
 
 
-def _multiplication(gpu: Gpu, weight: RowWeight, rows: int, *, is_aligned: bool) -> Launch:
+def _multiplication(gpu: Gpu, weight: GpuWeight, rows: int, *, is_aligned: bool) -> Planned:
     """The launch of all segments' sums, remembered by the weight."""
     key = "segments", rows, is_aligned
-    launch = weight.plans.get(key)
-    if launch is None:
+    planned = weight.plans.get(key)
+    if planned is None:
         product = gemm.Product(
-            rows, *weight.shape, weight.activations.ptx, weight.format.element.ptx, "f32",
+            rows, *weight.shape, weight.activations.ptx, weight.elements, "f32",
             gemm.Epilogue(has_residual=False, is_aligned=True), is_aligned=is_aligned, exact=True,
             num_segments=weight.num_segments, whole=weight.whole_shape,
         )  # fmt: skip
-        launch = gemm.plan(product, gemm.machine_of(gpu.arch, gpu.properties.num_sms), weight.tier)
-        assert launch is not None
-        weight.keep_plan(key, launch)
-    return launch
+        planned = plan_product(gpu, weight, product)
+        weight.keep_plan(key, planned)
+    return planned

@@ -60,7 +60,7 @@ class EngineOptions:
         typer.Option(help="Type of the weights; auto: as stored."),
     ] = "auto"
     quantization: Annotated[
-        Quantization, typer.Option(help="Of the weights while they are loaded; int8 on the cpu alone.")
+        Quantization, typer.Option(help="Of the weights while they are loaded.")
     ] = _CONFIG.quantization
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")

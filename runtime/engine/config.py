@@ -122,7 +122,7 @@ class EngineConfig:
     device                  "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype                   of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     load_format             "auto" (as stored), "safetensors", or "dummy": random weights, by the seed
-    quantization            of linear maps while they are loaded: "none", or "int8" (on the cpu)
+    quantization            of linear maps while they are loaded: "none" or "int8"
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """

@@ -26,6 +26,7 @@ class WeightFormat:
             blocks begin.
         split: K may be cut between ranks at multiples of so many elements.
         has_gpu_kernels: whether products on a GPU can read it.
+        packing: of `numba_kernels.cuda.packing`, how a GPU keeps it; "": as rows of elements.
     """
 
     name: str
@@ -37,6 +38,7 @@ class WeightFormat:
     activation_block: int = 0
     split: int = 1
     has_gpu_kernels: bool = True
+    packing: str = ""
 
     def size_bytes(self, *shape: int) -> int:
         """Bytes of the elements and scales of a matrix ``[..., N, K]``, without padding."""
@@ -67,7 +69,7 @@ class WeightFormat:
         """Raises InvalidArgumentError where the device has no product for it."""
         if device_kind != "cpu" and not self.has_gpu_kernels:
             raise InvalidArgumentError(
-                f"quantization is {self.name!r}, which is for the cpu: a GPU has kernels for 'none' alone",
+                f"quantization is {self.name!r}, which is for the cpu: a GPU has no kernels for it",
                 param="quantization",
             )
 
@@ -77,12 +79,13 @@ FLOAT16 = WeightFormat("float16", float16, 0.5)
 BFLOAT16 = WeightFormat("bfloat16", bfloat16, 0.5)
 INT8 = WeightFormat(
     "int8", uint8, 1.0, scale=float32, block=(1, 0), activation=int8_type, activation_block=64, split=64,
-    has_gpu_kernels=False,
+    packing="u8",
 )  # fmt: skip
-"""Integers times the largest magnitude of their row over 127, stored 128 above their value. A product rounds x so, too,
-64 elements at a time, and multiplies and adds the integers of such a group exactly:
+"""Integers times the largest magnitude of their row over 127, stored 128 above their value. On a cpu a product rounds x
+so, too, 64 elements at a time, and multiplies and adds the integers of such a group exactly:
 ``out = (sum over groups of scale[group] * float32(sum of int8 products)) * scale[row] + bias``, in float32 and in the
-order of K. NaN and infinity, in a weight or in x, give columns or rows that are not finite.
+order of K. NaN and infinity, in a weight or in x, give columns or rows that are not finite. On a GPU x stays as it is:
+integers become 16 bits in registers, exactly, and the row's scale multiplies the finished sum.
 
 A row has one scale for all of K: a rank that holds some of its inputs rounds them by the largest magnitude of the whole
 row. In exact mode the sum over groups is cut into segments of whole groups, and a row's scale multiplies the tree."""

@@ -62,6 +62,10 @@ class LoadOptions:
             )
         if self.format is not None:
             self.format.check(self.device.kind)
+            if self.gemm == "cublas":
+                raise InvalidArgumentError(
+                    f"gemm is 'cublas', which reads no weights in {self.format.name}", param="gemm"
+                )
         if self.exact and SEGMENTS % self.num_ranks:
             raise InvalidArgumentError(
                 f"exact: sums are of {SEGMENTS} segments, which {self.num_ranks} ranks cannot share", param="exact"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, p
 from numba_kernels.cpu.running.launch import address_of
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cpu.target import PANEL_COLUMNS
+from numba_kernels.cuda.packing import Packing, arrange, packing_of
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
+from runtime.linear.rounding import int8_rows
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
@@ -26,6 +28,15 @@ DEFAULT_OPTIONS = LoadOptions()
 _BLOCK_CLASSES = {block.name: stored for stored, block in BLOCKS.items()}
 _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
+
+
+class GpuSettings(TypedDict, total=False):
+    """Settings of a `GpuWeight`."""
+
+    exact: bool
+    whole_shape: tuple[int, int] | None
+    num_segments: int
+    is_normed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class BlockRows:
 class LinearWeight:
     """A weight matrix ``[N, K]`` and its bias; made by `prepare_linear`, read by `ops.linear` and `ops.embedding`.
 
-    This class alone describes a matrix that is not there yet; `PanelWeight` and `RowWeight` hold one.
+    This class alone describes a matrix that is not there yet; `PanelWeight`, `RowWeight` and `PackedWeight` hold one.
 
     Attributes:
         shape: (N, K).
@@ -122,11 +133,12 @@ class JoinedWeight(LinearWeight):
         super().__init__(shape, parts[0].format, CPU, size_bytes, parts[0].num_segments)
 
 
-class RowWeight(LinearWeight):
-    """On a GPU: rows one after another, as they are stored.
+class GpuWeight(LinearWeight):
+    """On a GPU: one block of memory, in rows or packed.
 
     Attributes:
-        weight: ``[N, K]``.
+        elements: what the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
+        address: of the block.
         bias: ``[N]`` float32, or None.
         tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
@@ -136,12 +148,16 @@ class RowWeight(LinearWeight):
     """
 
     __slots__ = (
-        "activations", "address", "bias", "bias_address", "exact", "is_normed", "plans", "tier", "weight", "whole_shape"
+        "activations", "address", "bias", "bias_address", "elements", "exact", "is_normed", "memory", "plans", "tier",
+        "whole_shape",
     )  # fmt: skip
 
     def __init__(
         self,
-        weight: Tensor,
+        shape: tuple[int, int],
+        format: WeightFormat,
+        memory: Tensor,
+        activations: DType,
         bias: Tensor | None,
         tier: str = "auto",
         *,
@@ -151,17 +167,17 @@ class RowWeight(LinearWeight):
         is_normed: bool = False,
     ) -> None:
         self.is_normed = is_normed
-        shape = weight.shape[0], weight.shape[1]
-        self.weight = weight
+        self.memory = memory
+        self.elements = format.packing or activations.ptx
         self.bias = bias
-        self.activations = weight.dtype
-        self.address = weight.address
+        self.activations = activations
+        self.address = memory.address
         self.bias_address = 0 if bias is None else bias.address
         self.tier = tier
         self.exact = exact
         self.plans: dict[Any, Any] = {}
-        size_bytes = weight.size_bytes + (0 if bias is None else bias.size_bytes)
-        super().__init__(shape, FORMATS[weight.dtype.name], weight.device, size_bytes, num_segments)
+        size_bytes = memory.size_bytes + (0 if bias is None else bias.size_bytes)
+        super().__init__(shape, format, memory.device, size_bytes, num_segments)
         self.whole_shape = whole_shape or shape
 
     def keep_plan(self, key: Any, launch: Any) -> None:
@@ -169,6 +185,42 @@ class RowWeight(LinearWeight):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = launch
+
+
+class RowWeight(GpuWeight):
+    """Rows one after another, as they are stored.
+
+    Attributes:
+        weight: ``[N, K]``.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, tier: str = "auto", **settings: Unpack[GpuSettings]
+    ) -> None:
+        self.weight = weight
+        shape = weight.shape[0], weight.shape[1]
+        super().__init__(shape, FORMATS[weight.dtype.name], weight, weight.dtype, bias, tier, **settings)
+
+
+class PackedWeight(GpuWeight):
+    """Elements of few bits and their scales, arranged as kernels read them.
+
+    Attributes:
+        packing: how.
+    """
+
+    __slots__ = ("packing",)
+
+    def __init__(
+        self, shape: tuple[int, int], format: WeightFormat, block: Tensor, activations: DType, bias: Tensor | None,
+        tier: str = "auto", **settings: Unpack[GpuSettings],
+    ) -> None:  # fmt: skip
+        found = packing_of(format.packing)
+        assert found is not None
+        self.packing: Packing = found
+        super().__init__(shape, format, block, activations, bias, tier, **settings)
 
 
 def stored_class(format: WeightFormat) -> Any:
@@ -195,11 +247,18 @@ def runs_of(parts: Sequence[tuple[int, WeightFormat]]) -> list[tuple[int, Weight
 
 
 def packed_bytes(
-    parts: Sequence[tuple[int, WeightFormat]], depth: int, device: Device, *, has_bias: bool
-) -> int:
-    """`size_bytes` of the weight that `prepare_linear` will make of these parts, padding included."""
+    parts: Sequence[tuple[int, WeightFormat]], depth: int, device: Device, *, has_bias: bool,
+    activations: DType = float32,
+) -> int:  # fmt: skip
+    """`size_bytes` of the weight that `prepare_linear` will make of these parts, padding included; `activations` are
+    those of a GPU."""
     if device.kind != "cpu":
-        return sum(kept.size_bytes(width, depth) + 4 * width * has_bias for width, kept in parts)
+        width, kept = sum(width for width, _ in parts), parts[0][1]
+        packing = packing_of(kept.packing)
+        size_bytes = (
+            kept.size_bytes(width, depth) if packing is None else packing.size_bytes(width, depth, activations.ptx)
+        )
+        return size_bytes + 4 * width * has_bias
     return sum(
         panel_bytes(*_panel_layout(width, depth, kept), has_scales=kept.is_quantized)
         for width, kept in runs_of(parts)
@@ -252,24 +311,55 @@ def prepare_linear(
             weights, _whole_rows(weights, whole_rows, options) if needs_whole else None, joined_bias, options,
             options.num_segments(split),
         )  # fmt: skip
-    on_device = [part for part in weights if isinstance(part, Tensor)]
-    rows = Tensor.empty(shape, on_device[0].dtype, options.device)
+    has_bias = any(part is not None for part in biases)
+    device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
+    floats = [part for part in weights if isinstance(part, Tensor)]
+    settings = GpuSettings(
+        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split)
+    )
+    if options.format is not None:
+        whole = _whole_rows(weights, whole_rows, options) if split == "inputs" and options.num_ranks > 1 else None
+        return _packed(floats, whole, device_bias, options, settings)
+    return _in_rows(floats, device_bias, options, settings, norm if options.gemm != "cublas" else None)
+
+
+def _in_rows(
+    weights: list[Tensor], bias: Tensor | None, options: LoadOptions, settings: GpuSettings, norm: RmsNorm | None
+) -> RowWeight:
+    """On a GPU; the norm's weights are multiplied into the columns."""
+    shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
+    rows = Tensor.empty(shape, weights[0].dtype, options.device)
     first = 0
-    for part in on_device:
+    for part in weights:
         rows[first : first + part.shape[0]] = part
         first += part.shape[0]
-    num_segments, is_normed = options.num_segments(split), norm is not None and options.gemm != "cublas"
-    if norm is not None and is_normed:
+    if norm is not None:
         for first in range(0, shape[0], _ROWS_AT_ONCE):
             some = slice(first, first + _ROWS_AT_ONCE)
             rows[some] = rows[some] * norm.weight
     rows.storage.freeze()
-    has_bias = any(part is not None for part in biases)
-    device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
-    return RowWeight(
-        rows, device_bias, options.gemm, exact=options.exact, whole_shape=options.whole_shape(shape, split),
-        num_segments=num_segments, is_normed=is_normed,
-    )  # fmt: skip
+    settings["is_normed"] = norm is not None
+    return RowWeight(rows, bias, options.gemm, **settings)
+
+
+def _packed(
+    weights: list[Tensor], whole_rows: list[Tensor] | None, bias: Tensor | None, options: LoadOptions,
+    settings: GpuSettings,
+) -> PackedWeight:  # fmt: skip
+    """On a GPU, in the options' format. The norm in front stays a launch of its own."""
+    format, activations = options.format, weights[0].dtype
+    assert format is not None
+    packing = packing_of(format.packing)
+    assert packing is not None
+    shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
+    codes, scales, first = np.empty(shape, np.uint8), np.empty(shape[0], np.float32), 0
+    for part, whole in zip(weights, whole_rows or weights, strict=True):
+        some = slice(first, first + part.shape[0])
+        codes[some], scales[some] = int8_rows(part.array, whole.array)
+        first += part.shape[0]
+    block = Tensor.from_numpy(arrange(packing, activations.ptx, codes, None, None, scales)).to(options.device)
+    block.storage.freeze()
+    return PackedWeight(shape, format, block, activations, bias, options.gemm, **settings)
 
 
 def _in_panels(

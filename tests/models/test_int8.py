@@ -146,9 +146,8 @@ def test_schedules_do_not_change_a_bit() -> None:
     assert report["is_exact"]
 
 
-def test_a_gpu_and_an_unknown_name_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    for options in ({"device": "emulated:sm_80", "quantization": "int8"}, {"quantization": "int4"}):
-        for load in (load_model, build_engine):
-            with pytest.raises(InvalidArgumentError, match=options["quantization"]) as caught:
-                load(tmp_path, **options)  # type: ignore[operator]
-            assert caught.value.param == "quantization"
+def test_an_unknown_name_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for load in (load_model, build_engine):
+        with pytest.raises(InvalidArgumentError, match="int3") as caught:
+            load(tmp_path, quantization="int3")  # type: ignore[operator]
+        assert caught.value.param == "quantization"

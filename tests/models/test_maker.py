@@ -108,7 +108,8 @@ def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("case", ["gpt2_gelu_new", "llama_default", "qwen2_tied", "qwen3_tied_gqa4"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"device": "emulated:sm_80", "dtype": "float16"}],
+    [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"device": "emulated:sm_80", "dtype": "float16"},
+     {"device": "emulated:sm_80", "dtype": "bfloat16", "quantization": "int8"}],
     ids=str,
 )
 def test_a_declared_model_knows_its_bytes_before_anything_is_read(

@@ -1,6 +1,7 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
-x and w are f32, f16 or bf16, both of one dtype; y and the residual are of that dtype or f32 (logits); the bias is f32
+x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
+which `few_rows` unpacks in registers; y and the residual are of that dtype or f32 (logits); the bias is f32
 or of w's dtype. Sums are float32; bias and residual are added in float32 and the result is rounded once. All arrays are
 C-contiguous; the residual may be y itself.
 
@@ -37,8 +38,8 @@ from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
-    "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "candidates", "choose", "machine_of", "plan",
-    "specialisations",
+    "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
+    "machine_of", "plan", "specialisations",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
@@ -89,6 +90,13 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
     if not hasattr(chosen, "tiles"):
         raise ValueError(f"gemm: tile is {tile!r}: tier {name} with these arrays has none to choose from")
     return chosen.plan(product, machine, tile)
+
+
+def can_read(product: Product, machine: Machine, tier: str = "auto") -> bool:
+    """Whether the tier, or with "auto" any, reads the product's weight in its format."""
+    both = replace(product, n=product.weight_rows, epilogue=replace(product.epilogue, activation=""))
+    tiers = TIERS.values() if tier == "auto" else [TIERS[tier]]
+    return any(not each.why_not(both, machine) for each in tiers)
 
 
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:

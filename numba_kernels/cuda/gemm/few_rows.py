@@ -45,6 +45,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scales_leaver,
 )
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
+from numba_kernels.cuda.gemm.weight_stream import STEP, TILE_COLUMNS, weight_stream
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
@@ -52,6 +53,7 @@ from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -60,16 +62,13 @@ MAX_ROWS = 64
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
-STEP = 32  # elements of K that a lane's 16 bytes are a quarter of
-STEPS = 4  # in registers
-GROUP = STEP * STEPS
 BLOCK_WARPS = 8
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
 MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
 
 
 def _num_stages(row_tiles: int) -> int:
-    """Steps of x in shared memory; a divisor of STEPS."""
+    """Steps of x in shared memory; a divisor of a stream's steps."""
     return 4 if row_tiles <= 2 else 2
 
 
@@ -80,30 +79,56 @@ def shared_bytes(row_tiles: int, num_streams: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") -> Specialisation:
+def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "") -> Specialisation:
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
     is_gated = activation != ""
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
     load_quad, load_sum, store_pair = memory.shared_load_4xf32, memory.shared_load_f32, memory.shared_store_2xf32
+    stream = weight_stream(weight, dtype, is_gated)
+    num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
+    group = num_steps * STEP
+    place_stream, advance, scale_columns, scale_column = (
+        stream.place, stream.advance, stream.scale_columns, stream.scale_column
+    )  # fmt: skip
     num_stages = _num_stages(row_tiles)
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
     wait_for_next = memory.copy_async_wait(num_stages - 2)
     tile_bytes = 8 * STEP * 2  # of 8 rows of x: a chunk of 16 bytes for each lane
     stage_bytes, sums_bytes = 2 * row_tiles * tile_bytes, row_tiles * 16 * COLUMNS * 4
-    num_words, num_x_words, num_sums = 16 * STEPS, 8 * row_tiles, 16 * row_tiles  # registers of a lane
+    num_x_words, num_sums = 8 * row_tiles, 16 * row_tiles  # registers of a lane
+    num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
     copy_tiles = copy_all(2 * row_tiles, tile_bytes)
     flip_of = mma.accumulator_flip(COLUMNS)
 
-    def parts_of(step: int) -> tuple[Any, Any, Any, Any]:
-        """Of a step of the group: ``load(weights, rows, column, end, is_whole)``, this lane's 16 bytes of each of its 4
-        rows of the weight, zeros from `end` on, and ``load_early(weights, rows, column, end)``, the same in front of
-        `wait_for_previous_grid`; ``copy_x(...)``, of x; ``multiply(...)`` them, once they are there."""
-        first, stage = 16 * step, step % num_stages * stage_bytes
-        places = tuple((first + 4 * r, r, step * STEP * 2) for r in range(4))
-        load_whole, load_whole_early = load_all("stream", places), load_all("stream_early", places)
+    def copier(step: int) -> Any:
+        """``copy_x(...)`` of a step of the group, or behind it."""
+        stage = step % num_stages * stage_bytes
+
+        @device_function
+        def copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen):
+            num_there = num_tiles if uint32(column + uint32(step * STEP)) < end else uint32(0)
+            target, source = uint32(x_stages[0] + uint32(stage)), place + uint64(step * STEP * 2)
+            copy_tiles(target, source, tile_step, chosen, num_there)
+            commit()
+
+        return copy_x
+
+    @device_function
+    def wait_for_x(rank, num_teams):
+        wait_for_next()
+        if num_teams > uint32(1):
+            sync_named(uint32(rank + uint32(1)), uint32(num_teams * uint32(32)))
+
+    def step_of(step: int) -> Any:
+        """A step of the group: x, once it is there, times the weight; another step of x is asked for."""
+        slot, inside = divmod(step, steps_a_slot)
+        copy_x, stage = copier(step + num_stages - 1), step % num_stages * stage_bytes
         load_x = load_all("shared", tuple((4 * j, 0, stage + j * tile_bytes) for j in range(2 * row_tiles)))
+        is_packed = stream.unpack is not None
+        unpack = None if stream.unpack is None else stream.unpack(slot, inside)
+        first = 0 if is_packed else 16 * slot
         multiply_tiles = multiply_all(
             dtype,
             tuple(
@@ -117,50 +142,61 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
         )  # fmt: skip
 
         @device_function
-        def load_early(weights, rows, column, end):
-            for e in range(16):
-                weights[first + e] = uint32(0)
-            if uint32(column + uint32(step * STEP)) < end:
-                load_whole_early(weights, rows)
-
-        @device_function
-        def load(weights, rows, column, end, is_whole):
-            if is_whole:
-                load_whole(weights, rows)
-            else:
-                for e in range(16):
-                    weights[first + e] = uint32(0)
-                if uint32(column + uint32(step * STEP)) < end:
-                    load_whole(weights, rows)
-
-        @device_function
-        def copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen):
-            num_there = num_tiles if uint32(column + uint32(step * STEP)) < end else uint32(0)
-            target, source = uint32(x_stages[0] + uint32(stage)), place + uint64(step * STEP * 2)
-            copy_tiles(target, source, tile_step, chosen, num_there)
-            commit()
-
-        @device_function
-        def multiply(sums, weights, x_words, x_stages):
+        def take_step(
+            sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end, num_tiles,
+            chosen, rank, num_teams,
+        ):  # fmt: skip
+            wait_for_x(rank, num_teams)
+            copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen)
             load_x(x_words, x_stages)
-            multiply_tiles(sums, x_words, weights)
+            if is_packed:
+                unpack(pairs, factors, words, scales, zeros)
+                multiply_tiles(sums, x_words, pairs)
+            else:
+                multiply_tiles(sums, x_words, words)
 
-        return load_early, load, copy_x, multiply
+        return take_step
 
-    parts = [parts_of(step) for step in range(STEPS + num_stages - 1)]
-    (load_early_0, load_early_1, load_early_2, load_early_3), (load_0, load_1, load_2, load_3), _, multiplies = zip(
-        *parts[:STEPS]
-    )
-    multiply_0, multiply_1, multiply_2, multiply_3 = multiplies
-    copies = [copy_x for _, _, copy_x, _ in parts]
-    copy_now_0, copy_now_1, copy_now_2 = copies[0], copies[1], copies[2]
-    copy_0, copy_1, copy_2, copy_3 = copies[num_stages - 1 :]
+    def turn_of(slot: int) -> Any:
+        """A slot's steps, one after another."""
+        steps = [step_of(slot * steps_a_slot + inside) for inside in range(steps_a_slot)]
+        while len(steps) < 4:
+            steps.append(None)
+        step_0, step_1, step_2, step_3 = steps
+        has_two, has_four = steps_a_slot >= 2, steps_a_slot == 4
 
-    @device_function
-    def wait_for_x(rank, num_teams):
-        wait_for_next()
-        if num_teams > uint32(1):
-            sync_named(uint32(rank + uint32(1)), uint32(num_teams * uint32(32)))
+        @device_function
+        def take_turn(
+            sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end, num_tiles,
+            chosen, rank, num_teams,
+        ):  # fmt: skip
+            step_0(
+                sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                num_tiles, chosen, rank, num_teams,
+            )  # fmt: skip
+            if has_two:
+                step_1(
+                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+            if has_four:
+                step_2(
+                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+                step_3(
+                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+
+        return take_turn
+
+    has_four_slots = num_slots == 4
+    copy_now_0, copy_now_1, copy_now_2 = copier(0), copier(1), copier(2)
+    load_early_0, load_early_1, load_early_2, load_early_3 = (stream.load_early(i) for i in range(4))
+    load_0, load_1, load_2, load_3 = (stream.load(i) for i in range(4))
+    turn_0, turn_1 = turn_of(0), turn_of(1)
+    turn_2, turn_3 = (turn_of(2), turn_of(3)) if has_four_slots else (None, None)
 
     @device_function
     def sum_quads(at, num_streams):
@@ -197,25 +233,27 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
         row_bytes = uint64(k) * uint64(2)
 
         # This stream's part of K: whole groups, but for the last one of all.
-        num_groups = uint32(k + uint32(GROUP - 1)) // uint32(GROUP)
-        length = uint32(divide_u32(uint32(num_groups + num_streams - uint32(1)), num_streams) * uint32(GROUP))
+        num_groups = uint32(k + uint32(group - 1)) // uint32(group)
+        length = uint32(divide_u32(uint32(num_groups + num_streams - uint32(1)), num_streams) * uint32(group))
         position = uint32(rank * length)
         end = minimum_u32(uint32(position + length), k)
 
-        # Rows of the weight beyond the last repeat it: their sums are never stored.
         rows = cuda.local.array(4, uint64)
-        for r in range(4):
-            row = uint32(first_column + team * uint32(columns) + uint32(8 * r % columns) + g)
-            row = minimum_u32(row, uint32(n - uint32(1)))
-            if 8 * r >= columns:
-                row = uint32(row + n)  # up's
-            rows[r] = weight + uint64(row) * row_bytes + uint64(position * uint32(2) + t * uint32(16))
-        weights = cuda.local.array(num_words, uint32)
+        scale_rows = cuda.local.array(2, uint64)
+        zero_rows = cuda.local.array(2, uint64)
+        warp_column = uint32(first_column + team * uint32(columns))
+        place_stream(rows, scale_rows, zero_rows, weight, n, k, warp_column, position, lane)
+        words = cuda.local.array(num_words, uint32)
+        group_scales = cuda.local.array(num_scale_words, uint32)
+        zeros = cuda.local.array(num_zero_words, uint32)
+        pairs = cuda.local.array(16, uint32)
+        factors = cuda.local.array(8, uint32)
         column = uint32(position + t * uint32(8))
-        load_early_0(weights, rows, column, end)
-        load_early_1(weights, rows, column, end)
-        load_early_2(weights, rows, column, end)
-        load_early_3(weights, rows, column, end)
+        load_early_0(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
+        load_early_1(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
+        if has_four_slots:
+            load_early_2(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
+            load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
 
         wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
         # This lane's row of each tile of x, if there is one, and which tiles its warp copies.
@@ -241,27 +279,31 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
         for e in range(num_sums):
             sums[e] = float32(0.0)
         while position < end:
-            next_column, is_whole = uint32(column + uint32(GROUP)), uint32(position + uint32(2 * GROUP)) <= end
-            for r in range(4):
-                rows[r] += uint64(GROUP * 2)
-            wait_for_x(rank, num_teams)
-            copy_0(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            multiply_0(sums, weights, x_words, x_stages)
-            load_0(weights, rows, next_column, end, is_whole)
-            wait_for_x(rank, num_teams)
-            copy_1(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            multiply_1(sums, weights, x_words, x_stages)
-            load_1(weights, rows, next_column, end, is_whole)
-            wait_for_x(rank, num_teams)
-            copy_2(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            multiply_2(sums, weights, x_words, x_stages)
-            load_2(weights, rows, next_column, end, is_whole)
-            wait_for_x(rank, num_teams)
-            copy_3(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            multiply_3(sums, weights, x_words, x_stages)
-            load_3(weights, rows, next_column, end, is_whole)
-            position, column = uint32(position + uint32(GROUP)), next_column
-            place += uint64(GROUP * 2)
+            next_column, is_whole = uint32(column + uint32(group)), uint32(position + uint32(2 * group)) <= end
+            advance(rows, scale_rows, zero_rows)
+            turn_0(
+                sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                num_tiles, chosen, rank, num_teams,
+            )  # fmt: skip
+            load_0(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+            turn_1(
+                sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                num_tiles, chosen, rank, num_teams,
+            )  # fmt: skip
+            load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+            if has_four_slots:
+                turn_2(
+                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+                load_2(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+                turn_3(
+                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+                load_3(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+            position, column = uint32(position + uint32(group)), next_column
+            place += uint64(group * 2)
 
         wait_for_all()
         if not leaves_early:
@@ -294,16 +336,19 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
             if item < num_items and column < n:
                 scale = load_sum(uint32(scales + row * uint32(4)))
                 if in_quads:
-                    values = sum_quads(at, num_streams)
+                    values = scale_columns(sum_quads(at, num_streams), weight, n, k, column)
                     if is_gated:
-                        values = gate_quad(values, sum_quads(at_up, num_streams), scale)
+                        ups = scale_columns(sum_quads(at_up, num_streams), weight, n, k, uint32(column + n))
+                        values = gate_quad(values, ups, scale)
                     else:
                         values = scale_quad(values, scale)
                     total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
                 else:
-                    value = scale_element(sum_elements(at, num_streams), scale)
+                    value = scale_column(sum_elements(at, num_streams), weight, n, k, column)
+                    value = scale_element(value, scale)
                     if is_gated:
-                        value = gated(value, scale_element(sum_elements(at_up, num_streams), scale))
+                        up = scale_column(sum_elements(at_up, num_streams), weight, n, k, uint32(column + n))
+                        value = gated(value, scale_element(up, scale))
                     finish(bias, bias_is_f32, residual, out, n, row, column, value)
             if not is_gated and squares != uint64(0):
                 for i in range(3):  # 8 lanes have 32 columns
@@ -313,33 +358,41 @@ def _kernel(dtype: str, out_dtype: str, row_tiles: int, activation: str = "") ->
                     memory.store_f32(squares + part * uint64(4), total)
             first_item = uint32(first_item + uint32(BLOCK_WARPS * 32))
 
+    factors = dtype if weight == dtype else f"{weight}_{dtype}"
     return Specialisation(
-        name=f"gemm_few_rows_{dtype}_{out_dtype}_{16 * row_tiles}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 else 1,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
+            "dtype": dtype, "weight": weight, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
             "square_columns": 0 if is_gated else COLUMNS,
         },
     )  # fmt: skip
 
 
-def split(n: int, k: int) -> int:
-    """Streams that share a sum over K: a power of two, from the weight's shape alone."""
+def split(n: int, k: int, weight: str = "") -> int:
+    """Streams that share a sum over K: a power of two, from the weight's shape and format alone."""
     num_streams = BLOCK_WARPS if n < MANY_COLUMNS else BLOCK_WARPS // 2
-    while num_streams > 1 and num_streams * GROUP > k:
+    group = STEP * weight_stream(weight, "bf16", False).num_steps
+    while num_streams > 1 and num_streams * group > k:
         num_streams //= 2
     return num_streams
 
 
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product; "" if it can."""
-    can_read = product.weight == product.x != "f32" and product.is_weight_layout and product.is_aligned
-    if can_read and not product.exact and product.m <= MAX_ROWS:
+    is_packed = packing_of(product.weight) is not None
+    can_read = product.x != "f32" and product.is_weight_layout and product.is_aligned
+    if is_packed and product.epilogue.activation and product.n % TILE_COLUMNS:
+        return f"gates packed weights in tiles of {TILE_COLUMNS} columns"
+    if can_read and (is_packed or product.weight == product.x) and not product.exact and product.m <= MAX_ROWS:
         return ""
-    return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
+    return (
+        f"takes at most {MAX_ROWS} rows, 16-bit factors (the weight may be packed) in the weight layout on 16-byte"
+        " bounds, and is not exact"
+    )
 
 
 def cache_reads(product: Product) -> int:
@@ -348,7 +401,7 @@ def cache_reads(product: Product) -> int:
 
 
 def _num_blocks(product: Product) -> int:
-    return -(-product.n // (COLUMNS * BLOCK_WARPS // split(product.n, product.k)))
+    return -(-product.n // (COLUMNS * BLOCK_WARPS // split(product.n, product.k, product.weight)))
 
 
 def seconds(product: Product, machine: Machine) -> float:
@@ -363,10 +416,10 @@ def seconds(product: Product, machine: Machine) -> float:
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     row_tiles = next(tiles for tiles in ROW_TILES if 16 * tiles >= product.m)
-    num_streams = split(product.weight_rows, product.k)
+    num_streams = split(product.weight_rows, product.k, product.weight)
     num_teams = BLOCK_WARPS // num_streams
     return Launch(
-        _kernel(product.x, product.out, row_tiles, product.epilogue.activation),
+        _kernel(product.x, product.weight, product.out, row_tiles, product.epilogue.activation),
         (-(-product.weight_rows // (COLUMNS * num_teams)), 1, 1),
         (32, num_streams, num_teams),
         shared_bytes=shared_bytes(row_tiles, num_streams),
@@ -379,4 +432,8 @@ def specialisations() -> Iterator[Specialisation]:
         if dtype != "f32":
             for row_tiles in ROW_TILES:
                 for activation in ("", *GATED) if out_dtype == dtype else ("",):
-                    yield _kernel(dtype, out_dtype, row_tiles, activation)
+                    yield _kernel(dtype, dtype, out_dtype, row_tiles, activation)
+    for weight in PACKINGS:
+        for row_tiles in ROW_TILES:
+            for activation in ("", "silu"):
+                yield _kernel("bf16", weight, "bf16", row_tiles, activation)

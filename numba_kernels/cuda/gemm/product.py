@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS
 
 NOT_PLAIN = "multiplies factors of one type, and gates nothing"
@@ -41,7 +42,7 @@ class Product:
     Attributes:
         m, n, k: the sizes, each from 0 on.
         x: the dtype of x, "f32", "f16" or "bf16".
-        weight: the format of the weight; a tier says which it reads. "": x's dtype.
+        weight: the format of the weight, a dtype or a packing's name; a tier says which it reads. "": x's dtype.
         out: the dtype of y and the residual, x's or "f32". "": x's.
         epilogue: what is done with the sums.
         is_weight_layout: whether the weight is [n, k]; else it is [k, n].
@@ -105,7 +106,10 @@ class Product:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a weight of x's dtype."""
+        """Of the weight, scales included."""
+        packing = packing_of(self.weight)
+        if packing is not None:
+            return packing.size_bytes(self.weight_rows, self.k, self.x)
         return ITEM_BYTES[self.x] * self.weight_rows * self.k
 
 

@@ -23,16 +23,18 @@ from numba import types
 from numba.cuda.extending import intrinsic
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FOUR_WORDS = "{$0,$1,$2,$3}, [$4];"
 _LOADS = {
     # For immutable weights, each byte of which is read once: past the first-level cache. A row's neighbouring sectors
     # will be wanted soon.
-    "stream": "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS,
-    "stream_early": "ld.global.L1::no_allocate.L2::256B.v4.b32 " + _FOUR_WORDS,
-    "shared": "ld.shared.v4.b32 " + _FOUR_WORDS,
-    "matrix": "ldmatrix.sync.aligned.m8n8.x4.shared.b16 " + _FOUR_WORDS,
-    "matrix_transposed": "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 " + _FOUR_WORDS,
+    "stream": "ld.global.nc.L1::no_allocate.L2::256B",
+    "stream_early": "ld.global.L1::no_allocate.L2::256B",
+    "shared": "ld.shared",
 }
+_MATRIX_LOADS = {
+    "matrix": "ldmatrix.sync.aligned.m8n8.x4.shared.b16",
+    "matrix_transposed": "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16",
+}
+_RESULTS = {1: ("b32", "$0"), 2: ("v2.b32", "{$0,$1}"), 4: ("v4.b32", "{$0,$1,$2,$3}")}
 _COPY = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.cg.shared.global [$0], [$1], 16, $2; }"
 
 
@@ -42,28 +44,32 @@ def _place(context, builder, kind, value, index):
 
 
 @functools.cache
-def load_all(how: str, plan: tuple[tuple[int, int, int], ...]) -> Any:
-    """A function ``(words, addresses) -> None``: each entry of `plan` is one load of 16 bytes a lane.
+def load_all(how: str, plan: tuple[tuple[int, int, int], ...], count: int = 4) -> Any:
+    """A function ``(words, addresses) -> None``: each entry of `plan` is one load of `count` words a lane.
 
     Args:
         how: "stream": global memory that nobody writes, past the first-level cache; "stream_early": the same in front
             of `wait_for_previous_grid`, behind which ptxas moves .nc loads; "shared"; "matrix" and
             "matrix_transposed": `ldmatrix`.
-        plan: (first of 4 elements of `words`, element of `addresses`, bytes to add).
+        plan: (first of `count` elements of `words`, element of `addresses`, bytes to add).
+        count: 1, 2 or 4; of matrices 4.
 
     `words` are uint32; `addresses` uint64 for global memory, else uint32.
     """
     address_type, letter = (_LONG, "l") if how.startswith("stream") else (_WORD, "r")
-    function_type = ir.FunctionType(ir.LiteralStructType([_WORD] * 4), [address_type])
-    assembly = ir.InlineAsm(function_type, _LOADS[how], f"=r,=r,=r,=r,{letter},~{{memory}}", side_effect=True)
+    kind, results = _RESULTS[count]
+    text = f"{_MATRIX_LOADS.get(how) or f'{_LOADS[how]}.{kind}'} {results}, [${count}];"
+    returned = _WORD if count == 1 else ir.LiteralStructType([_WORD] * count)
+    constraints = f"{'=r,' * count}{letter},~{{memory}}"
+    assembly = ir.InlineAsm(ir.FunctionType(returned, [address_type]), text, constraints, side_effect=True)
 
     def generate(context, builder, signature, arguments):
         for first, which, offset in plan:
             base = builder.load(_place(context, builder, signature.args[1], arguments[1], which))
             words = builder.call(assembly, [builder.add(base, ir.Constant(address_type, offset))])
-            for index in range(4):
+            for index in range(count):
                 place = _place(context, builder, signature.args[0], arguments[0], first + index)
-                builder.store(builder.extract_value(words, index), place)
+                builder.store(words if count == 1 else builder.extract_value(words, index), place)
         return context.get_dummy_value()
 
     return intrinsic(lambda typing_context, words, addresses: (types.void(words, addresses), generate))

@@ -14,6 +14,7 @@ from numba.cuda.extending import intrinsic
 
 from numba_kernels.cuda.intrinsics.asm import instruction
 
+load_u8 = instruction("{ .reg .b16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", "r", "l")
 load_b16 = instruction("ld.global.b16 $0, [$1];", "h", "l")
 load_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l")
 load_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l")

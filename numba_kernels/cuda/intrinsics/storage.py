@@ -29,7 +29,6 @@ F32, F16, BF16, E4M3, E5M2, S8, U8, S32, S64, BOOL = range(10)
 CODES = {name: code for code, name in enumerate(DTYPES)}
 STORED_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "s32": 4, "s64": 8, "bool": 1}
 
-_load_u8 = instruction("{ .reg .b16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", "r", "l")
 _store_u8 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", "", "l r")
 _multiply = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)  # keeps subnormals
 _f32_from_s64 = instruction("cvt.rn.f32.s64 $0, $1;", "f", "l", is_pure=True)
@@ -93,7 +92,7 @@ _e5m2_from_f32 = _fp8_from_f32(2, 15, 0x7B, 0x7C)
 @device_function
 def _load_byte(code, address):
     """int8, uint8 or bool as int64."""
-    value = types.int64(_load_u8(address))
+    value = types.int64(memory.load_u8(address))
     if code == types.uint32(S8):
         value = types.int64(types.int8(value))
     return value
@@ -121,9 +120,9 @@ def _load_float(code, address):
     elif code == types.uint32(F16):
         value = convert.f32_from_f16(memory.load_b16(address))
     elif code == types.uint32(E4M3):
-        value = _f32_from_e4m3(_load_u8(address))
+        value = _f32_from_e4m3(memory.load_u8(address))
     elif code == types.uint32(E5M2):
-        value = _f32_from_e5m2(_load_u8(address))
+        value = _f32_from_e5m2(memory.load_u8(address))
     else:
         value = _f32_from_s64(types.uint64(_load_integer(code, address)))
     return value

@@ -1,0 +1,255 @@
+"""How `few_rows` gets a warp's 32 rows of the weight into registers, as pairs of 16 bits: what depends on the format.
+
+A *slot* is a load of 16 bytes a lane of each of its four tiles of 8 rows; a *step* is what two `mma.sync` take of it,
+32 elements of K. A slot of 16-bit elements is a step, and they are multiplied as they come. A packed slot
+(`packing.py`) is 2 or 4 steps, which are unpacked one at a time, just before they are multiplied: so bytes on their way
+take no more registers than they need. Scales and offsets of groups come with their slot.
+
+Rows lie in tiles of 16: a gated unit's warp has one of the gate's and one of up's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types
+
+from numba_kernels.cuda.gemm.epilogue import scale_element
+from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.fragments import load_all
+from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.unpack import INTEGERS, SHIFTS, half_pair, spread_all, unpack_all
+from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of, sections_of
+
+uint32, uint64 = types.uint32, types.uint64
+
+STEP = 32  # elements of K
+TILE_COLUMNS = 16  # of the output
+PLAIN_SLOTS, PACKED_SLOTS = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """The device functions of a format, and the registers of a lane.
+
+    Attributes:
+        num_slots: loaded ahead, each again as soon as it is used.
+        steps_a_slot: steps of a slot.
+        num_words: of all slots. num_scale_words, num_zero_words: of their scales and offsets, at least 1.
+        place: ``(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane)``: where this lane reads.
+        advance: ``(rows, scale_rows, zero_rows)``: to the next slots.
+        load: a slot's ``(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole)``.
+        load_early: the same in front of `wait_for_previous_grid`.
+        unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None: words are pairs.
+        scale_columns, scale_column: ``(values of 4 columns or one, weight, n, k, column)``: times their rows' scales.
+    """
+
+    num_slots: int
+    steps_a_slot: int
+    num_words: int
+    num_scale_words: int
+    num_zero_words: int
+    place: Any
+    advance: Any
+    load: Callable[[int], Any]
+    load_early: Callable[[int], Any]
+    unpack: Callable[[int, int], Any] | None
+    scale_columns: Any
+    scale_column: Any
+
+    @property
+    def num_steps(self) -> int:
+        """Of all slots."""
+        return self.num_slots * self.steps_a_slot
+
+
+@functools.cache
+def weight_stream(weight: str, dtype: str, is_gated: bool) -> WeightStream:
+    """Of a product's weight and x's dtype."""
+    packing = packing_of(weight)
+    return _plain(is_gated) if packing is None else _packed(packing, dtype, is_gated)
+
+
+def _plain(is_gated: bool) -> WeightStream:
+    columns = TILE_COLUMNS if is_gated else 2 * TILE_COLUMNS
+
+    @device_function
+    def place(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane):
+        # Rows of the weight beyond the last repeat it: their sums are never stored.
+        g, t = lane >> uint32(2), lane & uint32(3)
+        for r in range(4):
+            row = uint32(first_column + uint32(8 * r % columns) + g)
+            row = minimum_u32(row, uint32(n - uint32(1)))
+            if 8 * r >= columns:
+                row = uint32(row + n)  # up's
+            row_bytes = uint64(k) * uint64(2)
+            rows[r] = weight + uint64(row) * row_bytes + uint64(position * uint32(2) + t * uint32(16))
+
+    @device_function
+    def advance(rows, scale_rows, zero_rows):
+        for r in range(4):
+            rows[r] += uint64(PLAIN_SLOTS * STEP * 2)
+
+    def loader(how: str, slot: int) -> Any:
+        first = 16 * slot
+        load_whole = load_all(how, tuple((first + 4 * r, r, slot * STEP * 2) for r in range(4)))
+
+        @device_function
+        def load(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole):
+            if is_whole:
+                load_whole(words, rows)
+            else:
+                for e in range(16):
+                    words[first + e] = uint32(0)
+                if uint32(column + uint32(slot * STEP)) < end:
+                    load_whole(words, rows)
+
+        return load
+
+    return WeightStream(
+        PLAIN_SLOTS, 1, 16 * PLAIN_SLOTS, 1, 1, place, advance, functools.partial(loader, "stream"),
+        functools.partial(loader, "stream_early"), None,
+        device_function(lambda values, weight, n, k, column: values),
+        device_function(lambda value, weight, n, k, column: value),
+    )  # fmt: skip
+
+
+def _packed(packing: Packing, dtype: str, is_gated: bool) -> WeightStream:
+    find, slot_elements = sections_of(packing, dtype), packing.slot
+    scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
+    scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot
+    zero_step = TILE_ROWS * packing.halves * packing.zeros_bytes(dtype)
+    halves, has_scales, has_zeros = packing.halves, packing.group > 0, packing.has_zeros
+    rows_a_column = 2 if is_gated else 1
+
+    @device_function
+    def place(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane):
+        words, all_scales, all_zeros, _, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
+        g, t = lane >> uint32(2), lane & uint32(3)
+        last = uint32(uint32(n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
+        slot = uint32(position // uint32(slot_elements))
+        for h in range(2):
+            tile = uint32(first_column // uint32(TILE_COLUMNS))
+            if is_gated:
+                tile = minimum_u32(tile, last)
+                if h == 1:
+                    tile = uint32(tile + n // uint32(TILE_COLUMNS))  # up's
+            else:
+                tile = minimum_u32(uint32(tile + uint32(h)), last)
+            for r in range(2):
+                at = (uint64(tile * uint32(2) + uint32(r)) * uint64(slots) + uint64(slot)) * uint64(TILE_BYTES)
+                rows[2 * h + r] = words + at + uint64(lane * uint32(16))
+            pair = (uint64(tile) * uint64(slots) + uint64(slot)) * uint64(TILE_ROWS) + uint64(g)
+            if halves == 2:
+                pair = pair * uint64(2) + uint64(t >> uint32(1))
+            scale_rows[h] = all_scales + pair * uint64(4 * scale_words)
+            zero_rows[h] = all_zeros + pair * uint64(4 * zero_words)
+
+    @device_function
+    def advance(rows, scale_rows, zero_rows):
+        for r in range(4):
+            rows[r] += uint64(PACKED_SLOTS * TILE_BYTES)
+        for h in range(2):
+            scale_rows[h] += uint64(PACKED_SLOTS * scale_step)
+            zero_rows[h] += uint64(PACKED_SLOTS * zero_step)
+
+    def loader(how: str, slot: int) -> Any:
+        first = 16 * slot
+        load_words = load_all(how, tuple((first + 4 * r, r, slot * TILE_BYTES) for r in range(4)))
+        load_scales = load_zeros = None
+        if has_scales:
+            places = tuple(((2 * slot + h) * scale_words, h, slot * scale_step) for h in range(2))
+            load_scales = load_all(how, places, scale_words)
+        if has_zeros:
+            places = tuple(((2 * slot + h) * zero_words, h, slot * zero_step) for h in range(2))
+            load_zeros = load_all(how, places, zero_words)
+
+        @device_function
+        def load_whole(words, scales, zeros, rows, scale_rows, zero_rows):
+            if has_scales:
+                load_scales(scales, scale_rows)
+            if has_zeros:
+                load_zeros(zeros, zero_rows)
+            load_words(words, rows)
+
+        @device_function
+        def load(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole):
+            if is_whole:
+                load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
+            else:
+                for e in range(16):
+                    words[first + e] = uint32(0)
+                for e in range(2 * scale_words):
+                    scales[2 * slot * scale_words + e] = uint32(0)
+                for e in range(2 * zero_words):
+                    zeros[2 * slot * zero_words + e] = uint32(0)
+                if uint32(column + uint32(slot * slot_elements)) < end:
+                    load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
+
+        return load
+
+    def unpacker(slot: int, step: int) -> Any:
+        lane_scale = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
+
+        def spread(kind: str, words: int, numbers_a_word: int, first: int) -> Any:
+            plan = []
+            for r in range(4):
+                number = 2 * lane_scale + r % 2
+                word = (2 * slot + r // 2) * words + number // numbers_a_word
+                plan.append((first + r, word, number % numbers_a_word))
+            return spread_all(kind, dtype, tuple(plan))
+
+        is_shifted = not has_scales and packing.element not in INTEGERS
+        spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), 0) if has_scales else None
+        spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], 4) if has_zeros else None
+        shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+        unpack_words = unpack_all(
+            packing.element, dtype,
+            tuple(
+                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, r if has_scales or is_shifted else -1,
+                 4 + r if has_zeros else -1)
+                for r in range(4)
+            ), has_zeros,
+        )  # fmt: skip
+
+        @device_function
+        def unpack(pairs, factors, words, scales, zeros):
+            if has_scales:
+                spread_scales(factors, scales)
+            if is_shifted:
+                for r in range(4):
+                    factors[r] = uint32(shift)
+            if has_zeros:
+                spread_zeros(factors, zeros)
+            unpack_words(pairs, words, factors, factors)
+
+        return unpack
+
+    load_quad, load_one = memory.load_4xf32, memory.load_f32
+
+    @device_function
+    def row_scales_of(weight, n, k):
+        return find(weight, uint32(n * uint32(rows_a_column)), k)[3]
+
+    @device_function
+    def scale_columns(values, weight, n, k, column):
+        a, b, c, d = load_quad(row_scales_of(weight, n, k) + uint64(column) * uint64(4))
+        return (
+            scale_element(values[0], a), scale_element(values[1], b), scale_element(values[2], c),
+            scale_element(values[3], d),
+        )  # fmt: skip
+
+    @device_function
+    def scale_column(value, weight, n, k, column):
+        return scale_element(value, load_one(row_scales_of(weight, n, k) + uint64(column) * uint64(4)))
+
+    return WeightStream(
+        PACKED_SLOTS, packing.steps, 16 * PACKED_SLOTS, max(1, 2 * PACKED_SLOTS * scale_words),
+        max(1, 2 * PACKED_SLOTS * zero_words), place, advance, functools.partial(loader, "stream"),
+        functools.partial(loader, "stream_early"), unpacker, scale_columns, scale_column,
+    )  # fmt: skip

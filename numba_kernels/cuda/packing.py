@@ -1,0 +1,247 @@
+"""How a quantised matrix ``[N, K]`` lies in a GPU's memory: one block of bytes, arranged once, when it is loaded.
+
+    words         [ceil(N / 16), 2, slots, 32 lanes, 16 bytes]   the elements
+    scales        [ceil(N / 16), slots, 8, ...]                  of groups of K, if it has them
+    zeros         the same                                       zero points of these groups, if it has them
+    row scales    [16 ceil(N / 16)] float32                      of whole rows
+
+A *slot* is what a lane's 16 bytes are a quarter of: 128 elements of 4 bits, or 64 of 8, of one row. A tile of 8 rows
+has 512 bytes for each slot, which a warp reads at once; lane 4 g + t has 8 elements of row g from 32 s + 8 t on, for
+each step s of 32: what `mma.sync` multiplies in this lane, if the other factor comes in the same order
+(`gemm/few_rows.py`). Inside a word they lie as `intrinsics/unpack.py` says.
+
+    element = (unpacked + offset) * group's scale * row's scale
+
+where the offset is that of the zero point. The group's scales and offsets are 16-bit numbers of x's dtype (float32 for
+float32), or a byte each; those of rows g and g + 8 lie beside each other, and a lane's, for all steps of a slot, in one
+load. The row's scale, float32, is multiplied into a finished sum. It takes what a group's scale could not hold, too:
+the latter are at most 1, and a power of two of their row takes the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numba import types
+
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.unpack import BITS, E4M3_SCALE_SHIFT, INTEGERS, SHIFTS, offset_of
+
+Array = np.ndarray[Any, Any]
+
+TILE_ROWS = 8
+STEP = 32  # elements of K that the lanes of a row hold 8 of each
+TILE_BYTES = 512  # of a slot
+GROUPS = (0, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What the elements are, and which scales they have.
+
+    Attributes:
+        element: "u4", "u8" (integers from 0 on, minus a zero point), "e4m3" or "e2m1".
+        group: how many elements of K share a scale; 0: the row alone has one.
+        scale: what the groups' scales are kept as: "value", "exponent" (powers of two), "e4m3", or "" without groups.
+        has_zeros: whether groups have zero points; else it is the middle, 8 or 128.
+    """
+
+    element: str
+    group: int = 0
+    scale: str = ""
+    has_zeros: bool = False
+
+    def __post_init__(self) -> None:
+        is_right = self.element in BITS and self.group in GROUPS and bool(self.group) == bool(self.scale)
+        is_right = is_right and not (self.has_zeros and (self.element not in INTEGERS or self.scale != "value"))
+        is_right = is_right and (self.scale in ("", "value") or self.element == "e2m1")
+        if not is_right or (self.group == 16 and self.scale != "e4m3"):
+            raise ValueError(f"packing: there is none of {self}")
+
+    @property
+    def name(self) -> str:
+        """As products and kernels name it: "u4_g128_zeros"."""
+        kind = {"": "", "value": "", "exponent": "_exponents", "e4m3": "_e4m3"}[self.scale]
+        return f"{self.element}{f'_g{self.group}' if self.group else ''}{kind}{'_zeros' if self.has_zeros else ''}"
+
+    @property
+    def slot(self) -> int:
+        """Elements of a row that its four lanes load at once."""
+        return 8 * TILE_BYTES // TILE_ROWS // BITS[self.element]
+
+    @property
+    def steps(self) -> int:
+        """Of a slot."""
+        return self.slot // STEP
+
+    @property
+    def lane_words(self) -> int:
+        """Words of a lane's 8 elements of a step."""
+        return BITS[self.element] // 4
+
+    @property
+    def kept_group(self) -> int:
+        """How many elements share a scale as it is kept: a slot's at most."""
+        return min(self.group, self.slot)
+
+    @property
+    def halves(self) -> int:
+        """2 where lanes t of 0, 1 and of 2, 3 have scales of their own: of groups of 16. Else 1."""
+        return 2 if self.group == 16 else 1
+
+    @property
+    def lane_scales(self) -> int:
+        """Scales that a lane needs for a row and slot."""
+        return self.slot // self.kept_group // self.halves if self.group else 0
+
+    def scale_bytes(self, dtype: str) -> int:
+        """Of one scale."""
+        return ITEM_BYTES[dtype] if self.scale == "value" else 1
+
+    def chunk_bytes(self, dtype: str) -> int:
+        """Of a lane's scales for two rows and a slot: one load."""
+        return 2 * self.lane_scales * self.scale_bytes(dtype)
+
+    def zeros_bytes(self, dtype: str) -> int:
+        """Of a lane's offsets for two rows and a slot: one load."""
+        return 2 * self.lane_scales * ITEM_BYTES[dtype] if self.has_zeros else 0
+
+    def sections(self, rows: int, depth: int, dtype: str) -> tuple[int, int, int, int]:
+        """Where scales, zeros and row scales begin, and the size of all, in bytes."""
+        tiles, slots = -(-rows // 16), -(-depth // self.slot)
+        scales = tiles * slots * 2 * TILE_BYTES
+        zeros = scales + tiles * slots * TILE_ROWS * self.halves * self.chunk_bytes(dtype)
+        row_scales = zeros + tiles * slots * TILE_ROWS * self.halves * self.zeros_bytes(dtype)
+        return scales, zeros, row_scales, row_scales + tiles * 16 * 4
+
+    def size_bytes(self, rows: int, depth: int, dtype: str) -> int:
+        """Of the whole block."""
+        return self.sections(rows, depth, dtype)[3]
+
+
+PACKINGS = ("u8", "u4_g128", "u4_g32", "u4_g128_zeros", "e4m3", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3")
+"""Those that models come with: kernels of others are compiled when they are first launched."""
+
+_NAME = re.compile(r"(u4|u8|e4m3|e2m1)(?:_g(\d+))?(_exponents|_e4m3)?(_zeros)?")
+
+
+@functools.cache
+def packing_of(name: str) -> Packing | None:
+    """The packing of a product's weight, or None for a dtype."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    element, group, kind, zeros = found.groups()
+    scale = {"_exponents": "exponent", "_e4m3": "e4m3", None: "value" if group else ""}[kind]
+    return Packing(element, int(group or 0), scale, bool(zeros))
+
+
+@functools.cache
+def sections_of(packing: Packing, dtype: str) -> Callable[..., Any]:
+    """A device function ``(weight, rows, k) -> (words, scales, zeros, row scales, slots)``: addresses, and a row's
+    slots."""
+    slot, uint32, uint64 = packing.slot, types.uint32, types.uint64
+    a_slot = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)
+    zeros_a_slot = TILE_ROWS * packing.halves * packing.zeros_bytes(dtype)
+
+    @device_function
+    def find(weight, rows, k):
+        slots = uint32(k + uint32(slot - 1)) // uint32(slot)
+        count = uint64(uint32(rows + uint32(15)) >> uint32(4)) * uint64(slots)
+        scales = weight + count * uint64(2 * TILE_BYTES)
+        zeros = scales + count * uint64(a_slot)
+        return weight, scales, zeros, zeros + count * uint64(zeros_a_slot), slots
+
+    return find
+
+
+# What a host does once
+
+
+def arrange(
+    packing: Packing, dtype: str, codes: Array, scales: Array | None, zeros: Array | None, row_scales: Array | None
+) -> Array:
+    """The block of a matrix, as uint8.
+
+    Args:
+        dtype: of the rows that it is to multiply.
+        codes: uint8 [N, K]: integers as they are stored, from 0 on; the bits of floats.
+        scales: float32 [N, ceil(K / group)], not negative and finite; of "e4m3" kinds, numbers that it holds, of
+            "exponent", powers of two. None without groups.
+        zeros: numbers [N, ceil(K / group)], where the packing has them.
+        row_scales: float32 [N]; None: 1.
+
+    Raises:
+        ValueError: for other shapes, and for a scale that is negative or not finite.
+    """
+    rows, depth = codes.shape
+    tiles, slots = -(-rows // 16), -(-depth // packing.slot)
+    padded = np.zeros((tiles * 16, slots * packing.slot), np.uint8)
+    padded[:rows, :depth] = codes
+    ordered = padded.reshape(tiles * 2, TILE_ROWS, slots, packing.steps, 4, 8).transpose(0, 2, 1, 4, 3, 5)
+    if BITS[packing.element] == 4:
+        words = ordered[..., [0, 4, 1, 5]] | ordered[..., [2, 6, 3, 7]] << 4
+    else:
+        words = ordered[..., [0, 2, 1, 3, 4, 6, 5, 7]]
+    by_row = np.ones(tiles * 16, np.float32)
+    if row_scales is not None:
+        by_row[:rows] = row_scales
+    parts = [words]
+    if packing.group:
+        wanted = rows, -(-depth // packing.group)
+        if scales is None or scales.shape != wanted:
+            raise ValueError(f"scales: shape {None if scales is None else scales.shape}, must be {wanted}")
+        if not (np.isfinite(scales) & (scales >= 0)).all():
+            raise ValueError("scales: must be finite and not negative")
+        kept, by_row[:rows] = _kept_scales(packing, dtype, scales, by_row[:rows])
+        parts.append(_by_lane(packing, kept, rows, depth))
+    if packing.has_zeros:
+        assert zeros is not None
+        used = dtype if dtype != "f32" else "f16"
+        offsets = offset_of(packing.element, used, 0) - np.asarray(zeros, np.float32)
+        parts.append(_by_lane(packing, _as_dtype(offsets, dtype), rows, depth))
+    parts.append(by_row)
+    return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
+
+
+def _kept_scales(packing: Packing, dtype: str, scales: Array, by_row: Array) -> tuple[Array, Array]:
+    """(the groups' scales as they are kept, the rows' scales)."""
+    if packing.scale == "e4m3":
+        return scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), by_row * np.float32(2.0**E4M3_SCALE_SHIFT)
+    largest = scales.max(axis=1, initial=0)
+    exponents = np.where(largest > 0, np.frexp(largest)[1], 0)  # of the least power of two above
+    if packing.scale == "exponent":
+        exponents = exponents - 1
+    shares = np.ldexp(scales, -exponents[:, None])
+    by_row = np.ldexp(by_row, exponents).astype(np.float32)
+    shift = SHIFTS.get((packing.element, dtype), 0)
+    if packing.scale == "value":
+        return _as_dtype(np.ldexp(shares, shift), dtype), by_row
+    bias = 15 if dtype == "f16" else 127
+    fields = np.where(shares > 0, np.frexp(shares)[1] - 1, -bias - shift) + bias + shift
+    return np.maximum(fields, 0).astype(np.uint8), by_row
+
+
+def _as_dtype(values: Array, dtype: str) -> Array:
+    kinds = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+    return values.astype(np.float32).astype(kinds[dtype])
+
+
+def _by_lane(packing: Packing, values: Array, rows: int, depth: int) -> Array:
+    """[N, groups] as lanes load them: [ceil(N / 16), slots, 8, halves, steps or groups, 2]."""
+    tiles, slots = -(-rows // 16), -(-depth // packing.slot)
+    of_group = np.minimum(
+        np.arange(slots * packing.slot // packing.kept_group) * packing.kept_group // packing.group,
+        values.shape[1] - 1,
+    )  # fmt: skip
+    padded = np.zeros((tiles * 16, len(of_group)), values.dtype)
+    padded[:rows] = values[:, of_group]
+    split = padded.reshape(tiles, 2, TILE_ROWS, slots, packing.lane_scales, packing.halves)
+    return split.transpose(0, 3, 2, 5, 4, 1)

@@ -1,0 +1,65 @@
+"""Packed weights on a GPU: products that read them as they are, and those that need rows of numbers first.
+
+A product that no tier computes from a packed weight (float32, more rows than the fast tiers take, a tier that the user
+names) has it written out as a matrix of x's type in front of it, every time: memory for one such matrix is needed then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numba_kernels.cuda import dequantize, gemm
+from numba_kernels.cuda.specialisation import Launch
+from runtime.backends.cuda_tensor import alignment, id_flag
+from runtime.device.gpu import Gpu
+from runtime.linear.weight import GpuWeight, PackedWeight
+from runtime.tensor.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How a product with a weight is computed.
+
+    Attributes:
+        launch: of the product; None where no launch does what its epilogue asks for.
+        dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
+    """
+
+    launch: Launch | None
+    dequantization: Launch | None = None
+
+
+def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
+    """Chooses the kernels of a product; see `gemm.plan`."""
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    if not isinstance(weight, PackedWeight) or gemm.can_read(product, machine, weight.tier):
+        return Planned(gemm.plan(product, machine, weight.tier))
+    launch = gemm.plan(replace(product, weight=product.x), machine, weight.tier)
+    dequantization = dequantize.plan(weight.packing, *weight.shape, product.x)
+    return Planned(launch, None if launch is None else dequantization)
+
+
+def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:
+    """The address that the product's launch takes for its weight, and what holds that memory."""
+    if planned.dequantization is None:
+        return weight.address, weight
+    rows = Tensor.empty(weight.shape, weight.activations, weight.device)
+    gpu.launch(planned.dequantization, weight.address, 0, rows.address, 0, weight.shape[0], *weight.shape, 1.0)
+    return rows.address, rows
+
+
+def embedding(ids: Tensor, table: PackedWeight, multiplier: float) -> Tensor:
+    """Rows of a packed table."""
+    gpu, (num_rows, depth) = Gpu.of(ids.device), table.shape
+    result = Tensor.empty((ids.shape[0], depth), table.activations, ids.device)
+    if result.size:
+        launch = dequantize.plan(
+            table.packing, ids.shape[0], depth, table.activations.ptx, is_lookup=True,
+            alignment=alignment(result.address),
+        )  # fmt: skip
+        flag = id_flag(ids.device).address
+        gpu.launch(
+            launch, table.address, ids.address, result.address, flag, ids.shape[0], num_rows, depth, multiplier
+        )
+    return result

@@ -1,0 +1,59 @@
+"""Seeded packed matrices and what they are worth in float64, for the tests of kernels that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from numba_kernels.cuda.packing import Packing, arrange, packing_of
+from tests.numba_kernels.cuda.harness import numpy_dtype
+
+FLOATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
+
+
+@dataclass
+class PackedMatrix:
+    """A matrix [N, K]: `block` is its bytes, `values` float64 what they mean, with scales as the dtype keeps them."""
+
+    packing: Packing
+    block: np.ndarray
+    values: np.ndarray
+
+
+def packed_matrix(name: str, rows: int, depth: int, dtype: str, seed: int = 0) -> PackedMatrix:
+    """Random codes (all of them occur in a large matrix), scales and zero points. `values` takes the group scales as
+    numbers that `dtype` holds, as they are given here."""
+    packing = packing_of(name)
+    assert packing is not None
+    rng = np.random.default_rng([seed, rows, depth])
+    bits = 4 if packing.element in ("u4", "e2m1") else 8
+    codes = rng.integers(0, 1 << bits, (rows, depth)).astype(np.uint8)
+    groups = -(-depth // packing.group) if packing.group else 1
+    if packing.element in FLOATS:
+        codes[codes & 0x7F == 0x7F] = 0x7E  # e4m3's NaN
+        values = codes.view(FLOATS[packing.element]).astype(np.float64)
+    else:
+        values = codes.astype(np.float64)
+    zeros = None
+    if packing.element in ("u4", "u8"):
+        middle = 1 << (bits - 1)
+        if packing.has_zeros:
+            zeros = rng.integers(0, 1 << bits, (rows, groups)).astype(np.uint8)
+        of_element = np.full((rows, groups), middle) if zeros is None else zeros
+        values -= np.repeat(of_element.astype(np.float64), packing.group or depth, axis=1)[:, :depth]
+    scales = None
+    if packing.group:
+        if packing.scale == "value":
+            scales = rng.uniform(0.001, 0.3, (rows, groups)).astype(numpy_dtype(dtype)).astype(np.float32)
+        elif packing.scale == "exponent":
+            scales = np.ldexp(np.float32(1), rng.integers(-9, 3, (rows, groups))).astype(np.float32)
+        else:
+            scales = np.abs(rng.standard_normal((rows, groups))).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        values *= np.repeat(scales.astype(np.float64), packing.group, axis=1)[:, :depth]
+    row_scales = rng.uniform(0.001, 0.02, rows).astype(np.float32)
+    values *= row_scales.astype(np.float64)[:, None]
+    block = arrange(packing, dtype, codes, scales, zeros, row_scales)
+    assert block.nbytes == packing.size_bytes(rows, depth, dtype)
+    return PackedMatrix(packing, block, values)

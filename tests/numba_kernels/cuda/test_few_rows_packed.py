@@ -1,0 +1,86 @@
+"""Products of up to 64 rows with packed weights: against float64 of what the weight means."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.packing import PACKINGS
+from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
+from tests.numba_kernels.cuda.packed_cases import packed_matrix
+
+UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
+DEFAULT = [
+    ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
+    ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
+    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"),
+]  # fmt: skip
+SWEEP = [
+    (name, dtype, shape, arch)
+    for name in (*PACKINGS, "u4_g64", "u8_g32_zeros", "u8_g128", "u4_g32_zeros")
+    for dtype, arch in (("bf16", "emulated:sm_90a"), ("f16", "emulated:sm_80"), ("bf16", "emulated:sm_89"))
+    for shape in ((1, 17, 8), (9, 260, 1160), (33, 64, 2056), (64, 47, 1304))
+]  # fmt: skip
+
+
+def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False):
+    """(what a device gives, what it should, by how much it may be off)."""
+    m, n, k = sizes
+    rng = np.random.default_rng([m, n, k])
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, dtype)
+    x = rng.standard_normal((m, k), dtype=np.float32).astype(numpy_dtype(dtype))
+    out_dtype = out_dtype or dtype
+    terms = [
+        rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(kind)) if is_there else None
+        for shape, kind, is_there in (((n,), "f32", bias), ((m, n), out_dtype, residual))
+    ]
+    epilogue = gemm.Epilogue(has_residual=residual, is_aligned=True, activation=activation)
+    asked = gemm.Product(m, n, k, dtype, name, out_dtype, epilogue)
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
+    assert gemm.can_read(asked, machine)
+    launch = gemm.plan(asked, machine)
+    assert launch is not None
+    assert name in launch.specialisation.name
+    held = [put(gpu, x), put(gpu, matrix.block), *(None if term is None else put(gpu, term) for term in terms)]
+    gpu.declare_immutable(held[1])
+    out = empty(gpu, (m, n), out_dtype)
+    addresses = [0 if block is None else block.address for block in held]
+    launch = dataclasses.replace(launch, is_dependent=gpu.arch != "sm_80" and gpu.arch != "sm_89")
+    gpu.launch(launch, *addresses, out.address, m, n, k, 1, *gemm.NO_SQUARES)
+    exact = x.astype(np.float64) @ matrix.values.T
+    # Group scales are multiplied in 16 bits, rounded once; sums are float32.
+    unit = UNITS[dtype] if matrix.packing.group else 0.0
+    bound = (unit + 2 * (k + 2) * 2.0**-24) * (np.abs(x.astype(np.float64)) @ np.abs(matrix.values).T)
+    if activation:
+        gate, up = exact[:, :n], exact[:, n:]
+        gate_bound, up_bound = bound[:, :n], bound[:, n:]
+        sigmoid = 1 / (1 + np.exp(-gate))
+        exact = gate * sigmoid * up
+        bound = 1.2 * (gate_bound * np.abs(up) + up_bound * np.abs(gate) + gate_bound * up_bound) + 1e-6 * np.abs(exact)
+    for term in terms:
+        if term is not None:
+            exact = exact + term.astype(np.float64)
+    bound = bound + UNITS.get(out_dtype, 2.0**-24) * (np.abs(exact) + bound) + 1e-7
+    return get(gpu, out, (m, n), out_dtype).astype(np.float64), exact, bound
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "gpu"),
+    [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in SWEEP)], indirect=["gpu"],
+)  # fmt: skip
+def test_equals_float64(gpu, name, dtype, sizes):
+    got, expected, bound = product(gpu, name, dtype, sizes, bias=sizes[0] != 2, residual=sizes[0] != 3)
+    assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
+    assert np.abs(expected).max() > 50 * np.median(bound)  # so that the bound tells
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("u8", (5, 48, 136)), pytest.param("u4_g32", (17, 112, 328), marks=pytest.mark.exhaustive)],
+)
+def test_gated_units(gpu, name, sizes):
+    got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu")
+    assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
