@@ -20,7 +20,7 @@ test: lint
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
 test-all: lint
-	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/python -m ruff check --no-cache .
