@@ -22,7 +22,8 @@ class ServerConfig:
     """What the server holds clients to, whom it lets in, and what it tells. Times in seconds, sizes in bytes.
 
     Connections:
-    max_connections          open at once; further ones are answered with 503, but for the probes
+    max_connections          open at once; a further one takes the place of one that keeps the server waiting, else the
+                             answer is 503, but for the probes
     max_header_bytes         request line and headers together; beyond it the answer is 431
     max_headers              most header fields; beyond it the answer is 431
     header_timeout_s         from the connection, or the next request's first byte, to the end of the headers: 408

@@ -42,7 +42,7 @@ from server.observing.logs import close_log, open_log
 from server.observing.tracing import open_tracing
 from server.transport.auth import ApiKeys
 from server.transport.origins import hosts_for, origins_for
-from server.transport.protocol import RESERVED_CONNECTIONS, uvicorn_config
+from server.transport.protocol import BACKLOG, RESERVED_CONNECTIONS, uvicorn_config
 from tokenizer import Tokenizer
 from tokenizer import warm_up as tokenizer_warm_up
 
@@ -262,7 +262,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         reasons = {

@@ -64,6 +64,7 @@ ELSEWHERE = {
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
         "python tools/soak.py --minutes 10 --clients 8",
         "python tools/fuzz_api.py --cases 20000 --clients 3 --seed 2010239144",
+        "python tools/silent_connections.py --url http://127.0.0.1:8000",
         "xserv bench serve",
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
         "xserv bench serve --base-url http://host:8000 --endpoint chat "

@@ -6,8 +6,8 @@ connection has limits:
 - its request line and headers together are at most so many bytes and fields, and complete within so many seconds;
 - of an answer that is not read only so much is held: then the answer pauses (whoever sends it waits), and when it has
   paused for so long, the connection is cut, which cancels the request;
-- there are at most so many connections; a further one takes the place of an idle one, else it is told so, but for the
-  probes, and beyond a few not even heard.
+- there are at most so many connections; a further one takes the place of one that keeps the server waiting (`crowd`),
+  else it is told so, but for the probes, and beyond a few not even heard.
 
 The other way, uvicorn on h11 with its limit of incomplete events, was measured too: docs/server.md has the numbers."""
 
@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerConfig
 from server.errors import ApiError
+from server.transport.crowd import Crowd, Wait
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
 
@@ -33,6 +34,10 @@ logger = logging.getLogger("xserv.server")
 
 RESERVED_CONNECTIONS = 64
 """Connections beyond the limit that are still heard, so that the probes get through."""
+
+
+BACKLOG = 4096
+"""Connections that the system keeps until the server takes them; more, and clients try again after a second."""
 
 
 class _HeadersTooLarge(Exception):
@@ -50,12 +55,13 @@ class _Unbounded(int):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. `limits` belongs to the class that `limited` makes.
+    """One connection. `limits` and `crowd` belong to the class that `limited` makes.
 
     A head is a request's line and headers. It is being read from the connection's beginning or the end of the request
     before, until the headers are complete."""
 
     limits: ServerConfig
+    crowd: Crowd
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -71,17 +77,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self.crowd.evict()
         if len(self.connections) > self.limits.max_connections + RESERVED_CONNECTIONS:
             transport.abort()
             return
-        if len(self.connections) > self.limits.max_connections:
-            self._close_idle_one()
+        self.crowd.put(self, Wait.SILENT)
         transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_slow_timer()
+        self.crowd.put(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -91,6 +99,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(data)
             if self._head_timer is None:
                 self._start_head_timer()
+            if self.crowd.wait_of(self) in (Wait.SILENT, Wait.IDLE):
+                self.crowd.put(self, Wait.HEAD)
+        elif self.crowd.wait_of(self) is Wait.BODY:
+            self.crowd.put(self, Wait.BODY)  # it waits anew
         self._chunk = data
         super().data_received(data)
         self._chunk = b""
@@ -125,6 +137,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_reading_head = False
         self._num_parsed_bytes = 0
         self._stop_head_timer()
+        self.crowd.put(self, Wait.BODY)  # where there is none, this is over with the head
         if len(self.connections) > self.limits.max_connections:
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
@@ -136,11 +149,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_reading_head = True
         self._num_head_bytes = 0
+        if self.crowd.wait_of(self) is Wait.BODY:
+            self.crowd.put(self, None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing() and self.transport.get_write_buffer_size() > 0:
             self._start_slow_timer()  # closing waits for the client to read the rest
+        elif self.timeout_keep_alive_task is not None:
+            self.crowd.put(self, Wait.IDLE)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -178,13 +195,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._chunk = rest
         super().data_received(rest)
 
-    def _close_idle_one(self) -> None:
-        """Make room: a connection that waits for its next request gives way to one that brings a request."""
-        for other in self.connections:
-            if isinstance(other, LimitedHttpProtocol) and other.timeout_keep_alive_task is not None:
-                other.timeout_keep_alive_handler()
-                self.connections.discard(other)  # it will be told of its end later
-                return
+    def give_way(self) -> None:
+        """Another connection needs the place; it is free at once."""
+        self.connections.discard(self)  # the end itself is told later
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes
@@ -244,12 +261,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_slow_timer(self) -> None:
         if self._slow_timer is None:
+            self.crowd.put(self, Wait.READER)
             self._slow_timer = self.loop.call_later(self.limits.slow_reader_timeout_s, self._drop)
 
     def _stop_slow_timer(self) -> None:
         if self._slow_timer is not None:
             self._slow_timer.cancel()
             self._slow_timer = None
+            if self.crowd.wait_of(self) is Wait.READER:
+                self.crowd.put(self, None)
 
     def _drop(self) -> None:
         """The client has not read for too long."""
@@ -262,6 +282,7 @@ def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
 
     class Protocol(LimitedHttpProtocol):
         limits = config
+        crowd = Crowd()
 
     return Protocol
 
@@ -280,6 +301,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, *, graceful_timeout_s: in
         server_header=False,
         proxy_headers=False,
         workers=1,
+        backlog=BACKLOG,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]  # only ever given to call_later

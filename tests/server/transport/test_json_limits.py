@@ -263,10 +263,11 @@ def test_nesting_at_its_limit(narrow: Served) -> None:
 
 
 def test_more_connections_than_allowed(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
-    """Further requests are told so, probes get through, and far beyond it nobody is heard; then all is as before."""
+    """While all are being answered, further requests are told so, and probes get through; then all is as before."""
     config = ServerConfig(max_connections=4)
+    fake_engine.step_gate.clear()
     with serving(fake_engine, tokenizer, config=config) as served:
-        held = [connect(served.url) for _ in range(4)]
+        held = [ask_for_a_stream(served.url) for _ in range(4)]
         wait_until(lambda: b"503" in exchange(served.url, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")[:20])
         received = exchange(served.url, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         check_refusal(received, 503, "overloaded")
@@ -274,10 +275,11 @@ def test_more_connections_than_allowed(tokenizer: Tokenizer, fake_engine: FakeEn
         for path in (b"/health", b"/ready", b"/metrics"):
             request = b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path
             assert exchange(served.url, request).startswith(b"HTTP/1.1 200 ")
-        held += [connect(served.url) for _ in range(RESERVED_CONNECTIONS)]
-        wait_until(lambda: exchange(served.url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == b"")
+        held += [connect(served.url) for _ in range(2 * RESERVED_CONNECTIONS)]
+        assert exchange(served.url, request).startswith(b"HTTP/1.1 200 "), "those that are silent give way"
         for connection in held:
             connection.close()
+        fake_engine.step_gate.set()
         wait_until(lambda: served.http.get("/v1/models").status_code == 200)
 
 

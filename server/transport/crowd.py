@@ -1,0 +1,64 @@
+"""Who gives way when there are more connections than the server holds.
+
+Every connection that keeps the server waiting stands in one of five queues, the one that has waited longest in front.
+When one comes too many, one of them is closed: the first of the first queue whose patience is over; else, of those that
+have not sent a whole head yet, the one that has waited longest. Who is being answered stands in none."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from enum import IntEnum
+from typing import Protocol
+
+
+class Wait(IntEnum):
+    """What is waited for, in the order in which connections give way."""
+
+    SILENT = 0  # the first byte of its first request
+    IDLE = 1  # its next request
+    HEAD = 2  # the rest of a request's line and headers
+    BODY = 3  # the rest of a body
+    READER = 4  # that the client reads
+
+
+PATIENCE_S = {Wait.SILENT: 1.0, Wait.IDLE: 0.0, Wait.HEAD: 1.0, Wait.BODY: 1.0, Wait.READER: 1.0}
+"""How long each may wait before it gives way: a new connection is silent until its first bytes arrive."""
+
+
+class Waiting(Protocol):
+    def give_way(self) -> None:
+        """Close the connection at once."""
+
+
+class Crowd:
+    """The queues of one server. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Wait, OrderedDict[Waiting, float]] = {wait: OrderedDict() for wait in Wait}
+        self._places: dict[Waiting, Wait] = {}
+
+    def put(self, one: Waiting, wait: Wait | None) -> None:
+        """The connection waits for this from now on, at the end of that queue; None: it is being answered or has
+        ended."""
+        place = self._places.pop(one, None)
+        if place is not None:
+            del self._queues[place][one]
+        if wait is not None:
+            self._places[one] = wait
+            self._queues[wait][one] = time.monotonic()
+
+    def wait_of(self, one: Waiting) -> Wait | None:
+        return self._places.get(one)
+
+    def evict(self) -> Waiting | None:
+        """Close the connection whose turn it is, and tell which; None: nobody has to give way."""
+        now = time.monotonic()
+        firsts = [(wait, *next(iter(queue.items()))) for wait, queue in self._queues.items() if queue]
+        due = [one for wait, one, since in firsts if now - since >= PATIENCE_S[wait]]
+        due += [one for wait, one, _ in sorted(firsts, key=lambda first: first[2]) if wait in (Wait.SILENT, Wait.HEAD)]
+        if not due:
+            return None
+        self.put(due[0], None)
+        due[0].give_way()
+        return due[0]
