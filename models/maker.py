@@ -23,11 +23,12 @@ from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.dtype import DType, float16, float32
 from runtime.linear.format import GGML_FORMATS, WeightFormat
+from runtime.linear.kept import kept_format
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import BlockRows, LinearWeight, packed_bytes
+from runtime.linear.weight import BlockRows, LinearWeight, MatrixSource, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
@@ -199,7 +200,7 @@ class Maker(ABC):
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
         """
         if not is_tied:
-            if self._block_format(f"{self._prefix}{name}.weight", columns):
+            if self._kept_format(f"{self._prefix}{name}.weight", columns):
                 return self.linear(name, outputs=rows, inputs=columns).weight, self.linear(
                     head, outputs=rows, inputs=columns
                 )
@@ -225,10 +226,13 @@ class Maker(ABC):
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
 
-    def _block_format(self, name: str, depth: int) -> WeightFormat | None:
-        """The format of blocks in which a stored matrix is kept as it is: on the cpu, whole, if nothing else is asked
+    def _kept_format(self, name: str, depth: int) -> WeightFormat | None:
+        """The format in which a quantised matrix is kept as it is stored: on the cpu, whole, if nothing else is asked
         for and there is a kernel for it."""
         options = self.options
+        layout = None if self._source is None else self._source.quantized(name)
+        if layout is not None:
+            return kept_format(layout, options)
         if self._source is None or options.dtype or options.format or options.num_ranks > 1:
             return None
         format = GGML_FORMATS.get(self._source.block_format(name) or "")
@@ -278,7 +282,7 @@ class DeclaringMaker(Maker):
         kept = [
             (
                 count,
-                self._block_format(f"{name}.weight", declaration.inputs)
+                self._kept_format(f"{name}.weight", declaration.inputs)
                 or self.options.format_of(stored[f"{name}.weight"]),
             )
             for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
@@ -316,10 +320,12 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
-        def part(name: str, rows: slice, columns: slice) -> Tensor | BlockRows:
-            format = self._block_format(f"{name}.weight", declaration.inputs)
+        def part(name: str, rows: slice, columns: slice) -> MatrixSource:
+            format = None if declaration.is_transposed else self._kept_format(f"{name}.weight", declaration.inputs)
             if format is None:
                 return matrix(name, rows, columns)
+            if self._source.quantized(f"{name}.weight") is not None:
+                return self._source.matrix(f"{name}.weight").cut(rows)
             return BlockRows(self._source.blocks(f"{name}.weight")[rows], format, declaration.inputs)
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
@@ -332,7 +338,7 @@ class LoadingMaker(Maker):
                 return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
             return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
 
-        weights: list[Tensor | BlockRows] = []
+        weights: list[MatrixSource] = []
         whole_rows, biases = [], []
         is_part = declaration.split == "inputs" and declaration.num_ranks > 1
         for name, rows, columns in declaration.parts:

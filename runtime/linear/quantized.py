@@ -16,7 +16,7 @@ rounded after each operation: as each format's own library has it, before that r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -144,6 +144,18 @@ class QuantizedMatrix:
         """Bytes of codes, scales, zeros and order."""
         arrays = (self.codes, self.scales, self.zeros, self.order)
         return sum(array.nbytes for array in arrays if array is not None)
+
+    def cut(self, rows: slice) -> QuantizedMatrix:
+        """Some rows of the matrix, as views where they have scales of their own."""
+        width, depth = self.shape
+        first, stop, _ = rows.indices(width)
+        if (first, stop) == (0, width):
+            return self
+        block_rows, elements = self.layout.block
+        places = self._scale_rows(slice(first, stop))
+        layout = replace(self.layout, shape=(stop - first, depth), block=(min(block_rows, 1), elements))
+        zeros = None if self.zeros is None else self.zeros[places]
+        return replace(self, layout=layout, codes=self.codes[first:stop], scales=self.scales[places], zeros=zeros)
 
     def dequantise(self, dtype: DType, rows: slice = slice(None)) -> NDArray:
         """Rows of the matrix, ``[rows, K]``, columns in the matrix's own order."""

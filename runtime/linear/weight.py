@@ -18,8 +18,10 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
+from runtime.linear.kept import block_bytes, kept_format, row_scales
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
+from runtime.linear.quantized import QuantizedMatrix
 from runtime.linear.rounding import int8_rows
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
@@ -51,6 +53,10 @@ class BlockRows:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.raw.shape[0], self.depth
+
+
+MatrixSource = Tensor | BlockRows | QuantizedMatrix
+"""A matrix ``[N, K]`` on the cpu that a weight is made of."""
 
 
 class LinearWeight:
@@ -266,7 +272,7 @@ def packed_bytes(
 
 
 def prepare_linear(
-    weight: Tensor | Sequence[Tensor | BlockRows],
+    weight: Tensor | Sequence[MatrixSource],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     options: LoadOptions = DEFAULT_OPTIONS,
     *,
@@ -276,7 +282,7 @@ def prepare_linear(
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
     several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
-    whole, with the options' default type, a weight may be in ggml's blocks.
+    whole, with the options' default type, a weight may be in ggml's blocks, or quantised as `kept_format` says.
 
     ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
@@ -292,10 +298,10 @@ def prepare_linear(
             different K, different types on a GPU, a bias of another size, biases of another number than weights, or
             whole rows that are missing, or not as many or as long as they must be.
     """
-    weights: list[Tensor | BlockRows] = [weight] if isinstance(weight, Tensor) else list(weight)
+    weights: list[MatrixSource] = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else list(bias)
     if options.dtype is not None:
-        weights = [part if isinstance(part, BlockRows) else part.to(options.dtype) for part in weights]
+        weights = [part.to(options.dtype) if isinstance(part, Tensor) else part for part in weights]
         whole_rows = None if whole_rows is None else [part.to(options.dtype) for part in whole_rows]
     _check(weights, biases, options)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
@@ -363,7 +369,7 @@ def _packed(
 
 
 def _in_panels(
-    weights: list[Tensor | BlockRows], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions,
+    weights: list[MatrixSource], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions,
     num_segments: int,
 ) -> LinearWeight:
     joined, first, parts = [], 0, zip(weights, whole_rows or weights, strict=True)
@@ -373,6 +379,12 @@ def _in_panels(
         packed = 0
         while packed < width:
             part, whole = next(parts)
+            if isinstance(part, QuantizedMatrix):
+                if panels.stored is np.uint8:
+                    _pack_integers(panels, part, packed)
+                    packed += part.shape[0]
+                    continue
+                part = BlockRows(block_bytes(part, kept), kept, part.shape[1])
             if isinstance(part, BlockRows):
                 words = BLOCKS[panels.stored].arranged(part.raw)
                 pack(panels.panels, panels.scales, words, packed, NUM_THREADS)
@@ -388,12 +400,23 @@ def _in_panels(
     return joined[0] if len(joined) == 1 else JoinedWeight(joined)
 
 
-def _format_of(part: Tensor | BlockRows, options: LoadOptions) -> WeightFormat:
+def _pack_integers(panels: PanelWeight, matrix: QuantizedMatrix, first_column: int) -> None:
+    """Integers of 8 bits into panels, four in a word that float32 carries."""
+    words = np.ascontiguousarray(matrix.codes).view(np.float32)
+    pack(panels.panels.view(np.float32), panels.scales, words, first_column, NUM_THREADS)
+    panels.scales[first_column : first_column + matrix.shape[0]] = row_scales(matrix)
+
+
+def _format_of(part: MatrixSource, options: LoadOptions) -> WeightFormat:
+    if isinstance(part, QuantizedMatrix):
+        kept = kept_format(part.layout, options)
+        assert kept is not None, part.layout
+        return kept
     return part.format if isinstance(part, BlockRows) else options.format_of(part.dtype)
 
 
 def _whole_rows(
-    weights: list[Tensor | BlockRows], given: Sequence[Tensor] | None, options: LoadOptions
+    weights: list[MatrixSource], given: Sequence[Tensor] | None, options: LoadOptions
 ) -> list[Tensor] | None:
     """The whole rows where a format needs them."""
     if not any(_format_of(part, options).has_row_scales for part in weights):
@@ -404,7 +427,7 @@ def _whole_rows(
     return list(given or ())
 
 
-def _check(weights: list[Tensor | BlockRows], biases: list[Tensor | None], options: LoadOptions) -> None:
+def _check(weights: list[MatrixSource], biases: list[Tensor | None], options: LoadOptions) -> None:
     device = options.device
     first_type = next((part.dtype for part in weights if isinstance(part, Tensor)), None)
     if not weights:
@@ -414,6 +437,14 @@ def _check(weights: list[Tensor | BlockRows], biases: list[Tensor | None], optio
             f"prepare_linear: bias must hold one entry for each of {len(weights)} weights", param="bias"
         )
     for number, (part, bias) in enumerate(zip(weights, biases, strict=True)):
+        if isinstance(part, QuantizedMatrix):
+            if kept_format(part.layout, options) is None or part.shape[1] != weights[0].shape[1]:
+                raise InvalidArgumentError(
+                    f"prepare_linear: weight {number} is {part.layout.name} {part.shape}, which {device} cannot keep"
+                    " so, whole, or beside the first",
+                    param="weight",
+                )
+            continue
         if isinstance(part, BlockRows):
             if device.kind != "cpu" or options.dtype or options.format or options.num_ranks > 1 or (
                 part.shape[1] % part.format.split or part.shape[1] != weights[0].shape[1]

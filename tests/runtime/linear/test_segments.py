@@ -111,9 +111,7 @@ class Map:
             weight = self.prepared("inputs", rank, num_ranks)
             _, columns = self.part("inputs", rank, num_ranks)
             partials.append(ops.linear_partial(self.on_device(self.x[:, columns]), weight).to("cpu").numpy())
-        added = ops.add_partials(
-            self.on_device(np.stack(partials)), weight, residual=self.on_device(self.residual)
-        )
+        added = ops.add_partials(self.on_device(np.stack(partials)), weight, residual=self.on_device(self.residual))
         return added.to("cpu").numpy()
 
     def outputs_on_ranks(self, num_ranks: int) -> Array:
