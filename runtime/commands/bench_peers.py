@@ -25,6 +25,10 @@ def peers(
     dtypes: Annotated[
         str | None, typer.Option(help="Weights: float32,bfloat16,int8 (beside q8_0); default: all.")
     ] = None,
+    gguf: Annotated[
+        list[Path] | None,
+        typer.Option(help="A GGUF file that llama.cpp reads, too: of the workloads, decode-1 to burst, on it alone."),
+    ] = None,
     peers: Annotated[
         str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")
     ] = None,
@@ -44,7 +48,16 @@ def peers(
     from runtime.bench.peers.bench_peers import bench_peers, failures
     from runtime.bench.peers.report import markdown
     from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
-    from runtime.bench.peers.workloads import DTYPES, HOST_WORK, ON_REQUEST, WORKLOADS, groups_of, named
+    from runtime.bench.peers.workloads import (
+        DTYPES,
+        GGUF_WORKLOADS,
+        HOST_WORK,
+        ON_REQUEST,
+        WORKLOADS,
+        gguf_groups,
+        groups_of,
+        named,
+    )
 
     keys = (*(workload.key for workload in WORKLOADS), *HOST_WORK)
     chosen = named("--workloads", workloads, keys, [key for key in keys if key not in ON_REQUEST])
@@ -64,6 +77,8 @@ def peers(
             print(f"missing: {error}", file=sys.stderr)
     groups = groups_of([workload for workload in WORKLOADS if workload.key in chosen], chosen_dtypes)
     host_work = [key for key in HOST_WORK if key in chosen]
+    if gguf:
+        groups, host_work = gguf_groups(gguf, named("--workloads", workloads, GGUF_WORKLOADS, GGUF_WORKLOADS)), []
     report = bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
     output.deliver(report, markdown(report))
     failed = failures(report)

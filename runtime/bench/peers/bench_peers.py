@@ -1,6 +1,7 @@
 """`bench peers`: this engine against llama.cpp and Hugging Face transformers, on the same weights, in turns.
 
-For each model and type of its weights, one folder of seeded random weights is written, and every side loads it. First
+For each model and type of its weights, one folder of seeded random weights is written, and every side loads it; or a
+GGUF file is given. First
 they are compared: logits of one prompt, and the greedy tokens of every workload. Then each workload is timed in rounds,
 all sides in turns (who begins moves on), while the others are idle, which is measured too. A ratio above 1 means that
 ours is faster. The limits of the processor are measured in every round, beside the work; the best count.
@@ -174,7 +175,8 @@ def _measure_group(
     """Loads the folder on every side and adds the workloads' results to those measured."""
     from runtime.llm import LLM
 
-    size = ModelSize.of(json.loads((folder / "config.json").read_text()))
+    model = group.gguf or folder
+    size = ModelSize.of_gguf(model) if group.gguf else ModelSize.of(json.loads((folder / "config.json").read_text()))
     wanted = [engine for engine in PEER_ENGINES if group.dtype in engine.dtypes]
     missing = [engine.name for engine in wanted if engine.name not in pythons]
     longest = max(workload.longest for workload in group.workloads)
@@ -182,7 +184,7 @@ def _measure_group(
     with contextlib.ExitStack() as stack:
         llm = stack.enter_context(
             LLM(
-                str(folder),
+                str(model),
                 device="cpu",
                 dtype=group.stored_dtype,
                 skip_tokenizer_init=True,
@@ -214,4 +216,4 @@ def _start(
     engine: PeerEngine, python: Path, folder: Path, group: Group, stack: contextlib.ExitStack
 ) -> PeerSide:
     child = stack.enter_context(ChildProcess([str(python), str(engine.script)], engine.name))
-    return PeerSide(engine, child, folder, group.dtype)
+    return PeerSide(engine, child, folder, group.gguf or folder, group.dtype)

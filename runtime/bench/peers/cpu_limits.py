@@ -9,17 +9,20 @@ which makes the limits slightly too high.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from models.gguf.reader import GgufFile
 from runtime.bench.environment import usable_cores
-from runtime.bench.peers.workloads import Workload
+from runtime.bench.peers.workloads import GGUF, Workload
 
 READ_BUFFER_BYTES = 1 << 30
 WARM_UP_S = 0.3
@@ -47,7 +50,7 @@ class CpuLimits:
 
     def operations_per_s(self, dtype: str) -> float:
         """The rate of products with weights of `dtype`: by its own instruction, else widened to float32."""
-        own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s}.get(dtype)
+        own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s, GGUF: self.int8_ops_per_s}.get(dtype)
         return own or self.float32_flops_per_s
 
 
@@ -154,6 +157,16 @@ class ModelSize:
 
     layer_weights: int
     head_weights: int
+    size_bytes: int | None = None  # of all of them; None: by their type
+
+    @staticmethod
+    def of_gguf(path: Path) -> ModelSize:
+        """From the matrices of a GGUF file."""
+        tensors = GgufFile(path).tensors
+        head = tensors.get("output.weight") or tensors["token_embd.weight"]
+        layers = [each for name, each in tensors.items() if name.startswith("blk.") and len(each.shape) == 2]
+        size_bytes = sum(each.size_bytes for each in (*layers, head))
+        return ModelSize(sum(math.prod(each.shape) for each in layers), math.prod(head.shape), size_bytes)
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ModelSize:
@@ -171,7 +184,8 @@ def limit_rate(limits: CpuLimits, size: ModelSize, dtype: str, workload: Workloa
     """The token rate, as the workload counts it, of steps that take no longer than reading and arithmetic demand."""
 
     def step_s(tokens: int, draws: int) -> float:
-        reading = (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype] / limits.read_bytes_per_s
+        size_bytes = size.size_bytes or (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype]
+        reading = size_bytes / limits.read_bytes_per_s
         operations = 2 * (size.layer_weights * tokens + size.head_weights * draws)
         return max(reading, operations / limits.operations_per_s(dtype))
 

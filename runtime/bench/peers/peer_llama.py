@@ -1,7 +1,7 @@
 """A peer of `bench peers`: llama.cpp behind JSON lines, a script for a Python with llama-cpp-python, gguf and numpy.
 
 The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` writes a GGUF file
-beside the folder's safetensors, from the same weights, and opens it; a `variant` is "flash" or "plain" (flash attention
+beside the folder's safetensors, from the same weights, and opens it, or opens the file that it is given; a `variant` is "flash" or "plain" (flash attention
 or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
 
 Batches go through the low-level API as llama.cpp's own batched benchmark makes them: every sequence has its own part of
@@ -89,9 +89,9 @@ def gguf_name(name: str) -> str:
     raise ValueError(f"no name in GGUF for {name}")
 
 
-def write_gguf(folder: Path, path: Path, dtype: str) -> int:
-    """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. Returns the number of
-    parameters. There is no tokenizer in it: ids go in, ids come out."""
+def write_gguf(folder: Path, path: Path, dtype: str) -> None:
+    """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. There is no tokenizer in
+    it: ids go in, ids come out."""
     import gguf
     import numpy as np
 
@@ -122,9 +122,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> int:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     matrix_type = gguf.GGMLQuantizationType[GGUF_TYPES[dtype]]
-    num_parameters = 0
     for name, values in stored_tensors(folder / "model.safetensors"):
-        num_parameters += values.size
         if ".c_" in name and values.ndim == 2:
             values = values.T  # GPT-2 stores its maps as [in, out]
         if values.ndim == 2 and name != "transformer.wpe.weight":
@@ -136,7 +134,6 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> int:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return num_parameters
 
 
 class Batch:
@@ -175,8 +172,10 @@ class Peer:
         import llama_cpp
 
         self.api, self.threads = llama_cpp, threads
-        path = Path(folder) / f"model-{dtype}.gguf"
-        num_parameters = write_gguf(Path(folder), path, dtype)
+        path = Path(folder)
+        if path.is_dir():
+            path = path / f"model-{dtype}.gguf"
+            write_gguf(Path(folder), path, dtype)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -188,7 +187,7 @@ class Peer:
             "llama_cpp_python": llama_cpp.__version__,
             "system": llama_cpp.llama_print_system_info().decode(),
             "threads": threads,
-            "num_parameters": num_parameters,
+            "num_parameters": llama_cpp.llama_model_n_params(self.model),
             "variants": VARIANTS,
         }
 

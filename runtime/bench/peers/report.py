@@ -8,6 +8,7 @@ from typing import Any
 from runtime.bench.peers.cpu_limits import RATES
 from runtime.bench.peers.rounds import QUIET_SHARE
 from runtime.bench.peers.sides import OURS, PEER_ENGINES
+from runtime.bench.peers.workloads import GGUF
 
 _HEAD = ("workload", "weights", OURS, *(engine.name for engine in PEER_ENGINES), "ratio", "rounds", "must", "ahead")
 
@@ -53,13 +54,15 @@ def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
     must = "–"
     if goal:
         must = f"{goal['must']:g}× {against}"
+        if goal["or_share_of_limit"] is not None:
+            must += f" or {goal['or_share_of_limit']:.0%} of the limit"
         if goal["least_share_of_limit"] is not None:
             must += f", {goal['least_share_of_limit']:.0%} of the limit"
         if goal["most_ttft_ms"] is not None:
             must += f", TTFT {goal['most_ttft_ms']:g} ms"
     return (
         result["name"],
-        result["dtype"],
+        result["model"] if result["dtype"] == GGUF else result["dtype"],
         rate(OURS),
         *(rate(engine.name) for engine in PEER_ENGINES),
         "–" if ratio is None else f"{ratio:.2f}",

@@ -15,7 +15,7 @@ from runtime.bench.environment import usable_cores
 from runtime.bench.load.burst import run_burst
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.child_process import ChildProcess
-from runtime.bench.peers.workloads import Workload
+from runtime.bench.peers.workloads import GGUF, Workload
 
 if TYPE_CHECKING:
     from runtime.llm import LLM
@@ -62,7 +62,7 @@ LLAMA = PeerEngine(
     Path(__file__).with_name("peer_llama.py"),
     ".venv-llama",
     "llama-cpp-python gguf numpy",
-    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"},
+    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0", GGUF: GGUF},
 )
 PEER_ENGINES = (TRANSFORMERS, LLAMA)
 
@@ -128,17 +128,17 @@ class OurSide:
 
 
 class PeerSide:
-    """A peer that has loaded the same folder.
+    """A peer that has loaded the same folder, or GGUF file.
 
     `variant` is the one of its settings that it runs with; `logits_error` how far its logits lay from ours,
     max|a - b| / max|b|.
     """
 
-    def __init__(self, engine: PeerEngine, child: ChildProcess, folder: Path, dtype: str) -> None:
+    def __init__(self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str) -> None:
         self.name = engine.name
         self._child = child
         self._folder = folder
-        reply = child.ask("load", folder=str(folder), threads=usable_cores(), dtype=engine.dtypes[dtype])
+        reply = child.ask("load", folder=str(model), threads=usable_cores(), dtype=engine.dtypes[dtype])
         del reply["processor_s"]
         self.variants: list[str] = reply.pop("variants")
         self.versions = {**reply, "dtype": engine.dtypes[dtype]}

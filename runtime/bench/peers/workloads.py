@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.bench.metrics import BenchmarkError
@@ -12,6 +12,8 @@ from runtime.bench.peers.qwen3_folder import write_qwen3_folder
 
 GPT2, QWEN3 = "gpt2-124m", "qwen3-0.6b"
 DTYPES = ("float32", "bfloat16", "int8")
+GGUF = "gguf"
+"""The type of a file's weights, whichever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ WORKLOADS = (
 ON_REQUEST = ("concurrent-8",)
 """Workloads that only run when they are named."""
 
+GGUF_WORKLOADS = ("decode-1", "prefill", "decode-8", "decode-32", "burst")
+"""Those that run on a GGUF file."""
+
 HOST_WORK = ("load", "pack", "tokenizer")
 """What has no token rate: loading a file, packing weights, the tokenizer."""
 
@@ -60,19 +65,23 @@ class Group:
     """What shares a model folder and the processes that have loaded it: a model in one type of weights.
 
     On disk the weights are float32, or bfloat16 where `dtype` is bfloat16; int8 is made of them when they are loaded.
+    With `gguf` they are that file's, and `dtype` is GGUF.
     """
 
     model: str
     dtype: str
     workloads: tuple[Workload, ...]
+    gguf: Path | None = None
 
     @property
     def stored_dtype(self) -> str:
-        """The type of the folder's tensors."""
-        return "float32" if self.dtype == "int8" else self.dtype
+        """The type that the engine loads the tensors in."""
+        return {"int8": "float32", GGUF: "auto"}.get(self.dtype, self.dtype)
 
     def write(self, folder: Path, shape: Gpt2Shape, seed: int) -> None:
         """Writes the model's folder; `shape` is that of GPT-2."""
+        if self.gguf is not None:
+            return
         if self.model == GPT2:
             write_gpt2_folder(folder, shape, seed, self.stored_dtype)
         else:
@@ -90,6 +99,18 @@ def named(option: str, given: str | None, known: Sequence[str], default: Sequenc
     if unknown := wanted - set(known):
         raise BenchmarkError(f"{option}: {', '.join(sorted(unknown))!r} is none of {', '.join(known)}")
     return tuple(word for word in known if word in wanted)
+
+
+def gguf_groups(files: Sequence[Path], keys: Sequence[str]) -> list[Group]:
+    """Those of the workloads named that run on a GGUF file, for each file; the model is its name."""
+    found = []
+    for file in files:
+        if not file.is_file():
+            raise BenchmarkError(f"--gguf: {file} is no file")
+        chosen = [each for each in WORKLOADS if each.key in keys and each.key in GGUF_WORKLOADS]
+        workloads = tuple(replace(each, model=file.stem, dtypes=(GGUF,)) for each in chosen)
+        found.append(Group(file.stem, GGUF, workloads, file))
+    return found
 
 
 def groups_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Group]:
