@@ -9,13 +9,15 @@ Status 1: a number outside the table.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import ELEMENTS_A_WORD
-from numba_kernels.cpu.gemm.blocks import BLOCKS, row_reader
+from numba_kernels.cpu.gemm.block_rows import row_reader
+from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
 from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
@@ -40,7 +42,7 @@ def _rows_of(a, ticket):
 
 
 @functools.cache
-def embedding_kernel(stored: type) -> Kernel:
+def embedding_kernel(stored: Any) -> Kernel:
     """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored`` times ``multiplier``, added to ``out`` where
     ``is_added``. The table is ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are
     those of bytes. A ticket is some rows.
@@ -83,8 +85,8 @@ def embedding_kernel(stored: type) -> Kernel:
     return Kernel(embedding, FIELDS)
 
 
-def _block_kernel(stored: type) -> Kernel:
-    """The same for panels of ggml's blocks."""
+def _block_kernel(stored: str) -> Kernel:
+    """The same for panels of blocks."""
     block, read_row = BLOCKS[stored], row_reader(stored)
     elements, block_words = block.elements, block.words
 
@@ -97,7 +99,7 @@ def _block_kernel(stored: type) -> Kernel:
             out = float32_at(a.out + row * a.width * 4, a.width)
             if a.is_added == 0:
                 out[:] = 0.0
-            at = a.table + (index // PANEL_COLUMNS * words * PANEL_COLUMNS + index % PANEL_COLUMNS) * 4
-            read_row(at, a.width, a.multiplier, out)
+            panel = a.table + index // PANEL_COLUMNS * words * PANEL_COLUMNS * 4
+            read_row(panel, index % PANEL_COLUMNS, a.width, a.multiplier, out)
 
     return Kernel(embedding, FIELDS)

@@ -90,19 +90,19 @@ integers become 16 bits in registers, exactly, and the row's scale multiplies th
 A row has one scale for all of K: a rank that holds some of its inputs rounds them by the largest magnitude of the whole
 row. In exact mode the sum over groups is cut into segments of whole groups, and a row's scale multiplies the tree."""
 
-Q8_0, Q4_0, Q4_K, Q6_K = (
-    WeightFormat(
+GGML_FORMATS = {
+    name: WeightFormat(
         name, uint8, elements / size_bytes, activation=int8_type, activation_block=32, split=elements,
         has_gpu_kernels=False,
     )
-    for name, elements, size_bytes in (("Q8_0", 64, 68), ("Q4_0", 64, 36), ("Q4_K", 256, 144), ("Q6_K", 256, 212))
-)  # fmt: skip
-"""Blocks of a GGUF file, whose integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A product rounds
-x by 32 elements of K: ``out = sum over groups of (scale[x] * scale[group]) * float32(sum of integers) - (scale[x] * sum
-of x) * minimum[group] + bias``, in float32 and in the order of K."""
-
-GGML_FORMATS = {each.name: each for each in (Q8_0, Q4_0, Q4_K, Q6_K)}
-"""By the file's names."""
+    for name, elements, size_bytes in (
+        ("Q8_0", 64, 68), ("Q4_0", 64, 36), ("Q4_1", 64, 40), ("Q5_0", 64, 44), ("Q5_1", 64, 48), ("IQ4_NL", 64, 36),
+        ("MXFP4", 64, 36), ("Q4_K", 256, 144), ("Q5_K", 256, 176), ("Q6_K", 256, 212),
+    )
+}  # fmt: skip
+"""Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A
+product rounds x by 32 elements of K: ``out = sum over groups of scale[x] * (scale[group] * float32(sum of integers) -
+sum of x * minimum[group]) + bias``, in float32 and in the order of K."""
 
 FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
 QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized))

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from numba_kernels.cpu.gemm.block_panels import pack_blocks
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, panel_bytes
 from numba_kernels.cpu.running.launch import address_of
@@ -27,7 +28,6 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
-_BLOCK_CLASSES = {block.name: stored for stored, block in BLOCKS.items()}
 _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
@@ -96,7 +96,7 @@ class PanelWeight(LinearWeight):
     """On the cpu: panels of neighbouring columns, as the register tiles read them (`numba_kernels.cpu.gemm.panels`).
 
     Attributes:
-        stored: the numpy class that carries an element's bits.
+        stored: the numpy class that carries an element's bits, or a block's name.
         panels: ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]`` of ``stored``.
         bias: float32, one for each of the panels' columns; zeros where there is none.
         scales: of int8, float32, one for each of the panels' columns; else empty.
@@ -230,8 +230,9 @@ class PackedWeight(GpuWeight):
 
 
 def stored_class(format: WeightFormat) -> Any:
-    """The numpy class that carries an element's bits on the cpu."""
-    return _BLOCK_CLASSES.get(format.name) or STORED.get(format.element, format.element.numpy.type)
+    """What kernels of the cpu tell formats apart by: the numpy class that carries an element's bits, or a block's
+    name."""
+    return format.name if format.name in BLOCKS else STORED.get(format.element, format.element.numpy.type)
 
 
 def _panel_layout(width: int, depth: int, format: WeightFormat) -> tuple[int, int, np.dtype[Any]]:
@@ -386,8 +387,7 @@ def _in_panels(
                     continue
                 part = BlockRows(block_bytes(part, kept), kept, part.shape[1])
             if isinstance(part, BlockRows):
-                words = BLOCKS[panels.stored].arranged(part.raw)
-                pack(panels.panels, panels.scales, words, packed, NUM_THREADS)
+                pack_blocks(panels.stored, panels.panels, part.raw, packed, NUM_THREADS)
                 packed += part.shape[0]
                 continue
             largest = None

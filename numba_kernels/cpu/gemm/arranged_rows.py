@@ -7,8 +7,8 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
     bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
-    ggml's blocks                 groups of X_GROUP elements: words of four int8, then ``[h]`` scales and ``[2, h]``
-                                  sums of the group's halves
+    blocks                        groups of X_GROUP elements: words of four int8, then ``[h]`` scales and two ``[h]``
+                                  that `packed_words.quantize_block` tells
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is neither finite, and so are its products.
@@ -28,6 +28,7 @@ from numba_kernels.cpu.gemm.packed_words import (
     block_on_stack,
     inverse_of,
     largest_bits,
+    quantize_block,
     quantize_words,
     round_pairs,
     scale_of,
@@ -117,22 +118,15 @@ def arrange_groups(x, depth, rows, target):
 
 
 @njit(nogil=True)
-def arrange_blocks(x, depth, rows, target):
-    """A tile's quantised groups for weights in ggml's blocks."""
+def arrange_blocks(x, depth, rows, start, is_halved, target):
+    """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x."""
     quads = block_on_stack()
-    line, half = LANES * 4, X_GROUP // 2
+    line = LANES * 4
     for element in range(0, depth, X_GROUP):
-        scales = float32_at(target + X_WORDS * rows * 4, rows)
-        sums = int32_at(target + (X_WORDS + 1) * rows * 4, 2 * rows)
+        behind = target + X_WORDS * rows * 4
         for row in range(rows):
-            source = x + (row * depth + element) * 4
-            bits = largest_bits(np.float32, source, X_GROUP)
-            scales[row] = scale_of(bits)
-            inverse = inverse_of(bits)
-            for part in range(2):  # the words behind a half are zeros, which the next ones overwrite
-                at = quads + row * line + part * half
-                sums[part * rows + row] = quantize_words(
-                    np.float32, source + part * half * 4, half, inverse, np.int32(0), at
-                )
-        transpose_words(quads, line, rows, X_WORDS, target, rows * 4)
+            place = target if rows == 1 else quads + row * line
+            quantize_block(x + (row * depth + element) * 4, place, behind + row * 4, rows * 4, start, is_halved)
+        if rows > 1:
+            transpose_words(quads, line, rows, X_WORDS, target, rows * 4)
         target += X_ROW_WORDS * rows * 4

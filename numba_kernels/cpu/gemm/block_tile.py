@@ -1,38 +1,47 @@
-"""Sums of products with ggml's blocks (`blocks`), for the register tile: integers within a group, then scaled.
+"""Sums of products with blocks of small integers (`blocks`), for the register tile: integers in a group, then scaled.
 
-x is rounded to int8 by groups of 32 (`arranged_rows.arrange_blocks`). Weights are unsigned bytes in registers: nibbles
-and pairs of bits are unpacked there, Q8_0's have 128 added. The integer sum of a group of weights is exact; it begins
-at the weights' zero times the sum of x, below zero. Then
+x is rounded to int8 by groups of 32 (`arranged_rows.arrange_blocks`). Weights are unsigned bytes in registers, unpacked
+or looked up there once for all rows of the tile. The integer sum of a group is exact; it begins at the weights' zero
+times the sum of x, below zero. Then, in float32 and in the order of K,
 
-    total += (scale of x * scale of the group) * integer sum - (scale of x * sum of x) * minimum of the group
+    total += scale of x * (scale of the group * integer sum - minimum of the group * sum of x)
 
-in float32 and in the order of K. vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products
-have 16 bits, which those of nibbles and of six bits fit. Q8_0's would not: without vpdpbusd its magnitudes are
-multiplied, and x has the weights' signs.
+A register of columns goes through some blocks with all rows before the next one does: as many integer sums as rows are
+under way, and rows' values are operands in memory.
+
+vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products have 16 bits, which those of few
+bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights' signs.
 """
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
-import numpy as np
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
+from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
-from numba_kernels.cpu.target import DOT, LANES
+from numba_kernels.cpu.target import DOT, LANES, PANEL_COLUMNS, TILE_VECTORS
 
 X_WORDS = X_GROUP // 4  # of bytes
-X_ROW_WORDS = X_WORDS + 3  # with the scale, and the sums of both halves
+X_ROW_WORDS = X_WORDS + 3  # with the scale, and the starts of both halves' sums, or of the whole and the sum itself
+PART = LANES // 2 if DOT == "madd" else LANES  # columns that a register holds
 
-_WORDS = simd.vector(I32)
-_BY_NUMBA_TYPE = {types.int8: np.int8, types.uint32: np.uint32, types.int32: np.int32, types.int64: np.int64}
+_CHUNK = 256  # elements of K that a register goes through at once
+_LINE_BYTES = 64
+_MOST_SHORT = 32767
+_WORDS, _FLOATS = simd.vector(I32, PART), simd.vector(F32, PART)
+_PARTS_A_VECTOR = LANES // PART
 
 
-def is_block(kind):
-    """Whether a numba type stands for a format of blocks."""
-    return kind in _BY_NUMBA_TYPE
+def is_signed(block: Block) -> bool:
+    """Whether weights are signed bytes in registers, and x takes their signs."""
+    return DOT == "madd" and block.zero == 128
+
+
+def start_of(block: Block) -> int:
+    """What integer sums begin at, times the sum of x."""
+    return 0 if is_signed(block) else -block.zero
 
 
 class BlockSums:
@@ -41,228 +50,286 @@ class BlockSums:
     is_scaled = False
 
     def __init__(self, stored, height, vectors):
-        self.block = BLOCKS[_BY_NUMBA_TYPE[stored]]
+        self.block = BLOCKS[stored]
         self.height = height
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
-        self.num_groups = self.block.elements // self.block.group
-        self.has_signs = self.block.name == "Q8_0" and DOT == "madd"  # weights are signed bytes then
-        self.zero = 0 if self.has_signs else self.block.zero
-        self.short_words = {"Q8_0": 1, "Q6_K": 2}.get(self.block.name, 8)  # whose sums fit 16 bits: 2 * 127 * 15 * 8
+        self.steps = max(1, _CHUNK // self.block.elements)  # blocks at once
+        self.is_signed = is_signed(self.block)
+        largest = 127 if self.is_signed else self.block.largest
+        self.short_words = max(1, _MOST_SHORT // (2 * 127 * largest))
 
     def open(self, builder):
-        floats = simd.vector(F32)
-        self.registers = {rv: cgutils.alloca_once(builder, floats) for rv in self.places}
-        self.whole = {rv: cgutils.alloca_once(builder, _WORDS) for rv in self.places}
-        table = ir.ArrayType(floats, self.num_groups * self.vectors)
-        self.scales = cgutils.alloca_once(builder, table)
-        self.minima = cgutils.alloca_once(builder, table) if self.block.has_minima else None
+        memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
+        memory.align = 64
+        self.memory = builder.ptrtoint(memory, I64)
+        self.registers = {
+            (r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places
+        }
+        tables = 2 if self.block.minimum else 1
+        self.tables = [
+            cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, self.block.num_groups)) for _ in range(tables)
+        ]
+        self.totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(self.height)]
 
-    def accumulate(self, builder, words, x, weights_at):
-        block_words, row_words = self.block.words, self.block.elements // X_GROUP * X_ROW_WORDS
-        with cgutils.for_range(builder, builder.sdiv(words, _i64(block_words)), intp=I64) as loop:
-            at = builder.add(x, builder.mul(loop.index, _i64(row_words * self.height * 4)))
-            first = builder.mul(loop.index, _i64(block_words))
-
-            def load(word, first=first):
-                word = word if isinstance(word, ir.Value) else _i64(word)
-                return [simd.load(builder, place, _WORDS, 4) for place in weights_at(builder.add(first, word))]
-
-            self._unpack_scales(builder, load)
-            with cgutils.for_range(builder, _i64(self.num_groups), intp=I64) as groups:
-                self._add_group(builder, groups.index, at, load)
-
-    def _unpack_scales(self, builder, load):
-        """The group's scales and minima as floats, on the stack."""
-        heads = load(0)
-        name = self.block.name
-        packed = [load(word) for word in range(1, {"Q4_K": 4, "Q6_K": 5}.get(name, 1))]
-        for v in range(self.vectors):
-            low, high = _half(builder, heads[v], 0), _half(builder, heads[v], 16)
-            if name == "Q4_K":
-                first, second, third = (word[v] for word in packed)
-                for group in range(8):
-                    shift = group % 4 * 8
-                    if group < 4:
-                        bits = _bits(builder, first, shift, 63), _bits(builder, second, shift, 63)
-                    else:
-                        bits = tuple(
-                            builder.or_(
-                                _bits(builder, third, shift + nibble, 15),
-                                builder.shl(_bits(builder, word, shift + 6, 3), simd.splat_constant(I32, 4)),
-                            )
-                            for nibble, word in ((0, first), (4, second))
-                        )
-                    for table, factor, value in zip((self.scales, self.minima), (low, high), bits, strict=True):
-                        product = builder.fmul(factor, builder.sitofp(value, simd.vector(F32)))
-                        builder.store(product, self._entry(builder, table, _i64(group), v))
-                continue
-            for group in range(self.num_groups):
-                scale = (low, high)[group % 2]
-                if name == "Q6_K":
-                    up = builder.shl(packed[group // 4][v], simd.splat_constant(I32, 24 - group % 4 * 8))
-                    signed = builder.ashr(up, simd.splat_constant(I32, 24))
-                    scale = builder.fmul(low, builder.sitofp(signed, simd.vector(F32)))
-                builder.store(scale, self._entry(builder, self.scales, _i64(group), v))
-
-    def _entry(self, builder, table, group, v):
-        index = builder.add(builder.mul(group, _i64(self.vectors)), _i64(v))
-        return builder.gep(table, [_i64(0), index])
-
-    def _add_group(self, builder, group, x_at, load):
-        words = self.block.group // 4
-        of_x = builder.sdiv(group, _i64(X_WORDS // words))  # the group of x
-        half = builder.srem(group, _i64(2))
-        x_at = builder.add(x_at, builder.mul(of_x, _i64(X_ROW_WORDS * self.height * 4)))
-
-        def row(word, r):
-            return simd.offset(builder, x_at, (word * self.height + r) * 4)
-
-        scales = [simd.load(builder, row(X_WORDS, r), F32, 4) for r in range(self.height)]
-        if words == X_WORDS:
-            bytes_at = x_at
-            halves = [[simd.load(builder, row(X_WORDS + 1 + i, r), I32, 4) for i in (0, 1)] for r in range(self.height)]
-            sums = [builder.add(*both) for both in halves]
-        else:
-            moved = builder.mul(half, _i64(self.height * 4))
-            bytes_at = builder.add(x_at, builder.mul(moved, _i64(words)))
-            sums = [simd.load(builder, builder.add(row(X_WORDS + 1, r), moved), I32, 4) for r in range(self.height)]
-        for r in range(self.height):
-            start = builder.mul(sums[r], ir.Constant(I32, -self.zero))
-            for v in range(self.vectors):
-                builder.store(simd.splat(builder, start), self.whole[r, v])
-        short = {}  # sums of 16 bits, by row and vector, until they might overflow
-        for word in range(words):
-            weights = [self._operand(builder, each) for each in self._bytes(builder, group, word, load)]
-            for r in range(self.height):
-                place = simd.offset(builder, bytes_at, (word * self.height + r) * 4)
-                value = simd.splat(builder, simd.load(builder, place, I32, 4))
-                for v in range(self.vectors):
-                    if DOT == "madd":
-                        short[r, v] = self._add_pairs(builder, short.get((r, v)), weights[v], value)
-                    else:
-                        total = builder.load(self.whole[r, v])
-                        builder.store(self._dot(builder, total, weights[v], value), self.whole[r, v])
-            if (word + 1) % self.short_words == 0:
-                for place, pairs in short.items():
-                    whole = builder.add(builder.load(self.whole[place]), _joined(builder, pairs))
-                    builder.store(whole, self.whole[place])
-                short.clear()
-        for v in range(self.vectors):
-            scale = builder.load(self._entry(builder, self.scales, group, v))
-            minimum = builder.load(self._entry(builder, self.minima, group, v)) if self.minima is not None else None
-            for r in range(self.height):
-                register = self.registers[r, v]
-                total = builder.sitofp(builder.load(self.whole[r, v]), simd.vector(F32))
-                both = builder.fmul(simd.splat(builder, scales[r]), scale)
-                result = simd.fma(builder, both, total, builder.load(register))
-                if minimum is not None:
-                    below = builder.fneg(builder.fmul(scales[r], builder.sitofp(sums[r], F32)))
-                    result = simd.fma(builder, simd.splat(builder, below), minimum, result)
-                builder.store(result, register)
-
-    def _bytes(self, builder, group, word, load):
-        """Word ``word`` of a group: four elements as unsigned bytes (signed ones of Q8_0 where x takes their signs)."""
-
-        def nibbles(words, shift):
-            shifted = [builder.lshr(each, _splat(builder, shift)) for each in words]
-            return [builder.and_(each, simd.splat_constant(I32, 0x0F0F0F0F)) for each in shifted]
-
-        name = self.block.name
-        if name == "Q8_0":
-            words = load(builder.add(builder.mul(group, _i64(8)), _i64(1 + word)))
-            if self.has_signs:
-                return words
-            return [builder.xor(each, simd.splat_constant(I32, 0x80808080)) for each in words]
-        if name == "Q4_0":
-            words = load(builder.add(builder.mul(group, _i64(4)), _i64(1 + word % 4)))
-            return nibbles(words, ir.Constant(I32, word // 4 * 4))
-        if name == "Q4_K":
-            chunk, which = builder.sdiv(group, _i64(2)), builder.srem(group, _i64(2))
-            words = load(builder.add(builder.mul(chunk, _i64(8)), _i64(4 + word)))
-            return nibbles(words, builder.trunc(builder.mul(which, _i64(4)), I32))
-        half, quarter = builder.sdiv(group, _i64(8)), builder.srem(builder.sdiv(group, _i64(2)), _i64(4))
-        place = builder.add(builder.mul(builder.srem(group, _i64(2)), _i64(4)), _i64(word))
-        at = builder.add(builder.mul(half, _i64(16)), builder.mul(builder.srem(quarter, _i64(2)), _i64(8)))
-        low = nibbles(
-            load(builder.add(builder.add(at, place), _i64(5))),
-            builder.trunc(builder.mul(builder.sdiv(quarter, _i64(2)), _i64(4)), I32),
-        )
-        shift = _splat(builder, builder.trunc(builder.mul(quarter, _i64(2)), I32))
-        high = load(builder.add(builder.add(builder.mul(half, _i64(8)), place), _i64(37)))
-        for v, each in enumerate(high):
-            pairs = builder.and_(builder.lshr(each, shift), simd.splat_constant(I32, 0x03030303))
-            low[v] = builder.or_(low[v], builder.shl(pairs, simd.splat_constant(I32, 4)))
-        return low
-
-    def _operand(self, builder, word):
-        """What a word of weights is multiplied as: itself, its halves of registers, or four integers."""
-        if DOT == "vnni":
-            return [word]
-        if DOT == "madd":
-            halves = _halves(builder, word)
-            if not self.has_signs:
-                return [(each, None) for each in halves]
-            return [(_sign(builder, each, each), each) for each in halves]
-        shifted = [builder.lshr(word, simd.splat_constant(I32, 8 * byte)) for byte in range(4)]
-        return [builder.and_(each, simd.splat_constant(I32, 0xFF)) for each in shifted]
-
-    def _dot(self, builder, total, weights, values):
-        """``total`` and the products of four bytes in each lane; by vpdpbusd or plainly."""
-        if DOT == "vnni":
-            llvm.initialize_native_asmparser()
-            kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
-            return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), [total, weights[0], values])
-        for byte, weight in enumerate(weights):
-            up = builder.shl(values, simd.splat_constant(I32, 24 - 8 * byte))
-            total = builder.add(total, builder.mul(weight, builder.ashr(up, simd.splat_constant(I32, 24))))
-        return total
+    def accumulate(self, builder, tile):
+        """Adds the tile's words of K."""
+        words = self.block.words
+        num_blocks = builder.sdiv(tile.words, _i64(words))
+        block_bytes = words * PANEL_COLUMNS * 4
+        x_bytes = self.block.elements // X_GROUP * X_ROW_WORDS * self.height * 4
+        chunks = builder.sdiv(builder.add(num_blocks, _i64(self.steps - 1)), _i64(self.steps))
+        parts = _PARTS_A_VECTOR * TILE_VECTORS
+        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+            first = builder.mul(chunk.index, _i64(self.steps))
+            left = builder.sub(num_blocks, first)
+            count = builder.select(builder.icmp_signed("<", left, _i64(self.steps)), left, _i64(self.steps))
+            x_at = builder.add(tile.x, builder.mul(first, _i64(x_bytes)))
+            ahead_bytes = builder.mul(builder.mul(count, _i64(words)), tile.step)  # of the chunk's share
+            with (
+                cgutils.for_range(builder, simd.not_unrolled(builder, tile.panels), intp=I64) as panel,
+                cgutils.for_range(builder, simd.not_unrolled(builder, parts), intp=I64) as part,
+            ):
+                moved = builder.mul(tile.panel_stride, panel.index)
+                ahead = builder.add(tile.ahead, builder.mul(builder.mul(first, _i64(words)), tile.step))
+                self._prefetch(builder, builder.add(ahead, moved), ahead_bytes, part.index, parts)
+                vector, inside = part.index, _i64(0)
+                if _PARTS_A_VECTOR > 1:
+                    vector = builder.sdiv(part.index, _i64(_PARTS_A_VECTOR))
+                    inside = builder.mul(builder.srem(part.index, _i64(_PARTS_A_VECTOR)), _i64(PART * 4))
+                at = builder.add(builder.add(tile.panel, moved), builder.mul(first, _i64(block_bytes)))
+                at = builder.add(at, builder.mul(vector, _i64(words * LANES * 4)))
+                column = builder.add(vector, builder.mul(panel.index, _i64(TILE_VECTORS)))
+                sums_at = builder.add(self.memory, builder.mul(column, _i64(self.height * LANES * 4)))
+                self._add_part(builder, count, builder.add(at, inside), x_at, x_bytes, builder.add(sums_at, inside))
 
     @staticmethod
-    def _add_pairs(builder, sums, weights, values):
-        """The sums of 16 bits and the products of two bytes in each half lane, a vector for each half."""
-        found = []
-        for half, ((weight, signs), x) in enumerate(zip(weights, _halves(builder, values), strict=True)):
-            x = x if signs is None else _sign(builder, x, signs)
-            pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16), [weight, x])
-            found.append(pairs if sums is None else builder.add(sums[half], pairs))
+    def _prefetch(builder, ahead, num_bytes, part, parts):
+        share = builder.sdiv(num_bytes, _i64(parts))
+        start = builder.add(ahead, builder.mul(part, share))
+        lines = builder.sdiv(builder.add(share, _i64(_LINE_BYTES - 1)), _i64(_LINE_BYTES))
+        with cgutils.for_range(builder, lines, intp=I64) as line:
+            simd.prefetch(builder, builder.add(start, builder.mul(line.index, _i64(_LINE_BYTES))))
+
+    def _add_part(self, builder, count, weights_at, x_at, x_bytes, sums_at):
+        """``count`` blocks of one register of columns, for all rows."""
+        places = [simd.offset(builder, sums_at, r * LANES * 4) for r in range(self.height)]
+        for place, total in zip(places, self.totals, strict=True):
+            builder.store(simd.load(builder, place, _FLOATS, 4), total)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            at = builder.add(weights_at, builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4)))
+            self._add_block(builder, at, builder.add(x_at, builder.mul(loop.index, _i64(x_bytes))))
+        for place, total in zip(places, self.totals, strict=True):
+            simd.store(builder, builder.load(total), place)
+
+    def _add_block(self, builder, at, x_at):
+        def load(word):
+            return simd.load(builder, simd.offset(builder, at, word * LANES * 4), _WORDS, 4)
+
+        block, unit = self.block, self.block.unit
+        for table, values in zip(self.tables, _scales(builder, block, load), strict=True):
+            for group, value in enumerate(values):
+                builder.store(value, builder.gep(table, [_i64(0), _i64(group)]))
+        groups_of_x = unit // X_GROUP
+        with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // unit), intp=I64) as loop:
+            moved = {}  # of each plane: bytes from the unit to the first one, and bits
+            for plane in block.planes:
+                is_within = unit % plane.period != 0
+                amount = unit // plane.run * plane.bits if is_within else unit * plane.bits // 32 * LANES * 4
+                amount = builder.mul(loop.index, _i64(amount))
+                moved[plane] = (_i64(0), amount) if is_within else (amount, None)
+            x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
+            first_group = builder.mul(loop.index, _i64(unit // block.group))
+            for index in range(groups_of_x):
+
+                def weights(word, index=index, moved=moved):
+                    return self._weights(builder, at, moved, index * X_GROUP + word * 4)
+
+                def entry(table, half, index=index, first_group=first_group):
+                    group = builder.add(first_group, _i64(index * X_GROUP // block.group + half))
+                    return builder.load(builder.gep(table, [_i64(0), group]))
+
+                self._add_group(builder, simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4), weights, entry)
+
+    def _weights(self, builder, at, moved, element):
+        """Four elements from ``element`` on, as bytes in each lane."""
+        found, above = None, 0
+        for plane in self.block.planes:
+            byte, shift = plane.place(element)
+            place = simd.offset(builder, at, (self.block.places[plane.field] + byte) // 4 * LANES * 4)
+            num_bytes, num_bits = moved[plane]
+            part = simd.load(builder, builder.add(place, num_bytes), _WORDS, 4)
+            if num_bits is not None:
+                part = builder.lshr(part, simd.splat(builder, builder.trunc(num_bits, I32), PART))
+            if shift != above:  # one shift brings the bits to their place
+                amount = _number(abs(shift - above))
+                part = builder.lshr(part, amount) if shift > above else builder.shl(part, amount)
+            if plane.bits < 8:
+                part = builder.and_(part, _number(((1 << plane.bits) - 1 << above) * 0x01010101))
+            found = part if found is None else builder.or_(found, part)
+            above += plane.bits
+        if self.block.table is not None:
+            values = [(value - self.block.zero) % 256 for value in self.block.table] if self.is_signed else (
+                self.block.table
+            )  # fmt: skip
+            return _look_up(builder, found, values)
+        if self.block.name == "Q8_0" and not self.is_signed:
+            return builder.xor(found, _number(0x80808080))
         return found
 
+    def _add_group(self, builder, x_at, weights, entry):
+        """A group of x: ``weights(word)`` and ``entry(table, half)`` give bytes and scales."""
+        halves = X_GROUP // self.block.group
+        words = X_WORDS // halves
 
-def _joined(builder, halves):
+        def row(word, r, kind):
+            return simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4)
+
+        sums = [None] * self.height
+        for half in range(halves):
+            if start_of(self.block):
+                wholes = [simd.splat(builder, row(X_WORDS + 1 + half, r, I32), PART) for r in range(self.height)]
+            else:
+                wholes = [_number(0)] * self.height
+            wholes = self._integers(builder, wholes, weights, row, range(half * words, (half + 1) * words))
+            scale = entry(self.tables[0], half)
+            for r, whole in enumerate(wholes):
+                number = builder.sitofp(whole, _FLOATS)
+                if sums[r] is None:
+                    sums[r] = builder.fmul(number, scale)
+                else:
+                    sums[r] = simd.fma(builder, number, scale, sums[r])
+        if self.block.minimum:
+            minimum = entry(self.tables[1], 0)
+            for r in range(self.height):
+                below = simd.splat(builder, row(X_WORDS + 2, r, F32), PART)
+                sums[r] = simd.fma(builder, below, minimum, sums[r])
+        for r, total in enumerate(self.totals):
+            scale_of_x = simd.splat(builder, row(X_WORDS, r, F32), PART)
+            builder.store(simd.fma(builder, sums[r], scale_of_x, builder.load(total)), total)
+
+    def _integers(self, builder, wholes, weights, row, words):
+        """The sums ``wholes`` with the products of these words of x."""
+        wholes, shorts = list(wholes), [None] * self.height
+        for number, word in enumerate(words, 1):
+            weight = self._operand(builder, weights(word))
+            for r in range(self.height):
+                value = simd.splat(builder, row(word, r, I32), PART)
+                if DOT == "madd":
+                    shorts[r] = _add_pairs(builder, shorts[r], weight, value)
+                else:
+                    wholes[r] = _dot(builder, wholes[r], weight, value)
+            if DOT == "madd" and (number % self.short_words == 0 or number == len(words)):
+                for r in range(self.height):
+                    wholes[r] = builder.add(wholes[r], _joined(builder, shorts[r]))
+                shorts = [None] * self.height
+        return wholes
+
+    def _operand(self, builder, word):
+        """What a word of weights is multiplied as: itself, its magnitudes and signs, or four integers."""
+        if DOT == "vnni":
+            return word
+        if DOT == "madd":
+            bytes_ = builder.bitcast(word, simd.vector(I8, 4 * PART))
+            return (_sign(builder, bytes_, bytes_), bytes_) if self.is_signed else (bytes_, None)
+        shifted = [builder.lshr(word, _number(8 * byte)) for byte in range(4)]
+        return [builder.and_(each, _number(0xFF)) for each in shifted]
+
+
+def _scales(builder, block, load):
+    """The groups' scales, and minima, as vectors of floats: ``load(word)`` gives a word of each lane."""
+
+    def half(field, index):
+        byte = block.places[field] + 2 * index
+        words = load(byte // 4)
+        bits = builder.lshr(words, _number(16)) if byte % 4 else words
+        return simd.widen(builder, builder.trunc(bits, simd.vector(I16, PART)), types.int16, PART)
+
+    def byte(field, index, mask=0xFF, shift=0):
+        place = block.places[field] + index
+        return builder.and_(builder.lshr(load(place // 4), _number(place % 4 * 8 + shift)), _number(mask))
+
+    groups = range(block.num_groups)
+    if block.scale == "half":
+        yield [half("d", group) for group in groups]
+        if block.minimum:
+            yield [builder.fneg(half("m", group)) for group in groups]
+    elif block.scale == "six_bits":
+        for number, field in enumerate(("d", "dmin")):
+            factor, own, other = half(field, 0), 4 * number, 4 * (1 - number)
+            bits = [byte("scales", own + group, 63) for group in range(4)]
+            for group in range(4):
+                high = builder.shl(byte("scales", own + group, 3, 6), _number(4))
+                bits.append(builder.or_(byte("scales", 8 + group, 15, own), high))
+            yield [builder.fmul(factor, builder.sitofp(value, _FLOATS)) for value in bits]
+    elif block.scale == "byte":
+        factor = half("d", 0)
+        signed = []
+        for group in groups:
+            place = block.places["scales"] + group
+            up = builder.shl(load(place // 4), _number(24 - place % 4 * 8))
+            signed.append(builder.ashr(up, _number(24)))
+        yield [builder.fmul(factor, builder.sitofp(value, _FLOATS)) for value in signed]
+    else:
+        yield [half_power_of_two(builder, byte("exponent", group)) for group in groups]
+
+
+def half_power_of_two(builder, exponent):
+    """2^(exponent - 128) of e8m0's exponents, i32."""
+    normal = builder.shl(builder.sub(exponent, _number(1)), _number(23))
+    tiny = builder.shl(_number(0x00200000), exponent)
+    is_tiny = builder.icmp_unsigned("<", exponent, _number(2))
+    return builder.bitcast(builder.select(is_tiny, tiny, normal), _FLOATS)
+
+
+def _look_up(builder, indices, values):
+    """The bytes that four indices in each lane, below 16, stand for."""
+    kind = simd.vector(I8, 4 * PART)
+    bytes_ = builder.bitcast(indices, kind)
+    name = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}.get(4 * PART)
+    if DOT == "portable":
+        found = ir.Constant(kind, [values[0]] * (4 * PART))
+        for index, value in enumerate(values[1:], 1):
+            is_it = builder.icmp_unsigned("==", bytes_, ir.Constant(kind, [index] * (4 * PART)))
+            found = builder.select(is_it, ir.Constant(kind, [value] * (4 * PART)), found)
+    else:
+        found = simd.call(builder, name, kind, [ir.Constant(kind, list(values) * (PART // 4)), bytes_])
+    return builder.bitcast(found, _WORDS)
+
+
+def _dot(builder, total, weight, value):
+    """``total`` and the products of four bytes in each lane; by vpdpbusd or plainly."""
+    if DOT == "vnni":
+        return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, [total, weight, value])
+    for byte, part in enumerate(weight):
+        up = builder.shl(value, _number(24 - 8 * byte))
+        total = builder.add(total, builder.mul(part, builder.ashr(up, _number(24))))
+    return total
+
+
+def _add_pairs(builder, sums, weight, value):
+    """The sums of 16 bits and the products of two bytes in each half lane."""
+    magnitudes, signs = weight
+    x = builder.bitcast(value, simd.vector(I8, 4 * PART))
+    x = x if signs is None else _sign(builder, x, signs)
+    pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16, 2 * PART), [magnitudes, x])
+    return pairs if sums is None else builder.add(sums, pairs)
+
+
+def _joined(builder, shorts):
     """Neighbouring sums of 16 bits added up, one for each lane."""
-    ones, kind = simd.splat_constant(I16, 1), simd.vector(I32, LANES // 2)
-    sums = [simd.call(builder, "llvm.x86.avx2.pmadd.wd", kind, [half, ones]) for half in halves]
-    return builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES))))
+    ones = simd.splat_constant(I16, 1, 2 * PART)
+    return simd.call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, [shorts, ones])
+
+
+def _sign(builder, values, signs):
+    """The values with the sign of ``signs``, and 0 where those are."""
+    return simd.call(builder, "llvm.x86.avx2.psign.b", values.type, [values, signs])
 
 
 def _i64(value):
     return ir.Constant(I64, value)
 
 
-def _splat(builder, value):
-    return simd.splat(builder, value)
-
-
-def _bits(builder, words, shift, mask):
-    return builder.and_(builder.lshr(words, simd.splat_constant(I32, shift)), simd.splat_constant(I32, mask))
-
-
-def _half(builder, words, shift):
-    """The float16 at these bits of each word, as float32."""
-    bits = builder.trunc(builder.lshr(words, simd.splat_constant(I32, shift)), simd.vector(I16))
-    return simd.widen(builder, bits, types.int16)
-
-
-def _halves(builder, words):
-    """A vector of words as two of bytes that AVX2's registers hold."""
-    parts = []
-    for first in (0, LANES // 2):
-        order = ir.Constant(simd.vector(I32, LANES // 2), list(range(first, first + LANES // 2)))
-        parts.append(builder.bitcast(builder.shuffle_vector(words, words, order), simd.vector(I8, 2 * LANES)))
-    return parts
-
-
-def _sign(builder, values, signs):
-    """The values with the sign of ``signs``, and 0 where those are."""
-    return simd.call(builder, "llvm.x86.avx2.psign.b", simd.vector(I8, 2 * LANES), [values, signs])
+def _number(value):
+    return simd.splat_constant(I32, value, PART)

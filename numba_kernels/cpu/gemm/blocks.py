@@ -1,157 +1,181 @@
-"""Weights in ggml's blocks, as products on the cpu read them: the file's integers and scales, none rounded anew.
+"""Weights in blocks of small integers, as products on the cpu read them: a file's integers and scales, none rounded anew.
 
-Panels hold words of 32 bits as those of float32 do (`panels`): the words of a block follow each other, its scales
-first. Blocks of 32 come in pairs, so that two scales of 16 bits share a word:
+A format is data. Its integers lie in planes of bits, each of them as ggml cuts bytes: every `run` bytes hold, low bits
+first, 8 / bits runs of elements. An element is `scale * (integer - zero) - minimum`, or `scale * table[integer]`; a
+group of elements has one scale (and minimum).
 
-    Q8_0   64 elements, 17 words   two scales; then bytes
-    Q4_0   64 elements,  9 words   two scales; then nibbles: low ones are elements 0 to 15 of 32, high ones the others
-    Q4_K  256 elements, 36 words   scale and minimum; 8 scales and 8 minima of 6 bits; nibbles, low ones 32 elements
-    Q6_K  256 elements, 53 words   scale; 16 scales of 8 bits; low nibbles; high pairs of bits
-
-A group of elements has one scale (and minimum): 32 elements, or 16 of Q6_K. An element is `scale * (integer - zero) -
-minimum`. numba tells formats apart by a numpy class that stands for each, as uint16 does for bfloat16.
+Panels hold words of 32 bits. The words of one of our blocks, which is one or two of ggml's, follow each other: scales
+first, then the planes (`Block.places`). They come vector by vector, so that each register of columns is one stream:
+`[panel, block, vector, word, lane]`. `block_panels` arranges them, `block_tile` multiplies, `block_rows` reads rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
-from numba import njit
-
-from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.intrinsics.scalars import load_f32
-from numba_kernels.cpu.running.launch import int32_at
-from numba_kernels.cpu.target import PANEL_COLUMNS
 
 X_GROUP = 32  # elements of x that share a scale
 
+ScaleKind = Literal["half", "six_bits", "byte", "e8m0"]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of each integer; the planes' bits follow each other from the lowest on.
+
+    Attributes:
+        field: of the block.
+        bits: 1, 2, 4 or 8 of each element.
+        run: neighbouring bytes that hold neighbouring elements.
+    """
+
+    field: str
+    bits: int
+    run: int
+
+    @property
+    def period(self) -> int:
+        """Elements that a run of bytes holds."""
+        return self.run * 8 // self.bits
+
+    def place(self, element: int) -> tuple[int, int]:
+        """The byte in the plane, and the lowest of the element's bits in it."""
+        within = element % self.period
+        return element // self.period * self.run + within % self.run, within // self.run * self.bits
+
+
+@dataclass(frozen=True)
 class Block:
     """One format.
 
     Attributes:
         name: ggml's.
         elements: of a row in a block of panels.
-        words: that these take.
-        group: elements that share a scale.
-        zero: what is stored for 0.
-        has_minima: whether groups have minima.
+        group: elements that share a scale, 16 or 32.
+        planes: where the integers' bits lie.
+        zero: the integer that stands for 0 (of a table: how much its stored values lie above what they mean).
+        scale: how groups' scales are kept: "half", float16 `d` for each; "six_bits", `d` times six bits, and `dmin`
+            times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved.
+        minimum: the field that minima come from, None: there are none. That of "half", `m`, is added.
+        table: what integers stand for, as unsigned bytes, `zero` above their meaning; None: themselves.
         fields: ggml's block, of which `pairs` make one here.
         pairs: 2 where two of ggml's blocks are joined, else 1.
     """
 
     name: str
     elements: int
-    words: int
     group: int
+    planes: tuple[Plane, ...]
     zero: int
-    has_minima: bool
+    scale: ScaleKind
     fields: np.dtype[Any]
     pairs: int
+    minimum: str | None = None
+    table: tuple[int, ...] | None = None
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The first byte of each field in a column of a block."""
+        return self._layout[0]
+
+    @cached_property
+    def words(self) -> int:
+        """Words of a column of a block."""
+        return self._layout[1]
+
+    @cached_property
+    def _layout(self) -> tuple[dict[str, int], int]:
+        places, at = {}, 0
+        for name in _ORDER:
+            if name in (self.fields.names or ()):
+                size = self.fields[name].itemsize * self.pairs
+                align = min(4, size)
+                places[name] = at = -(-at // align) * align
+                at += size
+        return places, -(-at // 4)
+
+    @cached_property
+    def copies(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Field, first byte in the file, first byte here and size of what a block consists of."""
+        found = []
+        for name, place in self.places.items():
+            kind, offset = (self.fields.fields or {})[name][:2]
+            for pair in range(self.pairs):
+                source = pair * self.fields.itemsize + offset
+                found.append((name, source, place + pair * kind.itemsize, kind.itemsize))
+        return tuple(found)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of a block in the file."""
+        return self.fields.itemsize * self.pairs
+
+    @property
+    def num_groups(self) -> int:
+        """Scales in a block."""
+        return self.elements // self.group
+
+    @property
+    def unit(self) -> int:
+        """Elements after which the lowest bits' places repeat, moved on; at least a group of x."""
+        return max(X_GROUP, self.planes[0].period)
+
+    @property
+    def largest(self) -> int:
+        """The largest unsigned byte that is multiplied."""
+        return max(self.table) if self.table else (1 << sum(plane.bits for plane in self.planes)) - 1
 
     def words_of(self, depth: int) -> int:
         """Words of a row of so many elements, a multiple of `elements`."""
         return depth // self.elements * self.words
 
-    def arranged(self, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """ggml's rows of bytes ``[n, row bytes]`` as words ``[n, words]``, which float32 carries."""
-        blocks = raw.view(self.fields).reshape(len(raw), -1, self.pairs)
-        out = np.zeros((*blocks.shape[:2], self.words * 4), np.uint8)
-        at = 0
-        for field in _ORDER:
-            if field in (self.fields.names or ()):
-                part = np.ascontiguousarray(blocks[field]).view(np.uint8).reshape(*blocks.shape[:2], -1)
-                out[..., at : at + part.shape[-1]] = part
-                at = -(-(at + part.shape[-1]) // 4) * 4
-        return out.reshape(len(raw), -1).view(np.float32)
+
+_ORDER = ("d", "dmin", "m", "exponent", "scales", "high", "q")
+_D, _M, _DMIN, _NIBBLES = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2"), ("q", "u1", 16)
+_K_SCALES = ("scales", "u1", 12)
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's
 
 
-_ORDER = ("d", "k", "scales", "q", "high")
-_D = ("d", "<f2")
-
-BLOCKS: dict[Any, Block] = {
-    np.int8: Block("Q8_0", 64, 17, 32, 128, False, np.dtype([_D, ("q", "i1", 32)]), 2),
-    np.uint32: Block("Q4_0", 64, 9, 32, 8, False, np.dtype([_D, ("q", "u1", 16)]), 2),
-    np.int32: Block("Q4_K", 256, 36, 32, 0, True, np.dtype([("k", "u1", 144)]), 1),
-    np.int64: Block(
-        "Q6_K", 256, 53, 16, 32, False, np.dtype([("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _D]), 1
-    ),
-}
-"""By the class that stands for the format."""
+def _of_32(name: str, planes: tuple[Plane, ...], zero: int, *fields: Any, **more: Any) -> Block:
+    return Block(name, 64, 32, planes, zero, more.pop("scale", "half"), np.dtype(list(fields)), 2, **more)
 
 
-def row_reader(stored: Any) -> Any:
-    """A compiled function that writes a row of a table, times a multiplier, to float32:
-    ``(address of the row's first word, number of elements, multiplier, out)``, added where out is not zero."""
-    block = BLOCKS[stored]
-    name, elements, block_words = block.name, block.elements, block.words
-    per_group, zero = block.group, block.zero
-    row_bytes = PANEL_COLUMNS * 4
+def _of_256(name: str, group: int, planes: tuple[Plane, ...], zero: int, *fields: Any, **more: Any) -> Block:
+    return Block(name, 256, group, planes, zero, more.pop("scale"), np.dtype(list(fields)), 1, **more)
 
-    @njit(nogil=True)
-    @name_by_content
-    def word(at, index):
-        return int32_at(at + index * row_bytes, 1)[0]
 
-    @njit(nogil=True)
-    @name_by_content
-    def byte(at, first, index):
-        return (word(at, first + index // 4) >> (8 * (index % 4))) & 255
+def _above(values: tuple[int, ...], zero: int) -> tuple[int, ...]:
+    return tuple(value + zero for value in values)
 
-    @njit(nogil=True)
-    @name_by_content
-    def half(at, index):
-        return load_f32(np.int16, at, index)
 
-    @njit(nogil=True)
-    @name_by_content
-    def scale_of_group(at, group):
-        if name == "Q4_K":
-            bits = byte(at, 1, group) & 63
-            if group >= 4:
-                bits = (byte(at, 1, group + 4) & 15) | ((byte(at, 1, group - 4) >> 6) << 4)
-            return half(at, 0) * np.float32(bits)
-        if name == "Q6_K":
-            bits = byte(at, 1, group)
-            return half(at, 0) * np.float32(bits - 256 if bits > 127 else bits)
-        return half(at, group)
-
-    @njit(nogil=True)
-    @name_by_content
-    def minimum_of_group(at, group):
-        bits = byte(at, 1, group + 4) & 63
-        if group >= 4:
-            bits = (byte(at, 1, group + 4) >> 4) | ((byte(at, 1, group) >> 6) << 4)
-        return half(at, 1) * np.float32(bits)
-
-    @njit(nogil=True)
-    @name_by_content
-    def integer(at, i):
-        if name == "Q8_0":
-            bits = byte(at, 1, i)
-            return bits - 256 if bits > 127 else bits
-        if name == "Q4_0":
-            within = i % 32
-            return ((byte(at, 1, i // 32 * 16 + within % 16) >> (within // 16 * 4)) & 15) - zero
-        if name == "Q4_K":
-            return (byte(at, 4, i // 64 * 32 + i % 32) >> (i // 32 % 2 * 4)) & 15
-        within = i % 128
-        low = (byte(at, 5, i // 128 * 64 + within % 64) >> (within // 64 * 4)) & 15
-        high = (byte(at, 37, i // 128 * 32 + within % 32) >> (within // 32 * 2)) & 3
-        return (low | (high << 4)) - zero
-
-    @njit(nogil=True)
-    @name_by_content
-    def read_row(at, width, multiplier, out):
-        for first in range(0, width, elements):
-            for group in range(elements // per_group):
-                scale = scale_of_group(at, group)
-                minimum = minimum_of_group(at, group) if name == "Q4_K" else np.float32(0)
-                for i in range(group * per_group, (group + 1) * per_group):
-                    out[first + i] += (scale * np.float32(integer(at, i)) - minimum) * np.float32(multiplier)
-            at += block_words * row_bytes
-
-    return read_row
+_LOW, _FIFTH = Plane("q", 4, 16), Plane("high", 1, 4)
+BLOCKS: dict[str, Block] = {
+    block.name: block
+    for block in (
+        _of_32("Q8_0", (Plane("q", 8, 32),), 128, _D, ("q", "i1", 32)),
+        _of_32("Q4_0", (_LOW,), 8, _D, _NIBBLES),
+        _of_32("Q4_1", (_LOW,), 0, _D, _M, _NIBBLES, minimum="m"),
+        _of_32("Q5_0", (_LOW, _FIFTH), 16, _D, ("high", "u1", 4), _NIBBLES),
+        _of_32("Q5_1", (_LOW, _FIFTH), 0, _D, _M, ("high", "u1", 4), _NIBBLES, minimum="m"),
+        _of_32("IQ4_NL", (_LOW,), 128, _D, _NIBBLES, table=_above(_IQ4_VALUES, 128)),
+        _of_32("MXFP4", (_LOW,), 12, ("exponent", "u1"), _NIBBLES, scale="e8m0", table=_above(_FP4_VALUES, 12)),
+        _of_256(
+            "Q4_K", 32, (Plane("q", 4, 32),), 0, _D, _DMIN, _K_SCALES, ("q", "u1", 128), scale="six_bits",
+            minimum="dmin",
+        ),
+        _of_256(
+            "Q5_K", 32, (Plane("q", 4, 32), Plane("high", 1, 32)), 0, _D, _DMIN, _K_SCALES, ("high", "u1", 32),
+            ("q", "u1", 128), scale="six_bits", minimum="dmin",
+        ),
+        _of_256(
+            "Q6_K", 16, (Plane("q", 4, 64), Plane("high", 2, 32)), 32, ("q", "u1", 128), ("high", "u1", 64),
+            ("scales", "i1", 16), _D, scale="byte",
+        ),
+    )
+}  # fmt: skip
+"""By name. Q8_0's bytes are signed in the file and in panels; 5-bit integers' highest bits lie in panels as `_FIFTH`
+says, in files one after another."""

@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
+import numpy as np
+from numba import from_dtype
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu.gemm.block_tile import BlockSums, is_block
+from numba_kernels.cpu.gemm.block_tile import BlockSums
+from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
@@ -48,43 +51,54 @@ def panels_at_once(rows: int) -> int:
     return max(1, min(_MAX_PANELS, GEMM_ROWS // rows))
 
 
-@intrinsic
-def gemm_tile(
-    typingctx, stored, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
-    is_first, is_last, ahead, step, panels, rows,
-):  # fmt: skip
-    """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
+def gemm_tile_of(stored):
+    """The intrinsic for panels of ``stored``: a class, or a block's name."""
 
-    ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out`` and
-    ``partial`` are addresses; strides are bytes from row to row (from panel to panel), that of ``residual`` being
-    ``out_stride``. Only ``columns`` columns of ``out`` and ``residual`` are touched. The sum runs over ``words`` of K;
-    where K comes in several blocks, all but the last leave their sums in ``partial`` (rows of PANEL_COLUMNS) and all
-    but the first take them up. Meanwhile the tile of a single panel prefetches ``ahead + word * step`` for the tile
-    that comes next.
-    """
-    index, flag = types.intp, types.boolean
-    signature = types.void(stored, *[index] * 11, flag, flag, *[index] * 4)
+    @intrinsic
+    def gemm_tile(
+        typingctx, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
+        is_first, is_last, ahead, step, panels, rows,
+    ):  # fmt: skip
+        """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
 
-    def codegen(context, builder, signature, args):
-        names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
-        operands = dict(zip(f"{names} ahead step".split(), args[1:]))
-        kind = stored.instance_type
-        make_sums = Int8Sums if kind == types.uint8 else BF16Sums if kind == types.uint16 and ROUNDS_TO_BF16 else Sums
-        make_sums = BlockSums if is_block(kind) else make_sums
-        done = builder.append_basic_block("tile.done")
-        shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
-        which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
-        switch = builder.switch(which, done)
-        for height, count in sorted(shapes):
-            block = builder.append_basic_block(f"tile.{height}.{count}")
-            switch.add_case(ir.Constant(I64, height * (_MAX_PANELS + 1) + count), block)
-            builder.position_at_end(block)
-            _Tile(make_sums(kind, height, count * TILE_VECTORS), count, **operands).emit(builder)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
+        ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out``
+        and ``partial`` are addresses; strides are bytes from row to row (from panel to panel), that of ``residual``
+        being ``out_stride``. Only ``columns`` columns of ``out`` and ``residual`` are touched. The sum runs over
+        ``words`` of K; where K comes in several blocks, all but the last leave their sums in ``partial`` (rows of
+        PANEL_COLUMNS) and all but the first take them up. Meanwhile the tile prefetches ``ahead + word * step`` for the
+        tile that comes next, of floats and int8 only where it has a single panel.
+        """
+        index, flag = types.intp, types.boolean
+        signature = types.void(*[index] * 11, flag, flag, *[index] * 4)
 
-    return signature, codegen
+        def codegen(context, builder, signature, args):
+            names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
+            operands = dict(zip(f"{names} ahead step".split(), args))
+            done = builder.append_basic_block("tile.done")
+            shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
+            which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
+            switch = builder.switch(which, done)
+            for height, count in sorted(shapes):
+                block = builder.append_basic_block(f"tile.{height}.{count}")
+                switch.add_case(ir.Constant(I64, height * (_MAX_PANELS + 1) + count), block)
+                builder.position_at_end(block)
+                _Tile(_new_sums(stored, height, count * TILE_VECTORS), count, **operands).emit(builder)
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return gemm_tile
+
+
+def _new_sums(stored, height, vectors):
+    if stored in BLOCKS:
+        return BlockSums(stored, height, vectors)
+    if stored is np.uint8:
+        return Int8Sums(height, vectors)
+    make = BF16Sums if stored is np.uint16 and ROUNDS_TO_BF16 else Sums
+    return make(from_dtype(np.dtype(stored)), height, vectors)
 
 
 class Sums:
@@ -103,12 +117,12 @@ class Sums:
     def open(self, builder):
         self.registers = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in self.places}
 
-    def accumulate(self, builder, words, x, weights_at):
-        """Adds ``words`` words of K. ``weights_at(word)`` gives the addresses of its vectors, and prefetches."""
+    def accumulate(self, builder, tile):
+        """Adds the tile's words of K."""
         row_bytes = self.height * self.elements * 4
-        with cgutils.for_range(builder, words, intp=I64) as loop:
-            at = builder.add(x, builder.mul(loop.index, ir.Constant(I64, row_bytes)))
-            self._add(builder, at, weights_at(loop.index))
+        with cgutils.for_range(builder, tile.words, intp=I64) as loop:
+            at = builder.add(tile.x, builder.mul(loop.index, ir.Constant(I64, row_bytes)))
+            self._add(builder, at, tile.weight_places(builder, loop.index))
 
     def _add(self, builder, x_at, weight_places):
         """Registers are scarce: the accumulators take most of them. So only one element of each word is at hand, and
@@ -216,7 +230,7 @@ class _Tile:
                 for rv in sums.places:
                     builder.store(simd.load(builder, partials[rv], simd.vector(F32), 4), sums.registers[rv])
 
-        sums.accumulate(builder, self.words, self.x, lambda word: self._weight_places(builder, word))
+        sums.accumulate(builder, self)
 
         with builder.if_else(self.is_last) as (ends, goes_on):
             with ends:
@@ -225,8 +239,8 @@ class _Tile:
                 for rv in sums.places:
                     simd.store(builder, builder.load(sums.registers[rv]), partials[rv])
 
-    def _weight_places(self, builder, word):
-        """Addresses of a word's vectors in all panels."""
+    def weight_places(self, builder, word):
+        """Addresses of a word's vectors in all panels; prefetches."""
         row_bytes = builder.mul(word, ir.Constant(I64, PANEL_COLUMNS * 4))
         places = []
         for panel in range(self.panels):

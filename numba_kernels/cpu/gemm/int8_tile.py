@@ -28,7 +28,7 @@ class Int8Sums:
 
     is_scaled = True
 
-    def __init__(self, stored, height, vectors):
+    def __init__(self, height, vectors):
         self.height = height
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
@@ -37,17 +37,17 @@ class Int8Sums:
         self.registers = {rv: cgutils.alloca_once(builder, simd.vector(F32)) for rv in self.places}
         self.whole = {rv: cgutils.alloca_once(builder, _WORDS) for rv in self.places}
 
-    def accumulate(self, builder, words, x, weights_at):
+    def accumulate(self, builder, tile):
         group_words = ir.Constant(I64, GROUP_WORDS)
-        groups = builder.sdiv(builder.add(words, ir.Constant(I64, GROUP_WORDS - 1)), group_words)
+        groups = builder.sdiv(builder.add(tile.words, ir.Constant(I64, GROUP_WORDS - 1)), group_words)
         with cgutils.for_range(builder, groups, intp=I64) as loop:
             first = builder.mul(loop.index, group_words)
-            at = builder.add(x, builder.mul(loop.index, ir.Constant(I64, GROUP_ROW_WORDS * self.height * 4)))
-            left = builder.sub(words, first)
+            at = builder.add(tile.x, builder.mul(loop.index, ir.Constant(I64, GROUP_ROW_WORDS * self.height * 4)))
+            left = builder.sub(tile.words, first)
             count = builder.select(builder.icmp_signed("<", left, group_words), left, group_words)
-            self._add_group(builder, first, count, at, weights_at)
+            self._add_group(builder, first, count, at, tile)
 
-    def _add_group(self, builder, first, count, x_at, weights_at):
+    def _add_group(self, builder, first, count, x_at, tile):
         def after_words(r, row_words):
             return simd.offset(builder, x_at, (row_words * self.height + r) * 4)
 
@@ -58,7 +58,7 @@ class Int8Sums:
         word_bytes = DOT_WORDS // GROUP_WORDS * self.height * 4
         with cgutils.for_range(builder, count, intp=I64) as loop:
             at = builder.add(x_at, builder.mul(loop.index, ir.Constant(I64, word_bytes)))
-            self._add_word(builder, at, weights_at(builder.add(first, loop.index)))
+            self._add_word(builder, at, tile.weight_places(builder, builder.add(first, loop.index)))
         for r in range(self.height):
             scale = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS), F32, 4))
             for v in range(self.vectors):

@@ -14,6 +14,7 @@ takes their sums instead of panels and rows (`add_partials`), and finishes them 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
@@ -29,9 +30,9 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_of
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
-from numba_kernels.cpu.gemm.float_tile import gemm_tile, panels_at_once
+from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
@@ -87,8 +88,8 @@ def _take(partial, row_bytes, rows, columns, slot, slot_columns):
 
 
 @functools.cache
-def linear_kernel(stored: type) -> Kernel:
-    """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``.
+def linear_kernel(stored: Any) -> Kernel:
+    """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
 
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
     may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each; the
@@ -101,11 +102,14 @@ def linear_kernel(stored: type) -> Kernel:
     is_block = stored in BLOCKS
     is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
     # So many elements of K take so many words of a column; K is cut at multiples of `span` words.
-    elements, unit_words = ELEMENTS_A_WORD.get(np.dtype(stored).name, 0), 1
-    span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
     if is_block:
         elements, unit_words = BLOCKS[stored].elements, BLOCKS[stored].words
         span, span_row_words = unit_words, elements // X_GROUP * X_ROW_WORDS
+    else:
+        elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
+        span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
+    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_block else (0, False)
+    gemm_tile = gemm_tile_of(stored)
 
     @njit(nogil=True)
     @name_by_content
@@ -115,7 +119,7 @@ def linear_kernel(stored: type) -> Kernel:
         x = a.x + first * a.depth * 4
         target = a.operands + first * (-(-words // span)) * span_row_words * 4
         if is_block:
-            arrange_blocks(x, a.depth, rows, target)
+            arrange_blocks(x, a.depth, rows, start, is_halved, target)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
@@ -176,7 +180,7 @@ def linear_kernel(stored: type) -> Kernel:
                             height = min(a.tile_rows, last_row - row)
                             at = row * a.out_width + column
                             gemm_tile(
-                                stored, a.operands + row * row_bytes + start // span * span_row_words * height * 4,
+                                a.operands + row * row_bytes + start // span * span_row_words * height * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
                                 _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
                                 is_first, is_last, ahead, step, panels, height,
@@ -211,7 +215,7 @@ def linear_kernel(stored: type) -> Kernel:
 
 
 def multiply(
-    stored: type, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
+    stored: Any, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
     rows: int, depth: int, width: int, out_width: int, num_workers: int, num_segments: int = 1, step_elements: int = 1,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
@@ -237,7 +241,7 @@ def multiply(
 
 
 def add_partials(
-    stored: type, partials: int, num_partials: int, scales: int, bias: int, residual: int, out: int,
+    stored: Any, partials: int, num_partials: int, scales: int, bias: int, residual: int, out: int,
     rows: int, width: int, out_width: int, num_workers: int,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments

@@ -149,14 +149,17 @@ def inverse_of(typingctx, bits):
     """
 
     def codegen(context, builder, signature, args):
-        magnitude = builder.bitcast(args[0], F32)
-        usable = builder.and_(
-            builder.fcmp_ordered(">=", magnitude, ir.Constant(F32, _SMALLEST)),
-            builder.fcmp_ordered("<", magnitude, ir.Constant(F32, float("inf"))),
-        )
-        return builder.select(usable, builder.fdiv(ir.Constant(F32, 127.0), magnitude), ir.Constant(F32, 0.0))
+        return _inverse(builder, builder.bitcast(args[0], F32))
 
     return types.float32(types.int32), codegen
+
+
+def _inverse(builder, magnitude):
+    usable = builder.and_(
+        builder.fcmp_ordered(">=", magnitude, ir.Constant(F32, _SMALLEST)),
+        builder.fcmp_ordered("<", magnitude, ir.Constant(F32, float("inf"))),
+    )
+    return builder.select(usable, builder.fdiv(ir.Constant(F32, 127.0), magnitude), ir.Constant(F32, 0.0))
 
 
 def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Value:
@@ -185,6 +188,49 @@ def quantize_words(typingctx, stored, source, count, inverse, added, target):
             byte = builder.trunc(builder.add(whole, addends), simd.vector(I8))
             simd.store(builder, byte, simd.offset(builder, target, index * LANES), 1)
         return simd.fold(builder, total, builder.add)
+
+    return signature, codegen
+
+
+@intrinsic
+def quantize_block(typingctx, source, target, behind, stride, start, is_halved):
+    """32 floats at ``source`` as int8 to ``target``: the largest magnitude stands for 127.
+
+    Three words go to ``behind``, ``stride`` bytes apart: the scale, and where sums of products begin: ``start`` times
+    the sums of both halves where ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a
+    float. A group with NaN or infinity has such a scale, and zeros.
+    """
+    signature = types.void(*[types.intp] * 5, types.boolean)
+
+    def codegen(context, builder, signature, args):
+        source, target, behind, stride, start, is_halved = args
+        halves = [simd.load(builder, simd.offset(builder, source, first * 4), simd.vector(F32), 4) for first in (0, LANES)]
+        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+        first, second = (builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)
+
+        def larger(a, b):
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
+        simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind)
+        inverse = simd.splat(builder, _inverse(builder, largest))
+        sums = []
+        for number, half in enumerate(halves):
+            whole = rounded(builder, half, inverse)
+            simd.store(builder, builder.trunc(whole, simd.vector(I8)), simd.offset(builder, target, number * LANES), 1)
+            sums.append(whole)
+        start = builder.trunc(start, I32)
+        with builder.if_else(is_halved) as (by_halves, at_once):
+            with by_halves:
+                for number, half in enumerate(sums, 1):
+                    value = builder.mul(simd.fold(builder, half, builder.add), start)
+                    simd.store(builder, value, builder.add(behind, builder.mul(stride, _i64(number))))
+            with at_once:
+                total = simd.fold(builder, builder.add(*sums), builder.add)
+                simd.store(builder, builder.mul(total, start), builder.add(behind, stride))
+                below = builder.fneg(builder.sitofp(total, F32))
+                simd.store(builder, below, builder.add(behind, builder.mul(stride, _i64(2))))
+        return context.get_dummy_value()
 
     return signature, codegen
 

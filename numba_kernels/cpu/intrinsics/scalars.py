@@ -35,6 +35,16 @@ def float_bits(typingctx, x):
     return types.int32(types.float32), codegen
 
 
+@intrinsic
+def float_of_bits(typingctx, bits):
+    """The float32 with the bits of an int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.int32), codegen
+
+
 def _place(builder, kind, address, index):
     """A pointer to element ``index``: by getelementptr, so that LLVM sees an array and vectorises loops over it."""
     element = F32 if kind == types.float32 else I8 if kind == types.uint8 else I16

@@ -185,6 +185,13 @@ def forget_loads(builder: ir.IRBuilder) -> None:
     builder.call(nothing, [])
 
 
+def not_unrolled(builder: ir.IRBuilder, count: int) -> ir.Value:
+    """``count`` (i64) as the end of a loop that LLVM shall not unroll."""
+    llvm.initialize_native_asmparser()
+    same = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0")
+    return builder.call(same, [ir.Constant(I64, count)])
+
+
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
     """The mask of the lanes whose column ``first + lane`` is below ``count`` (i64)."""
     columns = ir.Constant(vector(I64), [first + lane for lane in range(LANES)])

@@ -20,17 +20,16 @@ def kernels_of(
     """
     from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes kernels
     from numba_kernels.cpu.attention import kernel as attention
-    from numba_kernels.cpu.gemm import blocks, linear, panels
+    from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
 
     kind = np.dtype(stored).type
     matrices = np.uint8 if is_int8 else kind
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
-    in_blocks = [each for each, block in blocks.BLOCKS.items() if block.name in formats]
+    in_blocks = [each for each in blocks.BLOCKS if each in formats]
     for each in in_blocks:
         yield linear.linear_kernel, (each,)
-    if in_blocks:
-        yield panels.pack_kernel, (np.float32, np.float32)
+        yield block_panels.pack_blocks_kernel, (each,)
     for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
     yield attention.attention_kernel, (kind, attention.span_of(block_size))

@@ -59,11 +59,10 @@ def test_products_rows_and_tables(name: str) -> None:
 def test_the_largest_integers_do_not_overflow(name: str) -> None:
     for byte in (0xFF, 0x80, 0x7F):
         weight, _ = blocks(np.random.default_rng(0), name, 16, 512)
-        raw = weight.raw.reshape(16, -1, BLOCKS[ops.prepare_linear([weight]).stored].fields.itemsize).copy()
-        fields = raw.view(BLOCKS[ops.prepare_linear([weight]).stored].fields)
-        for field in fields.dtype.names:
-            if field in ("q", "high", "k"):
-                fields[field][..., 16 if field == "k" else 0 :] = np.array(byte, np.uint8).view(fields[field].dtype)
+        raw = weight.raw.reshape(16, -1, BLOCKS[name].fields.itemsize).copy()
+        fields = raw.view(BLOCKS[name].fields)
+        for field in {plane.field for plane in BLOCKS[name].planes}:
+            fields[field] = np.array(byte, np.uint8).view(fields[field].dtype.base)
         raw = raw.reshape(16, -1)
         floats = gguf.dequantize(raw, Ggml[name])
         x = np.ones((6, 512), np.float32)

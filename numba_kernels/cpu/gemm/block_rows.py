@@ -1,0 +1,106 @@
+"""Rows of a table that lies in panels of blocks (`blocks`), as floats: token embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.closure_cache import name_by_content
+from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.cpu.intrinsics.scalars import float_of_bits, load_f32
+from numba_kernels.cpu.running.launch import int32_at
+from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+
+_WORD_BYTES = LANES * 4  # from word to word of a column
+
+
+def row_reader(stored: str) -> Any:
+    """A compiled function that writes a row of a table, times a multiplier, to float32:
+    ``(address of the panel, column in it, number of elements, multiplier, out)``, added where out is not zero."""
+    block = BLOCKS[stored]
+    elements, group, zero = block.elements, block.group, block.zero
+    block_bytes, vector_bytes = block.words * PANEL_COLUMNS * 4, block.words * _WORD_BYTES
+    scale_kind, minimum_field, is_bytes = block.scale, block.minimum, block.name == "Q8_0"
+    scale_at, minimum_at = block.places.get("d", 0), block.places.get(minimum_field or "", 0)
+    bits_at = block.places.get("scales", block.places.get("exponent", 0))
+    planes = tuple((block.places[each.field], each.bits, each.run) for each in block.planes)
+    first_plane, second_plane = planes[0], planes[-1]
+    has_second, table = len(planes) > 1, np.array(block.table or (0,), np.int32)
+    has_table, table_values = block.table is not None, tuple(int(value) for value in table)
+
+    @njit(nogil=True)
+    @name_by_content
+    def byte(at, index):
+        return (int32_at(at + index // 4 * _WORD_BYTES, 1)[0] >> (8 * (index % 4))) & 255
+
+    @njit(nogil=True)
+    @name_by_content
+    def half(at, index):
+        return load_f32(np.int16, at + index // 4 * _WORD_BYTES, index % 4 // 2)
+
+    @njit(nogil=True)
+    @name_by_content
+    def six_bits(at, own, other, group):
+        if group < 4:
+            return byte(at, bits_at + own + group) & 63
+        low = byte(at, bits_at + 4 + group) >> own
+        return (low & 15) | ((byte(at, bits_at + own + group - 4) >> 6) << 4)
+
+    @njit(nogil=True)
+    @name_by_content
+    def scale_of_group(at, group):
+        if scale_kind == "six_bits":
+            return half(at, scale_at) * np.float32(six_bits(at, 0, 4, group))
+        if scale_kind == "byte":
+            bits = byte(at, bits_at + group)
+            return half(at, scale_at) * np.float32(bits - 256 if bits > 127 else bits)
+        if scale_kind == "e8m0":
+            exponent = byte(at, bits_at + group)
+            return float_of_bits(np.int32((0x200000 << exponent) if exponent < 2 else (exponent - 1) << 23))
+        return half(at, scale_at + 2 * group)
+
+    @njit(nogil=True)
+    @name_by_content
+    def minimum_of_group(at, group):
+        if scale_kind == "six_bits":
+            return half(at, minimum_at) * np.float32(six_bits(at, 4, 0, group))
+        return -half(at, minimum_at + 2 * group)
+
+    @njit(nogil=True)
+    @name_by_content
+    def bits_of(at, plane, i):
+        first, bits, run = plane
+        period = run * 8 // bits
+        within = i % period
+        return (byte(at, first + i // period * run + within % run) >> (within // run * bits)) & ((1 << bits) - 1)
+
+    @njit(nogil=True)
+    @name_by_content
+    def integer(at, i):
+        found = bits_of(at, first_plane, i)
+        if has_second:
+            found |= bits_of(at, second_plane, i) << first_plane[1]
+        if is_bytes:
+            return found - 256 if found > 127 else found
+        if has_table:
+            return table_values[found] - zero
+        return found - zero
+
+    @njit(nogil=True)
+    @name_by_content
+    def read_row(panel, column, width, multiplier, out):
+        at = panel + column // LANES * vector_bytes + column % LANES * 4
+        for first in range(0, width, elements):
+            for index in range(elements // group):
+                scale = scale_of_group(at, index)
+                minimum = np.float32(0)
+                if minimum_field is not None:
+                    minimum = minimum_of_group(at, index)
+                for i in range(index * group, (index + 1) * group):
+                    value = scale * np.float32(integer(at, i))
+                    out[first + i] += (value - minimum) * np.float32(multiplier)
+            at += block_bytes
+
+    return read_row
