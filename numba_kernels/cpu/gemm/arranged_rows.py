@@ -16,6 +16,8 @@ rows); one with NaN or infinity has a scale that is neither finite, and so are i
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -48,7 +50,7 @@ GROUP_ROW_WORDS = DOT_WORDS + 2  # with scale and start of the sum
 _HAS_PAIRS = DOT == "madd"
 
 
-def operand_words(stored: type, depth: int) -> int:
+def operand_words(stored: Any, depth: int) -> int:
     """Words that one row of x takes."""
     if stored is np.uint8:
         return -(-depth // GROUP) * GROUP_ROW_WORDS
@@ -59,13 +61,13 @@ def operand_words(stored: type, depth: int) -> int:
     return words if _are_pairs(stored) else words * elements
 
 
-def is_own_operand(stored: type, depth: int) -> bool:
+def is_own_operand(stored: Any, depth: int) -> bool:
     """True if a lone row of x, as it lies in memory, is what its tile reads."""
     is_rounded = stored is np.uint8 or stored in BLOCKS or _are_pairs(stored)
     return not is_rounded and operand_words(stored, depth) == depth
 
 
-def _are_pairs(stored: type) -> bool:
+def _are_pairs(stored: Any) -> bool:
     """True if a word of x holds two elements, rounded to bfloat16."""
     return stored is np.uint16 and ROUNDS_TO_BF16
 

@@ -10,7 +10,8 @@ A register of columns goes through some blocks with all rows before the next one
 under way, and rows' values are operands in memory.
 
 vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products have 16 bits, which those of few
-bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights' signs.
+bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights'
+signs.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class BlockSums:
                     group = builder.add(first_group, _i64(index * X_GROUP // block.group + half))
                     return builder.load(builder.gep(table, [_i64(0), group]))
 
-                self._add_group(builder, simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4), weights, entry)
+                of_x = simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4)
+                self._add_group(builder, of_x, weights, entry)
 
     def _weights(self, builder, at, moved, element):
         """Four elements from ``element`` on, as bytes in each lane."""
@@ -256,7 +258,7 @@ def _scales(builder, block, load):
             yield [builder.fneg(half("m", group)) for group in groups]
     elif block.scale == "six_bits":
         for number, field in enumerate(("d", "dmin")):
-            factor, own, other = half(field, 0), 4 * number, 4 * (1 - number)
+            factor, own = half(field, 0), 4 * number
             bits = [byte("scales", own + group, 63) for group in range(4)]
             for group in range(4):
                 high = builder.shl(byte("scales", own + group, 3, 6), _number(4))

@@ -1,4 +1,4 @@
-"""Weights in blocks of small integers, as products on the cpu read them: a file's integers and scales, none rounded anew.
+"""Weights in blocks of small integers, as products on the cpu read them: the file's integers and scales, unchanged.
 
 A format is data. Its integers lie in planes of bits, each of them as ggml cuts bytes: every `run` bytes hold, low bits
 first, 8 / bits runs of elements. An element is `scale * (integer - zero) - minimum`, or `scale * table[integer]`; a
@@ -88,7 +88,8 @@ class Block:
 
     @cached_property
     def _layout(self) -> tuple[dict[str, int], int]:
-        places, at = {}, 0
+        places: dict[str, int] = {}
+        at = 0
         for name in _ORDER:
             if name in (self.fields.names or ()):
                 size = self.fields[name].itemsize * self.pairs
@@ -102,7 +103,8 @@ class Block:
         """Field, first byte in the file, first byte here and size of what a block consists of."""
         found = []
         for name, place in self.places.items():
-            kind, offset = (self.fields.fields or {})[name][:2]
+            assert self.fields.fields is not None
+            kind, offset = self.fields.fields[name][:2]
             for pair in range(self.pairs):
                 source = pair * self.fields.itemsize + offset
                 found.append((name, source, place + pair * kind.itemsize, kind.itemsize))

@@ -204,7 +204,8 @@ def quantize_block(typingctx, source, target, behind, stride, start, is_halved):
 
     def codegen(context, builder, signature, args):
         source, target, behind, stride, start, is_halved = args
-        halves = [simd.load(builder, simd.offset(builder, source, first * 4), simd.vector(F32), 4) for first in (0, LANES)]
+        places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
+        halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
         magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
         first, second = (builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)
 

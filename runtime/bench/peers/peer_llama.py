@@ -1,8 +1,8 @@
 """A peer of `bench peers`: llama.cpp behind JSON lines, a script for a Python with llama-cpp-python, gguf and numpy.
 
-The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` writes a GGUF file
-beside the folder's safetensors, from the same weights, and opens it, or opens the file that it is given; a `variant` is "flash" or "plain" (flash attention
-or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
+The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` opens the GGUF file
+that it is given, or writes one beside a folder's safetensors, from the same weights; a `variant` is "flash" or "plain"
+(flash attention or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
 
 Batches go through the low-level API as llama.cpp's own batched benchmark makes them: every sequence has its own part of
 the cache, logits are asked for where a token is drawn, and drawn by numpy's argmax, which is faster than a greedy

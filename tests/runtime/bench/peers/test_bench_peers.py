@@ -25,9 +25,22 @@ from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, ModelSize, lim
 from runtime.bench.peers.goals import PEER_GOALS, host_row
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.bench.peers.loading import bench_load, bench_pack
+from runtime.bench.peers.peer_llama import write_gguf
+from runtime.bench.peers.qwen3_folder import write_qwen3_folder
 from runtime.bench.peers.report import markdown
 from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
-from runtime.bench.peers.workloads import DTYPES, GPT2, WORKLOADS, Workload, groups_of, named
+from runtime.bench.peers.workloads import (
+    DTYPES,
+    GGUF,
+    GGUF_WORKLOADS,
+    GPT2,
+    WORKLOADS,
+    Workload,
+    gguf_groups,
+    groups_of,
+    named,
+)
+from runtime.bench.scheduling.engines import QWEN3_0_6B
 from runtime.cli import app
 from runtime.llm import LLM
 
@@ -232,7 +245,7 @@ def test_peers_python_is_asked_for(tmp_path: Path) -> None:
     assert LLAMA.python(None, tmp_path) == python
 
 
-def test_what_is_named() -> None:
+def test_what_is_named(tmp_path: Path) -> None:
     assert named("--x", None, ("a", "b", "c"), ("a", "c")) == ("a", "c")
     assert named("--x", "c, a", ("a", "b", "c"), ()) == ("a", "c")
     with pytest.raises(BenchmarkError, match=r"--x: 'd' is none of a, b, c"):
@@ -244,8 +257,34 @@ def test_what_is_named() -> None:
         ("gpt2-124m", "int8", 5),
         ("qwen3-0.6b", "bfloat16", 1),
     ]
-    keys = {(workload.key, group.dtype) for group in groups for workload in group.workloads}
+    file = tmp_path / "model-Q4_0.gguf"
+    with pytest.raises(BenchmarkError, match=r"--gguf: .*model-Q4_0\.gguf is no file"):
+        gguf_groups([file], GGUF_WORKLOADS)
+    file.touch()
+    on_file = gguf_groups([file], GGUF_WORKLOADS)
+    assert [(group.model, group.gguf, len(group.workloads)) for group in on_file] == [("model-Q4_0", file, 5)]
+    keys = {(workload.key, group.dtype) for group in (*groups, *on_file) for workload in group.workloads}
     assert set(PEER_GOALS) <= keys
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """The limit comes from the file's own bytes; a share of it is enough for batch 1."""
+    config = json.loads(json.dumps({**QWEN3_0_6B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}))
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 70}
+    write_qwen3_folder(tmp_path, config)
+    path = tmp_path / "model.gguf"
+    write_gguf(tmp_path, path, "q8_0")
+    size = ModelSize.of_gguf(path)
+    weights = 64 * (64 + 2 * 32 + 64 + 3 * 96)
+    assert size == ModelSize(weights, 70 * 64, (weights + 70 * 64) * 34 // 32)
+    groups = gguf_groups([path], ["decode-1"])
+    report = bench_peers({}, groups, num_rounds=2, meter=a_meter(), say=lambda line: None)
+    [result] = report["results"]
+    assert (result["model"], result["missing"], report["refused"]) == ("model", ["llama.cpp"], [])
+    assert result["limit_tokens_per_second"] == pytest.approx(LIMITS.read_bytes_per_s / size.size_bytes)
+    goal = PEER_GOALS["decode-1", GGUF]
+    assert goal.verdict(row({"llama.cpp": 0.9}, share=0.86)) == "met"
+    assert goal.verdict(row({"llama.cpp": 0.9}, share=0.84)) == "missed"
 
 
 def row(ratios: dict[str, float], *, share: float = 0.9, ttft_ms: float = 40.0, missing: tuple[str, ...] = ()) -> Any:
