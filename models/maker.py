@@ -20,13 +20,15 @@ from models.checkpoint import TensorLayout
 from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
+from numba_kernels.cuda.packing import Packing
 from runtime import ops
 from runtime.dtype import DType, float16, float32
-from runtime.linear.format import GGML_FORMATS, WeightFormat
+from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
 from runtime.linear.kept import kept_format
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
+from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import BlockRows, LinearWeight, MatrixSource, packed_bytes
 from runtime.ops import RopeTable
@@ -238,6 +240,21 @@ class Maker(ABC):
         format = GGML_FORMATS.get(self._source.block_format(name) or "")
         return None if format is None or options.device.kind != "cpu" or depth % format.split else format
 
+    def _packing(self, declaration: LinearDeclaration) -> Packing | None:
+        """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
+        options = self.options
+        if self._source is None or options.device.kind == "cpu" or options.format or options.gemm == "cublas":
+            return None
+        found = set()
+        for name in declaration.names:
+            layout = None if declaration.is_transposed else self._source.quantized(f"{name}.weight")
+            found.add(None if layout is None else packing_for(layout))
+        packing = found.pop() if len(found) == 1 else None
+        is_cut = declaration.split == "inputs" and declaration.num_ranks > 1
+        if packing is not None and is_cut and declaration.inputs % max(1, packing.group):
+            return None
+        return packing
+
     def _dtype_of(self, stored: DType) -> DType:
         """The type of a tensor that is stored in this one."""
         return self.options.dtype or stored
@@ -287,6 +304,8 @@ class DeclaringMaker(Maker):
             )
             for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
         ]
+        if (packing := self._packing(declaration)) is not None:
+            kept = [(sum(declaration.outputs), packed_format(packing))]
         device = self.options.device
         size_bytes = packed_bytes(
             kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
@@ -338,8 +357,23 @@ class LoadingMaker(Maker):
                 return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
             return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
 
+        biases = []
+        if self._packing(declaration) is not None:
+            parts = [
+                MatrixPart(self._source.matrix(f"{name}.weight"), rows, columns)
+                for name, rows, columns in declaration.parts
+            ]
+            if not any(part.has_nan for part in parts):
+                if declaration.adds_bias:
+                    biases = [
+                        Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,)))
+                        for name, rows, _ in declaration.parts
+                    ]
+                kept = prepare_packed(parts, biases, self.options, declaration.split)
+                self._release(declaration)
+                return kept
         weights: list[MatrixSource] = []
-        whole_rows, biases = [], []
+        whole_rows = []
         is_part = declaration.split == "inputs" and declaration.num_ranks > 1
         for name, rows, columns in declaration.parts:
             weights.append(part(name, rows, columns))
@@ -352,9 +386,12 @@ class LoadingMaker(Maker):
             norm=declaration.norm,
         )  # fmt: skip
         del weights, whole_rows
+        self._release(declaration)
+        return packed
+
+    def _release(self, declaration: LinearDeclaration) -> None:
         for name, _ in declaration.stored_shapes:
             self._source.release(name)
-        return packed
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         return self._keep(self._rounded(name) + np.float32(add), name)

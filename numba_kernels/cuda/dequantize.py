@@ -28,6 +28,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 THREADS = 128
 MAX_GRID_ROWS = 65535
+LAUNCH_S = 2e-6
 
 
 @functools.cache
@@ -175,6 +176,12 @@ def plan(
     rows_at_once = 1 if is_lookup else TILE_ROWS
     grid = -(-items // THREADS), min(MAX_GRID_ROWS, -(-rows // rows_at_once)), 1
     return Launch(_kernel(packing, dtype, width, is_lookup), grid, (THREADS, 1, 1))
+
+
+def seconds(packing: Packing, rows: int, depth: int, dtype: str, memory_bytes: float) -> float:
+    """How long a whole matrix takes, by the bytes that are read and written, and a launch."""
+    num_bytes = packing.size_bytes(rows, depth, dtype) + rows * depth * ITEM_BYTES[dtype]
+    return LAUNCH_S + num_bytes / memory_bytes
 
 
 def specialisations() -> Iterator[Specialisation]:

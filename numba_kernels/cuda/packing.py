@@ -173,13 +173,13 @@ def arrange(
     Args:
         dtype: of the rows that it is to multiply.
         codes: uint8 [N, K]: integers as they are stored, from 0 on; the bits of floats.
-        scales: float32 [N, ceil(K / group)], not negative and finite; of "e4m3" kinds, numbers that it holds, of
+        scales: float32 [N, ceil(K / group)], finite; of "e4m3" kinds, numbers that it holds and not negative, of
             "exponent", powers of two. None without groups.
         zeros: numbers [N, ceil(K / group)], where the packing has them.
         row_scales: float32 [N]; None: 1.
 
     Raises:
-        ValueError: for other shapes, and for a scale that is negative or not finite.
+        ValueError: for other shapes, and for a scale that is not finite, or negative where it cannot be.
     """
     rows, depth = codes.shape
     tiles, slots = -(-rows // 16), -(-depth // packing.slot)
@@ -198,8 +198,8 @@ def arrange(
         wanted = rows, -(-depth // packing.group)
         if scales is None or scales.shape != wanted:
             raise ValueError(f"scales: shape {None if scales is None else scales.shape}, must be {wanted}")
-        if not (np.isfinite(scales) & (scales >= 0)).all():
-            raise ValueError("scales: must be finite and not negative")
+        if not (np.isfinite(scales) & ((scales >= 0) | (packing.scale == "value"))).all():
+            raise ValueError(f"scales: must be finite{' and not negative' * (packing.scale != 'value')}")
         kept, by_row[:rows] = _kept_scales(packing, dtype, scales, by_row[:rows])
         parts.append(_by_lane(packing, kept, rows, depth))
     if packing.has_zeros:
@@ -215,7 +215,7 @@ def _kept_scales(packing: Packing, dtype: str, scales: Array, by_row: Array) -> 
     """(the groups' scales as they are kept, the rows' scales)."""
     if packing.scale == "e4m3":
         return scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), by_row * np.float32(2.0**E4M3_SCALE_SHIFT)
-    largest = scales.max(axis=1, initial=0)
+    largest = np.abs(scales).max(axis=1, initial=0)
     exponents = np.where(largest > 0, np.frexp(largest)[1], 0)  # of the least power of two above
     if packing.scale == "exponent":
         exponents = exponents - 1

@@ -1,7 +1,8 @@
 """Packed weights on a GPU: products that read them as they are, and those that need rows of numbers first.
 
-A product that no tier computes from a packed weight (float32, more rows than the fast tiers take, a tier that the user
-names) has it written out as a matrix of x's type in front of it, every time: memory for one such matrix is needed then.
+A product that no tier computes from a packed weight (float32, exact segments, a tier that the user names), or that
+others are faster at (many rows), has it written out as a matrix of x's type in front of it, every time: memory for one
+such matrix is needed then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from numba_kernels.cuda import dequantize, gemm
+from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.cuda_tensor import alignment, id_flag
 from runtime.device.gpu import Gpu
@@ -33,11 +35,25 @@ class Planned:
 def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
     """Chooses the kernels of a product; see `gemm.plan`."""
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-    if not isinstance(weight, PackedWeight) or gemm.can_read(product, machine, weight.tier):
+    if not isinstance(weight, PackedWeight):
         return Planned(gemm.plan(product, machine, weight.tier))
-    launch = gemm.plan(replace(product, weight=product.x), machine, weight.tier)
+    plain = replace(product, weight=product.x)
+    if gemm.can_read(product, machine, weight.tier) and (
+        product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
+    ):
+        return Planned(gemm.plan(product, machine, weight.tier))
+    launch = gemm.plan(plain, machine, weight.tier)
     dequantization = dequantize.plan(weight.packing, *weight.shape, product.x)
     return Planned(launch, None if launch is None else dequantization)
+
+
+def _is_faster_packed(
+    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
+) -> bool:
+    """Whether the models say that unpacking in registers beats a 16-bit matrix, made for this product alone. Exact
+    products never ask: the kernel may not depend on the rows."""
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
+    return gemm.modelled_s(product, machine) <= made + gemm.modelled_s(plain, machine)
 
 
 def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:

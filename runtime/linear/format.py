@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
+from numba_kernels.cuda.intrinsics.unpack import BITS
+from numba_kernels.cuda.packing import Packing
 from numba_kernels.segments import STEP
 from runtime.dtype import DType, bfloat16, float16, float32, uint8
 from runtime.dtype import int8 as int8_type
@@ -103,6 +106,14 @@ GGML_FORMATS = {
 """Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A
 product rounds x by 32 elements of K: ``out = sum over groups of scale[x] * (scale[group] * float32(sum of integers) -
 sum of x * minimum[group]) + bias``, in float32 and in the order of K."""
+
+
+@functools.cache
+def packed_format(packing: Packing) -> WeightFormat:
+    """A checkpoint's quantised matrix as a GPU keeps it."""
+    per_byte = 8 / BITS[packing.element]
+    return WeightFormat(packing.name, uint8, per_byte, split=max(1, packing.group), packing=packing.name)
+
 
 FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
 QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized))

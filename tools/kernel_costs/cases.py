@@ -14,6 +14,7 @@ import numpy as np
 from numba_kernels.cuda import (
     activation,
     attention,
+    dequantize,
     elementwise,
     embedding,
     gemm,
@@ -29,6 +30,7 @@ from numba_kernels.cuda import (
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
@@ -89,6 +91,11 @@ def _gemms() -> Iterator[Case]:
     yield _gemm("hopper", (128, 256, 1024), "bf16", (64, 128))
     for rows in (1, 128):
         yield _exact_gemm(rows, 1024, 1024)
+    for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
+        for rows in (1, 16, 64) if packing in ("u8", "u4_g128") else (1,):
+            yield _packed_gemm(packing, rows, 1024, 1024)
+    for packing in ("e4m3_g128", "u4_g128"):
+        yield _dequantized(packing, 256, 1024)
 
 
 def _gemm(
@@ -132,6 +139,36 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
     rows = 16 if m <= 16 else 64
     tiled_bytes = (-(-n // 64) * m + -(-m // rows) * n) * k * 2 + m * n * (2 + 2 * SEGMENTS * 4)
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+
+
+def _packed_gemm(name: str, m: int, n: int, k: int) -> Case:
+    """A product with a packed weight, of any bits: every one means a number."""
+    packing = packing_of(name)
+    assert packing is not None
+    weight_bytes = packing.size_bytes(n, k, "bf16")
+
+    def run(bench: Bench) -> None:
+        epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+        launch = gemm.plan(gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch))
+        x, weight = bench.normal((m, k), "bf16"), bench.put(np.zeros(weight_bytes, np.uint8))
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
+
+    work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    tiled_bytes = weight_bytes + -(-n // 32) * m * k * 2 + m * n * 2
+    return Case(f"gemm few_rows {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+
+
+def _dequantized(name: str, n: int, k: int) -> Case:
+    packing = packing_of(name)
+    assert packing is not None
+    size = packing.size_bytes(n, k, "bf16")
+
+    def run(bench: Bench) -> None:
+        packed, out = bench.put(np.zeros(size, np.uint8)), bench.empty(n * k * 2)
+        bench.launch(dequantize.plan(packing, n, k, "bf16"), packed, 0, out, 0, n, n, k, 1.0)
+
+    work = Work(size, n * k * 2, 2 * n * k)
+    return Case(f"dequantize {name} bf16", "dequantize", f"{n} x {k}", work, run, "", size + n * k * 2)
 
 
 # Attention

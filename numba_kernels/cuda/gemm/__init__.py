@@ -39,7 +39,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
     "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
-    "machine_of", "plan", "specialisations",
+    "machine_of", "modelled_s", "plan", "specialisations",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
@@ -97,6 +97,16 @@ def can_read(product: Product, machine: Machine, tier: str = "auto") -> bool:
     both = replace(product, n=product.weight_rows, epilogue=replace(product.epilogue, activation=""))
     tiers = TIERS.values() if tier == "auto" else [TIERS[tier]]
     return any(not each.why_not(both, machine) for each in tiers)
+
+
+def modelled_s(product: Product, machine: Machine) -> float:
+    """How long the fastest tier takes, by the models, and at least: by its bytes and its work."""
+    both = replace(product, n=product.weight_rows, epilogue=replace(product.epilogue, activation=""))
+    least = (both.weight_bytes + ITEM_BYTES[both.x] * both.m * (both.k + both.n)) / machine.memory_bytes
+    if both.x != "f32":
+        least = max(least, 2 * both.m * both.n * both.k / machine.tensor_flops)
+    able = [tier for tier in TIERS.values() if not tier.why_not(both, machine)]
+    return max(least, min((tier.seconds(both, machine) for tier in able), default=math.inf))
 
 
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:

@@ -21,6 +21,10 @@ on their way count, and how few instructions bring them. So
 How K is split depends on (N, K) alone, and a row of x never meets another one: its sums have the same bits in any
 company of up to 64 rows. They are not those of the other tiers.
 
+Packed weights (`weight_stream.py`) are the same but for what a lane does with its 16 bytes, and go on beyond 64 rows:
+the grid's y counts blocks of 64, which read a few bits of the weight again. There K is split no further than filling
+the GPU takes, since more columns of a block spare reads of x; exact products keep the split of few rows.
+
 Threads: x lanes, y streams, z teams of columns.
 """
 
@@ -45,7 +49,14 @@ from numba_kernels.cuda.gemm.epilogue import (
     scales_leaver,
 )
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
-from numba_kernels.cuda.gemm.weight_stream import STEP, TILE_COLUMNS, weight_stream
+from numba_kernels.cuda.gemm.weight_stream import (
+    MANY_SCALE_WORDS,
+    STEP,
+    TILE_COLUMNS,
+    scale_words_of,
+    unit_of,
+    weight_stream,
+)
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
@@ -63,6 +74,7 @@ _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 war
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
 BLOCK_WARPS = 8
+_PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
 MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
 
@@ -86,12 +98,13 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
     load_quad, load_sum, store_pair = memory.shared_load_4xf32, memory.shared_load_f32, memory.shared_store_2xf32
-    stream = weight_stream(weight, dtype, is_gated)
+    stream = weight_stream(weight, dtype, row_tiles, is_gated)
     num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
-    group = num_steps * STEP
+    group, unit = num_steps * STEP, stream.unit
     place_stream, advance, scale_columns, scale_column = (
         stream.place, stream.advance, stream.scale_columns, stream.scale_column
     )  # fmt: skip
+    has_row_blocks, out_bytes = row_tiles == ROW_TILES[-1] and weight != dtype, ITEM_BYTES[out_dtype]
     num_stages = _num_stages(row_tiles)
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
     wait_for_next = memory.copy_async_wait(num_stages - 2)
@@ -191,11 +204,11 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
 
         return take_turn
 
-    has_four_slots = num_slots == 4
+    has_two_slots, has_four_slots = num_slots >= 2, num_slots == 4
     copy_now_0, copy_now_1, copy_now_2 = copier(0), copier(1), copier(2)
     load_early_0, load_early_1, load_early_2, load_early_3 = (stream.load_early(i) for i in range(4))
     load_0, load_1, load_2, load_3 = (stream.load(i) for i in range(4))
-    turn_0, turn_1 = turn_of(0), turn_of(1)
+    turn_0, turn_1 = turn_of(0), turn_of(1) if has_two_slots else None
     turn_2, turn_3 = (turn_of(2), turn_of(3)) if has_four_slots else (None, None)
 
     @device_function
@@ -229,12 +242,23 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         num_streams, num_teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         g, t = lane >> uint32(2), lane & uint32(3)
+        if has_row_blocks:
+            first_row = uint32(uint32(cuda.blockIdx.y) * uint32(MAX_ROWS))
+            m = minimum_u32(uint32(m - first_row), uint32(MAX_ROWS))
+            x += uint64(first_row) * uint64(k) * uint64(2)
+            out += uint64(first_row) * uint64(n) * uint64(out_bytes)
+            if residual != uint64(0):
+                residual += uint64(first_row) * uint64(n) * uint64(out_bytes)
+            if x_squares != uint64(0):
+                x_squares += uint64(first_row) * uint64(x_parts) * uint64(4)
+            if squares != uint64(0):
+                squares += uint64(first_row) * uint64(n >> uint32(5)) * uint64(4)
         first_column = uint32(uint32(cuda.blockIdx.x) * uint32(num_teams * uint32(columns)))
         row_bytes = uint64(k) * uint64(2)
 
-        # This stream's part of K: whole groups, but for the last one of all.
-        num_groups = uint32(k + uint32(group - 1)) // uint32(group)
-        length = uint32(divide_u32(uint32(num_groups + num_streams - uint32(1)), num_streams) * uint32(group))
+        # This stream's part of K: whole units, but for the last one of all.
+        num_units = uint32(k + uint32(unit - 1)) // uint32(unit)
+        length = uint32(divide_u32(uint32(num_units + num_streams - uint32(1)), num_streams) * uint32(unit))
         position = uint32(rank * length)
         end = minimum_u32(uint32(position + length), k)
 
@@ -250,7 +274,8 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
         factors = cuda.local.array(8, uint32)
         column = uint32(position + t * uint32(8))
         load_early_0(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
-        load_early_1(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
+        if has_two_slots:
+            load_early_1(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
         if has_four_slots:
             load_early_2(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
             load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
@@ -286,11 +311,12 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                 num_tiles, chosen, rank, num_teams,
             )  # fmt: skip
             load_0(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
-            turn_1(
-                sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                num_tiles, chosen, rank, num_teams,
-            )  # fmt: skip
-            load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+            if has_two_slots:
+                turn_1(
+                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
+                    num_tiles, chosen, rank, num_teams,
+                )  # fmt: skip
+                load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             if has_four_slots:
                 turn_2(
                     sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
@@ -358,13 +384,15 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                     memory.store_f32(squares + part * uint64(4), total)
             first_item = uint32(first_item + uint32(BLOCK_WARPS * 32))
 
-    factors = dtype if weight == dtype else f"{weight}_{dtype}"
+    packing = packing_of(weight)
+    scale_words = 0 if packing is None else scale_words_of(packing, dtype)
+    factors = dtype if packing is None else f"{weight}_{dtype}"
     return Specialisation(
         name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
-        min_blocks=2 if row_tiles == 1 else 1,
+        min_blocks=2 if row_tiles == 1 and scale_words <= 2 * MANY_SCALE_WORDS else 1,
         constants={
             "dtype": dtype, "weight": weight, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
             "square_columns": 0 if is_gated else COLUMNS,
@@ -375,53 +403,74 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
 def split(n: int, k: int, weight: str = "") -> int:
     """Streams that share a sum over K: a power of two, from the weight's shape and format alone."""
     num_streams = BLOCK_WARPS if n < MANY_COLUMNS else BLOCK_WARPS // 2
-    group = STEP * weight_stream(weight, "bf16", False).num_steps
-    while num_streams > 1 and num_streams * group > k:
+    while num_streams > 1 and num_streams * unit_of(weight) > k:
         num_streams //= 2
     return num_streams
 
 
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product; "" if it can."""
-    is_packed = packing_of(product.weight) is not None
     can_read = product.x != "f32" and product.is_weight_layout and product.is_aligned
-    if is_packed and product.epilogue.activation and product.n % TILE_COLUMNS:
-        return f"gates packed weights in tiles of {TILE_COLUMNS} columns"
-    if can_read and (is_packed or product.weight == product.x) and not product.exact and product.m <= MAX_ROWS:
+    if packing_of(product.weight) is not None:
+        if not can_read or product.num_segments:
+            return "reads packed weights for 16-bit rows on 16-byte bounds, and cuts no K into segments"
+        is_whole = not product.epilogue.activation or product.n % TILE_COLUMNS == 0
+        return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns"
+    if can_read and product.weight == product.x and not product.exact and product.m <= MAX_ROWS:
         return ""
-    return (
-        f"takes at most {MAX_ROWS} rows, 16-bit factors (the weight may be packed) in the weight layout on 16-byte"
-        " bounds, and is not exact"
-    )
+    return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
 
 
-def cache_reads(product: Product) -> int:
-    """Bytes asked of the second-level cache, as the emulator counts them: the weight once, x by each block."""
-    return product.weight_bytes + _num_blocks(product) * product.m * product.k * ITEM_BYTES[product.x]
+def cache_reads(product: Product, num_multiprocessors: int = 132) -> int:
+    """Bytes asked of the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
+    each block."""
+    row_blocks = -(-product.m // MAX_ROWS)
+    x_bytes = product.m * product.k * ITEM_BYTES[product.x]
+    return row_blocks * product.weight_bytes + _column_blocks(product, num_multiprocessors) * x_bytes
 
 
-def _num_blocks(product: Product) -> int:
-    return -(-product.n // (COLUMNS * BLOCK_WARPS // split(product.n, product.k, product.weight)))
+def _streams(product: Product, num_multiprocessors: int) -> int:
+    """Streams of K: of exact products and few rows by the weight alone; of more, as many as fill the GPU."""
+    n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
+    num_streams = split(n, k, product.weight)
+    if product.exact or product.m <= MAX_ROWS:
+        return num_streams
+    row_blocks, columns = -(-product.m // MAX_ROWS), -(-product.weight_rows // COLUMNS)
+    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= num_multiprocessors:
+        num_streams //= 2
+    return num_streams
+
+
+def _column_blocks(product: Product, num_multiprocessors: int) -> int:
+    num_teams = BLOCK_WARPS // _streams(product, num_multiprocessors)
+    return -(-product.weight_rows // (COLUMNS * num_teams))
 
 
 def seconds(product: Product, machine: Machine) -> float:
     """By work, what its blocks read from the second-level cache, and latency."""
+    row_blocks = -(-product.m // MAX_ROWS)
+    rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * MAX_ROWS
+    work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
+    at_once = min(_column_blocks(product, machine.num_multiprocessors) * row_blocks, machine.num_multiprocessors)
+    if product.weight == product.x:
+        at_once, under_way = _column_blocks(product, machine.num_multiprocessors), _BYTES_UNDER_WAY
+    else:  # unpacking shares the instructions' issue with the products
+        work, under_way = work / _PACKED_EFFICIENCY if row_blocks > 1 else work, _BYTES_UNDER_WAY // 2
     return max(
-        2 * product.n * product.k * -(-product.m // 16) * 16 / machine.tensor_flops,
-        cache_reads(product) / machine.cache_bytes,
-        LATENCY_S * product.weight_bytes / (_num_blocks(product) * _BYTES_UNDER_WAY),
+        work,
+        cache_reads(product, machine.num_multiprocessors) / machine.cache_bytes,
+        LATENCY_S * product.weight_bytes * row_blocks / (at_once * under_way),
     )
 
 
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
-    row_tiles = next(tiles for tiles in ROW_TILES if 16 * tiles >= product.m)
-    num_streams = split(product.weight_rows, product.k, product.weight)
-    num_teams = BLOCK_WARPS // num_streams
+    row_tiles = next((tiles for tiles in ROW_TILES if 16 * tiles >= product.m), ROW_TILES[-1])
+    num_streams = _streams(product, machine.num_multiprocessors)
     return Launch(
         _kernel(product.x, product.weight, product.out, row_tiles, product.epilogue.activation),
-        (-(-product.weight_rows // (COLUMNS * num_teams)), 1, 1),
-        (32, num_streams, num_teams),
+        (_column_blocks(product, machine.num_multiprocessors), -(-product.m // MAX_ROWS), 1),
+        (32, num_streams, BLOCK_WARPS // num_streams),
         shared_bytes=shared_bytes(row_tiles, num_streams),
     )
 

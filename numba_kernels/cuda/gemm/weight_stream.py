@@ -31,6 +31,7 @@ uint32, uint64 = types.uint32, types.uint64
 STEP = 32  # elements of K
 TILE_COLUMNS = 16  # of the output
 PLAIN_SLOTS, PACKED_SLOTS = 4, 2
+MANY_SCALE_WORDS = 2  # of a lane, for 16 columns and a slot: with more of them registers become few
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class WeightStream:
     """The device functions of a format, and the registers of a lane.
 
     Attributes:
+        unit: K is split at multiples of so many elements.
         num_slots: loaded ahead, each again as soon as it is used.
         steps_a_slot: steps of a slot.
         num_words: of all slots. num_scale_words, num_zero_words: of their scales and offsets, at least 1.
@@ -49,6 +51,7 @@ class WeightStream:
         scale_columns, scale_column: ``(values of 4 columns or one, weight, n, k, column)``: times their rows' scales.
     """
 
+    unit: int
     num_slots: int
     steps_a_slot: int
     num_words: int
@@ -69,10 +72,24 @@ class WeightStream:
 
 
 @functools.cache
-def weight_stream(weight: str, dtype: str, is_gated: bool) -> WeightStream:
-    """Of a product's weight and x's dtype."""
+def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool) -> WeightStream:
+    """Of a product's weight and x's dtype, for so many tiles of 16 rows of x."""
     packing = packing_of(weight)
-    return _plain(is_gated) if packing is None else _packed(packing, dtype, is_gated)
+    if packing is None:
+        return _plain(is_gated)
+    is_tight = row_tiles == 4 and scale_words_of(packing, dtype) > MANY_SCALE_WORDS
+    return _packed(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
+
+
+def unit_of(weight: str) -> int:
+    """K is split at multiples of so many elements, whatever the rows."""
+    packing = packing_of(weight)
+    return PLAIN_SLOTS * STEP if packing is None else PACKED_SLOTS * packing.slot
+
+
+def scale_words_of(packing: Packing, dtype: str) -> int:
+    """Words of scales and offsets that a lane has for 16 columns and a slot."""
+    return (packing.chunk_bytes(dtype) + packing.zeros_bytes(dtype)) // 4
 
 
 def _plain(is_gated: bool) -> WeightStream:
@@ -112,14 +129,14 @@ def _plain(is_gated: bool) -> WeightStream:
         return load
 
     return WeightStream(
-        PLAIN_SLOTS, 1, 16 * PLAIN_SLOTS, 1, 1, place, advance, functools.partial(loader, "stream"),
+        unit_of(""), PLAIN_SLOTS, 1, 16 * PLAIN_SLOTS, 1, 1, place, advance, functools.partial(loader, "stream"),
         functools.partial(loader, "stream_early"), None,
         device_function(lambda values, weight, n, k, column: values),
         device_function(lambda value, weight, n, k, column: value),
     )  # fmt: skip
 
 
-def _packed(packing: Packing, dtype: str, is_gated: bool) -> WeightStream:
+def _packed(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> WeightStream:
     find, slot_elements = sections_of(packing, dtype), packing.slot
     scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
     scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot
@@ -153,10 +170,10 @@ def _packed(packing: Packing, dtype: str, is_gated: bool) -> WeightStream:
     @device_function
     def advance(rows, scale_rows, zero_rows):
         for r in range(4):
-            rows[r] += uint64(PACKED_SLOTS * TILE_BYTES)
+            rows[r] += uint64(num_slots * TILE_BYTES)
         for h in range(2):
-            scale_rows[h] += uint64(PACKED_SLOTS * scale_step)
-            zero_rows[h] += uint64(PACKED_SLOTS * zero_step)
+            scale_rows[h] += uint64(num_slots * scale_step)
+            zero_rows[h] += uint64(num_slots * zero_step)
 
     def loader(how: str, slot: int) -> Any:
         first = 16 * slot
@@ -249,7 +266,7 @@ def _packed(packing: Packing, dtype: str, is_gated: bool) -> WeightStream:
         return scale_element(value, load_one(row_scales_of(weight, n, k) + uint64(column) * uint64(4)))
 
     return WeightStream(
-        PACKED_SLOTS, packing.steps, 16 * PACKED_SLOTS, max(1, 2 * PACKED_SLOTS * scale_words),
-        max(1, 2 * PACKED_SLOTS * zero_words), place, advance, functools.partial(loader, "stream"),
+        unit_of(packing.name), num_slots, packing.steps, 16 * num_slots, max(1, 2 * num_slots * scale_words),
+        max(1, 2 * num_slots * zero_words), place, advance, functools.partial(loader, "stream"),
         functools.partial(loader, "stream_early"), unpacker, scale_columns, scale_column,
     )  # fmt: skip

@@ -62,10 +62,12 @@ def test_names_say_what_a_packing_is():
 
 def test_a_scale_that_is_no_number_is_refused():
     codes, scales = np.zeros((2, 64), np.uint8), np.ones((2, 2), np.float32)
-    for wrong in (np.nan, -1.0, np.inf):
+    for kind, element, wrong in (
+        ("value", "u4", np.nan), ("value", "u4", np.inf), ("exponent", "e2m1", -1.0), ("exponent", "e2m1", np.nan)
+    ):  # fmt: skip
         scales[1, 0] = wrong
-        with pytest.raises(ValueError, match="finite and not negative"):
-            arrange(Packing("u4", 32, "value"), "bf16", codes, scales, None, None)
+        with pytest.raises(ValueError, match="scales: must be finite"):
+            arrange(Packing(element, 32, kind), "bf16", codes, scales, None, None)
     with pytest.raises(ValueError, match="shape"):
         arrange(Packing("u4", 32, "value"), "bf16", codes, np.ones((2, 3), np.float32), None, None)
 

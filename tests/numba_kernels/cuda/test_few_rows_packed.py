@@ -1,4 +1,4 @@
-"""Products of up to 64 rows with packed weights: against float64 of what the weight means."""
+"""Products with packed weights: against float64 of what the weight means."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.packing import PACKINGS
-from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
+from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
 
 UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
 DEFAULT = [
     ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
     ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
-    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"),
+    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"),
 ]  # fmt: skip
 SWEEP = [
     (name, dtype, shape, arch)
     for name in (*PACKINGS, "u4_g64", "u8_g32_zeros", "u8_g128", "u4_g32_zeros")
     for dtype, arch in (("bf16", "emulated:sm_90a"), ("f16", "emulated:sm_80"), ("bf16", "emulated:sm_89"))
-    for shape in ((1, 17, 8), (9, 260, 1160), (33, 64, 2056), (64, 47, 1304))
+    for shape in ((1, 17, 8), (9, 260, 1160), (33, 64, 2056), (64, 47, 1304), (150, 300, 520))
 ]  # fmt: skip
 
 
@@ -84,3 +84,28 @@ def test_equals_float64(gpu, name, dtype, sizes):
 def test_gated_units(gpu, name, sizes):
     got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu")
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
+
+
+def test_exact_rows_are_the_same_in_any_company(gpu):
+    """By one kernel, whose split of K is the weight's; others may split it further for more rows."""
+    matrix, x = packed_matrix("u8", 40, 1096, "bf16"), np.random.default_rng(3).standard_normal((130, 1096))
+    x = x.astype(numpy_dtype("bf16"))
+    weight = put(gpu, matrix.block)
+
+    def rows(first: int, last: int) -> np.ndarray:
+        m = last - first
+        asked = gemm.Product(m, 40, 1096, "bf16", "u8", "f32", gemm.Epilogue(has_residual=False), exact=True)
+        launch = gemm.plan(asked, gemm.machine_of(gpu.arch))
+        given, out = put(gpu, x[first:last]), empty(gpu, (m, 40), "f32")
+        gpu.launch(launch, given.address, weight.address, 0, 0, out.address, m, 40, 1096, 0, *gemm.NO_SQUARES)
+        return get(gpu, out, (m, 40), "f32")
+
+    whole = rows(0, 130)
+    for first, last in ((0, 1), (3, 20), (60, 124)):
+        assert_equal(rows(first, last), whole[first:last])
+
+
+def test_what_is_refused():
+    for options in ({"x": "f32"}, {"k": 9}, {"num_segments": 8, "out": "f32", "exact": True}):
+        options = {"m": 2, "n": 8, "k": 8, "x": "bf16", "epilogue": gemm.Epilogue(has_residual=False), **options}
+        assert not gemm.can_read(gemm.Product(weight="u8", **options), gemm.machine_of("sm_90a"))

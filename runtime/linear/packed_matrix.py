@@ -1,0 +1,119 @@
+"""Quantised matrices out of a checkpoint, arranged for a GPU without becoming floats (`numba_kernels.cuda.packing`).
+
+| matrix | is kept as |
+|---|---|
+| a scale for the whole, or for each row | float32 for each row |
+| groups of 16 to 128 of K, blocks of rows and K | a scale for each row and group; those of larger groups are repeated |
+| scales that are powers of two, of e2m1 | a byte each, an exponent |
+| scales in e4m3, of e2m1 (NVFP4) | a byte each, and the matrix's divisor in the rows' scales |
+| zeros | an offset for each row and group |
+
+A matrix whose columns lie in another order (`desc_act`), or whose groups have another size, is dequantised while it is
+loaded; so are neighbours that become one map, but differ in this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from numba_kernels.cuda.packing import GROUPS, Packing, arrange
+from runtime.linear.format import packed_format
+from runtime.linear.options import LoadOptions, Split
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from runtime.linear.weight import GpuSettings, PackedWeight
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
+
+_ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
+_EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def packing_for(layout: QuantizedLayout) -> Packing | None:
+    """How a GPU keeps matrices of this layout; None: not at all."""
+    element, size = _ELEMENTS[layout.kind], layout.block[1]
+    if layout.has_order or (size not in GROUPS and size % GROUPS[-1]):
+        return None
+    if not size:
+        return Packing(element, GROUPS[-1], "value", True) if layout.has_zeros else Packing(element)
+    is_small = element == "e2m1"
+    kind = "exponent" if layout.scale == _EXPONENTS else "e4m3" if layout.scale == _E4M3 else ""
+    kind = kind if is_small else ""
+    if size == 16 and kind != "e4m3":
+        return None
+    return Packing(element, min(size, GROUPS[-1]), kind or "value", layout.has_zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """Rows and columns of a matrix: what a rank has of it. Columns begin where a group does."""
+
+    matrix: QuantizedMatrix
+    rows: slice
+    columns: slice
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether an element is NaN, which unpacking in registers does not know."""
+        return self.matrix.layout.kind == "fp8" and bool((self.numbers() & 0x7F == 0x7F).any())
+
+    def numbers(self) -> NDArray:
+        """The codes ``[rows, columns]``, one in a byte."""
+        return self.matrix.numbers(self.rows)[:, self.columns]
+
+    def by_row(self, values: NDArray) -> NDArray:
+        """Numbers of the matrix's scale blocks -> float32 ``[rows, groups of the columns]``."""
+        block_rows, size = self.matrix.layout.block
+        first, stop, _ = self.rows.indices(self.matrix.shape[0])
+        rows = np.arange(first, stop) // block_rows if block_rows else np.zeros(stop - first, np.int64)
+        if not size:
+            return values[rows].astype(np.float32)
+        start, end, _ = self.columns.indices(self.matrix.shape[1])
+        assert start % size == 0, "a rank's columns begin within a group"
+        return values[rows, start // size : -(-end // size)].astype(np.float32)
+
+
+def prepare_packed(
+    parts: Sequence[MatrixPart], biases: Sequence[Tensor] | None, options: LoadOptions, split: Split | None
+) -> PackedWeight:
+    """Parts that have one packing, joined over N, with their biases; as `prepare_linear` gives it on a GPU."""
+    packing = packing_for(parts[0].matrix.layout)
+    assert packing is not None
+    assert options.dtype is not None
+    codes = np.concatenate([part.numbers() for part in parts])
+    scales, zeros, by_row = (np.concatenate(each) for each in zip(*(_scales_of(part, packing) for part in parts)))
+    block = arrange(
+        packing, options.dtype.ptx, codes, scales if packing.group else None, zeros if packing.has_zeros else None,
+        by_row,
+    )  # fmt: skip
+    memory = Tensor.from_numpy(block).to(options.device)
+    memory.storage.freeze()
+    bias = None
+    if biases:
+        joined = np.concatenate([each.array.astype(np.float32) for each in biases])
+        bias = Tensor.from_numpy(joined).to(options.device)
+    shape = codes.shape[0], codes.shape[1]
+    settings = GpuSettings(
+        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split)
+    )
+    return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
+
+
+def _scales_of(part: MatrixPart, packing: Packing) -> tuple[NDArray, NDArray, NDArray]:
+    """(groups' scales, groups' zeros, rows' scales) as `arrange` takes them; those that a packing lacks are empty."""
+    matrix = part.matrix
+    scales, divisor = part.by_row(matrix.scales), np.float32(matrix.divisor)
+    zeros = np.zeros((len(scales), 0), np.float32) if matrix.zeros is None else part.by_row(matrix.zeros)
+    by_row = np.ones(len(scales), np.float32)
+    if not packing.group:
+        return np.zeros((len(scales), 0), np.float32), zeros, scales[:, 0] / divisor
+    depth = len(range(*part.columns.indices(matrix.shape[1])))
+    wanted, size = -(-depth // packing.group), matrix.layout.block[1] or depth
+    of_group = np.arange(wanted) * packing.group // size
+    scales, zeros = scales[:, of_group], zeros[:, of_group] if matrix.zeros is not None else zeros
+    if matrix.layout.has_divisor:
+        by_row /= divisor
+    return scales, zeros, by_row

@@ -1,0 +1,51 @@
+"""Quantised checkpoints on emulated GPUs: kept as they are where kernels read them, the logits of the dequantised twin.
+
+In float32 within 1e-4; in bfloat16, where activations and groups' scales are rounded, too, within 3e-2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.registry import declare_model, load_model
+from runtime.dtype import float32
+from runtime.linear.weight import PackedWeight, RowWeight
+from tests.models.driver import logits_of, relative_error
+from tests.models.quantized.test_fixtures import CASES, FIXTURES, IDS, twin
+
+pytestmark = pytest.mark.emulator
+
+DEQUANTISED = ("ct_w4_reordered", "fp8_block_exponents", "gptq_w4_reordered", "gptq_w8_reordered")
+"""An order of their columns; values as scales of 16 neighbours."""
+SOME = ("ct_mixed", "gptq_dynamic")  # neighbours that become one map differ
+
+TELLING = [("gptq_w4_zeros", "bfloat16", "emulated:sm_90a"), ("ct_fp8_block", "float32", "emulated:sm_90a")]
+ALL = [
+    (case, dtype, f"emulated:{arch}")
+    for case in CASES for dtype, arch in (("bfloat16", "sm_80"), ("bfloat16", "sm_89"), ("bfloat16", "sm_90a"),
+                                          ("float32", "sm_90a"), ("float16", "sm_90a"))
+    if (case, dtype, f"emulated:{arch}") not in TELLING
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "device"), [*TELLING, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ALL)]
+)
+def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, device: str) -> None:
+    folder, exact = FIXTURES / case, twin(case, tmp_path / "exact", float32)
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    model: Any = load_model(folder, **options)
+    layer = model.layers[0]
+    maps = layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+    kinds = {type(each.weight) for each in maps}
+    wanted = {RowWeight} if case in DEQUANTISED else {PackedWeight, RowWeight} if case in SOME else {PackedWeight}
+    assert kinds == wanted
+    assert declare_model(folder, **options).weight_bytes == model.weight_bytes
+    expected = logits_of(load_model(exact, dtype="float32"), IDS)
+    tolerance = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}[dtype]
+    assert relative_error(logits_of(model, IDS), expected) <= tolerance
+    assert relative_error(logits_of(model, IDS, [4, *[1] * (len(IDS) - 4)], block_size=8), expected) <= tolerance
+
