@@ -107,8 +107,10 @@ class Checkpoint:
         for copy, original in layout.copies.items():
             if copy in found:
                 shapes[copy] = layout.shapes[original]
-        for name, stored in found.items():
-            if name not in shapes:
+        for name, stored in list(found.items()):
+            if name not in shapes and _is_bias_of_zeros(name, found):
+                del found[name]
+            elif name not in shapes:
                 problems.append(f"{stored.file}: tensor {stored.name!r} is left over")
         for name, shape in shapes.items():
             if name not in found:
@@ -301,6 +303,16 @@ def _open_shards(folder: Path, index: Path) -> Checkpoint:
     if problems:
         raise WeightsError(f"{folder}: {INDEX_FILE} and its shards contradict each other:", problems)
     return Checkpoint(folder, INDEX_FILE, {name: SafetensorsTensor(file, name) for name, file in files.items()})
+
+
+def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is a bias that quantising tools add to every matrix, needed or not."""
+    stem, _, part = name.rpartition(".")
+    weight = tensors.get(f"{stem}.weight")
+    if part != "bias" or weight is None or weight.quantized is None:
+        return False
+    stored = tensors[name]
+    return stored.dtype is not None and stored.shape == weight.shape[:1] and not stored.array().any()
 
 
 def _is_plain_name(name: str) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Self
 import numpy as np
 
 from models.json_fields import Fields
-from models.quantized.fp8 import SCALES, as_bytes, scale_part
+from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
 from models.quantized.gptq import unpacked
 from models.quantized.names import compiled
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
@@ -149,7 +149,7 @@ class CompressedTensorsScheme:
 
     def is_passed_over(self, name: str) -> bool:
         """See `QuantizationScheme`."""
-        return name.endswith((".k_scale", ".v_scale"))
+        return name.endswith(SCALES_OF_PAGES)
 
 
 def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:

@@ -30,6 +30,10 @@ SCALES = {
 """What scales are, by the file's name of their type; bytes are exponents."""
 
 
+SCALES_OF_PAGES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Ends of names of scales for attention in FP8: pages here are floats, or have scales of their own."""
+
+
 def scale_part(stored: StoredTensor, shape: tuple[int, int]) -> Part:
     """The scales in the layout's type and shape."""
     dtype = SCALES[stored.type_name]
@@ -63,6 +67,7 @@ class Fp8Scheme:
         fields.expect("fmt", "e4m3", "float8_e4m3fn")
         fields.expect("expert_dtype", "fp8")
         fields.expect("modules_to_convert", [])
+        fields.expect("kv_cache_scheme", "static", "dynamic")
         fields.raw("dequantize")  # asks transformers to do so while loading
         scheme = fields.string("activation_scheme", "dynamic")
         if scheme not in ("dynamic", "static"):
@@ -106,7 +111,7 @@ class Fp8Scheme:
 
     def is_passed_over(self, name: str) -> bool:
         """See `QuantizationScheme`."""
-        return name.endswith((".k_scale", ".v_scale"))
+        return name.endswith(SCALES_OF_PAGES)
 
 
 def _block(fields: Fields) -> tuple[int, int] | None:

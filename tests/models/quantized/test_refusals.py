@@ -158,6 +158,18 @@ def test_a_tensor_that_does_not_fit(
     assert all("model.safetensors: tensor" in problem for problem in caught.value.problems)
 
 
+def test_what_tools_add_is_passed_over(tmp_path: Path) -> None:
+    """GPTQ's biases of zeros, and scales of pages in FP8."""
+    zeros = {f"{Q}.bias": np.zeros(32, np.float16)}
+    load_model(changed(tmp_path / "zeros", "gptq_w4", zeros))
+    with pytest.raises(WeightsError, match=rf"tensor '{Q}.bias' is left over"):
+        load_model(changed(tmp_path / "ones", "gptq_w4", {f"{Q}.bias": np.ones(32, np.float16)}))
+    with pytest.raises(WeightsError, match=r"tensor .lm_head.bias. is left over"):
+        load_model(changed(tmp_path / "floats", "gptq_w4", {"lm_head.bias": np.zeros(16, np.float16)}))
+    pages = {f"{LAYER}self_attn.{name}_proj.output_scale": np.ones(1, np.float32) for name in "kv"}
+    load_model(changed(tmp_path / "pages", "fp8_block", pages, kv_cache_scheme="static"))
+
+
 def test_numbers_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = changed(tmp_path, "gptq_w4", {f"{LAYER}mlp.down_proj.scales": with_entry(0, NAN)})
     monkeypatch.setattr("models.registry.LoadingMaker", None)
