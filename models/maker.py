@@ -137,6 +137,7 @@ class Maker(ABC):
         self._prefix = ""
         self._source: TensorSource | None = None
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
+        self.tables: set[str] = set()
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
 
     def under(self, name: str) -> Self:
@@ -201,6 +202,7 @@ class Maker(ABC):
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
         """
+        self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         if not is_tied:
             if self._kept_format(f"{self._prefix}{name}.weight", columns):
                 return self.linear(name, outputs=rows, inputs=columns).weight, self.linear(
@@ -272,6 +274,10 @@ class Maker(ABC):
 class DeclaringMaker(Maker):
     """Notes what a model consists of; what it makes has shapes and types but no numbers.
 
+    Attributes:
+        matrices, transposed: names of the tensors of linear maps, and of those among them that are stored inputs first.
+        tables: names of the token table and the output head.
+
     Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
     float32.
     """
@@ -280,6 +286,8 @@ class DeclaringMaker(Maker):
         super().__init__(options, max_positions, float32 if source is None else source.main_dtype())
         self._source = source
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.matrices: set[str] = set()
+        self.transposed: set[str] = set()
 
     def layout(self, prefix: str, harmless: Any) -> TensorLayout:
         """What a checkpoint must store; `prefix` and `harmless` as there."""
@@ -296,6 +304,9 @@ class DeclaringMaker(Maker):
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
+        self.matrices |= {f"{name}.weight" for name in declaration.names}
+        if declaration.is_transposed:
+            self.transposed |= {f"{name}.weight" for name in declaration.names}
         kept = [
             (
                 count,

@@ -12,6 +12,7 @@ from models.base import Model
 from models.checkpoint import Checkpoint, TensorLayout
 from models.config import ModelConfig
 from models.dummy import DummyCheckpoint
+from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.harmless_fields import is_harmless
 from models.json_fields import Fields
@@ -125,6 +126,20 @@ def tensor_layout(config: ModelConfig) -> TensorLayout:
     model_class, maker = known_architectures()[config.architecture].model_class, DeclaringMaker(LoadOptions(), 1)
     model_class(config, maker)
     return maker.layout(model_class.prefix, model_class.harmless)
+
+
+def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]:
+    """The names of a model's linear maps, without its output head. Fits the checkpoint to the model.
+
+    Raises `ModelLoadError` for a tensor that does not fit, and for maps that are stored inputs first.
+    """
+    config = load_config(folder)
+    model_class, maker = known_architectures()[config.architecture].model_class, DeclaringMaker(LoadOptions(), 1)
+    model_class(config, maker)
+    checkpoint.fit(maker.layout(model_class.prefix, model_class.harmless))
+    if maker.transposed:
+        raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
+    return maker.matrices - maker.tables
 
 
 def _built(config: ModelConfig, maker: Maker) -> Model:

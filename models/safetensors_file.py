@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,25 @@ class SafetensorsFile:
         data_bytes = self.size_bytes - self._data_start
         if position != data_bytes:
             raise self._error(f"{data_bytes - position} bytes after the last tensor belong to no tensor")
+
+
+def write_tensors(
+    path: Path, plan: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], arrays: Iterable[np.ndarray[Any, Any]]
+) -> None:
+    """A file of these tensors, by name, type and shape; `arrays` gives them one after another in this order."""
+    names, position = {dtype: name for name, dtype in _NUMPY.items()}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, dtype, shape in plan:
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for (_, dtype, shape), array in zip(plan, arrays, strict=True):
+            assert (array.dtype, array.shape) == (dtype, shape)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 class _DuplicateKeyError(Exception):

@@ -21,6 +21,7 @@ from runtime.commands.info import info
 from runtime.commands.kernels import kernels
 from runtime.commands.options import with_options
 from runtime.commands.perplexity import perplexity
+from runtime.commands.quantize import quantize
 from runtime.commands.serve import serve
 from runtime.commands.tokenize import tokenize
 
@@ -80,6 +81,7 @@ for _command, _panel, _is_positional in (
     (perplexity, LOOK, False),
 ):
     app.command(cls=Command, rich_help_panel=_panel)(with_options(_command, takes_model=_is_positional))
+app.command(cls=Command, rich_help_panel=USE)(quantize)
 app.add_typer(kernels, rich_help_panel=MEASURE)
 
 

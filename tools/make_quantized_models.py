@@ -5,6 +5,7 @@
     python tools/make_quantized_models.py gptq                 # with gptqmodel (installed with BUILD_CUDA_EXT=0)
     python tools/make_quantized_models.py awq FOLDER           # FOLDER: of autoawq's unpacked source
     python tools/make_quantized_models.py fp8                  # with transformers >= 5.20: fp8 and mxfp4
+    python tools/make_quantized_models.py read FOLDER ...      # with compressed_tensors: what `xserv quantize` wrote
 
 Each case is a Llama of one layer, whose matrices the library quantises and packs: `config.json`, `model.safetensors`,
 and `dequantised.json`: for each matrix the type and the SHA-256 of the floats that the library unpacks again.
@@ -350,9 +351,37 @@ def fp8_cases() -> None:
     (folder / "dequantised.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
+def read_folders(*folders: str) -> None:
+    """Prints digests of what compressed_tensors makes of folders: by the folder's name and the tensor's."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for folder in map(Path, folders):
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        parsed = QuantizationConfig.model_validate(config)
+        scheme = parsed.config_groups["group_0"]
+        compressor = BaseCompressor.get_value_from_registry(parsed.format)
+        tensors = load_file(folder / "model.safetensors")
+        modules = [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+        for module in sorted(modules):
+            assert module not in parsed.ignore, module
+            state = {
+                name.removeprefix(f"{module}."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(f"{module}.weight")
+            }
+            assert set(state) == set(compressor.compression_param_names(scheme)), (module, set(state))
+            floats = compressor.decompress(state, scheme)["weight"]
+            said = {"dtype": str(floats.dtype).removeprefix("torch."), "sha256": digest(floats)}
+            found.setdefault(folder.name, {})[f"{module}.weight"] = said
+    print(json.dumps(found, indent=1))
+
+
 if __name__ == "__main__":
     made: dict[str, Callable[..., None]] = {
         "compressed-tensors": compressed_tensors_cases, "reordered": reordered_cases, "gptq": gptq_cases,
-        "awq": awq_cases, "fp8": fp8_cases,
+        "awq": awq_cases, "fp8": fp8_cases, "read": read_folders,
     }  # fmt: skip
     made[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,217 @@
+"""A model in 16 or 32 bits written again with quantised matrices, as compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from models.errors import ModelLoadError, WeightsError
+from models.model_files import ModelFolder
+from models.quantized.parts import refusal
+from models.quantized.scheme import FIELD
+from models.registry import quantisable_matrices
+from models.safetensors_file import write_tensors
+from runtime.dtype import DType, float32
+from runtime.errors import InvalidArgumentError
+from runtime.linear.quantise import Rounding, quantise
+from runtime.linear.quantized import NumberKind, QuantizedMatrix
+from runtime.tensor.cast import cast_array
+
+Array = np.ndarray[Any, Any]
+Stored = tuple[str, np.dtype[Any], tuple[int, ...]]
+
+_COPIED = ("*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*", "README.md")
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """A choice of `xserv quantize`.
+
+    Attributes:
+        kind, block: of the matrices.
+        format: compressed-tensors' name.
+        weights, activations: that config's fields.
+        has_exponents: whether scales are e8m0; else they have the model's type.
+    """
+
+    kind: NumberKind
+    block: tuple[int, int]
+    format: str
+    weights: dict[str, Any]
+    activations: dict[str, Any] | None = None
+    has_exponents: bool = False
+
+    def rounding(self, stored: DType) -> Rounding:
+        """Of a matrix that is stored in this type."""
+        return Rounding(self.kind, self.block, _E8M0 if self.has_exponents else stored.numpy)
+
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """The `quantization_config`."""
+        weights = {"symmetric": True, "dynamic": False, **self.weights}
+        activations = None
+        if self.activations is not None:
+            activations = {"symmetric": True, "dynamic": True, "num_bits": 8, **self.activations}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": self.format}
+        return {
+            "quant_method": "compressed-tensors", "format": self.format, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ignored,
+        }  # fmt: skip
+
+
+def _int4(size: int) -> OutputFormat:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+    return OutputFormat("int4", (1, size), "pack-quantized", weights)
+
+
+OUTPUT_FORMATS: dict[str, OutputFormat] = {
+    "fp8": OutputFormat(
+        "fp8", (1, 0), "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {"type": "float", "strategy": "token"},
+    ),
+    "fp8-block": OutputFormat(
+        "fp8", (128, 128), "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+        {"type": "float", "strategy": "group", "group_size": 128},
+    ),
+    "int8": OutputFormat(
+        "int8", (1, 0), "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"},
+        {"type": "int", "strategy": "token"},
+    ),
+    "int4": _int4(128),
+    "int4-g32": _int4(32),
+    "mxfp4": OutputFormat(
+        "fp4", (1, 32), "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        has_exponents=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `quantize_folder` did: counts of matrices, and bytes of all tensors."""
+
+    num_quantised: int
+    num_kept: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_folder(
+    source: Path, target: Path, format: str, show: Callable[[int, int], None] = lambda done, total: None
+) -> Written:
+    """Writes `source` to the new folder `target`: its linear maps in `format`, but the output head, all else as it is.
+
+    Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are.
+
+    Raises:
+        ModelLoadError: naming file, tensor or field, for a model that cannot be read, is quantised already, or stores
+            its maps inputs first, and for a number that is not finite.
+        InvalidArgumentError: for an unknown format, or a target that exists.
+    """
+    if format not in OUTPUT_FORMATS:
+        raise InvalidArgumentError(f"format is {format!r}, must be one of {', '.join(OUTPUT_FORMATS)}", param="format")
+    if target.exists():
+        raise InvalidArgumentError(f"{target} exists: give a folder that does not", param="target")
+    if not source.is_dir():
+        raise ModelLoadError(f"{source} is no folder: a GGUF file is quantised by llama.cpp's tools")
+    files, output = ModelFolder(source), OUTPUT_FORMATS[format]
+    config = files.config()
+    if config.has(FIELD):
+        raise ModelLoadError(f"{config.where}: has a {FIELD}: give the model that it was made from")
+    checkpoint = files.checkpoint()
+    matrices = quantisable_matrices(source, checkpoint)  # renames the checkpoint's tensors
+    names = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
+    taken = {name for name in matrices if output.rounding(float32).takes(checkpoint.tensors[name].shape[1])}
+    ignored = ["lm_head", *sorted(names[name].removesuffix(".weight") for name in matrices - taken)]
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        written = _write(checkpoint, names, taken, output, partial, show)
+        for pattern in _COPIED:
+            for path in source.glob(pattern):
+                if path.name not in ("config.json", INDEX_FILE):
+                    shutil.copy(path, partial / path.name)
+        values = {**config.values(), FIELD: output.config(ignored)}
+        (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    before = sum(stored.size_bytes for stored in checkpoint.tensors.values())
+    return Written(len(taken), len(matrices) - len(taken), before, written)
+
+
+def _write(
+    checkpoint: Checkpoint, names: dict[str, str], taken: set[str], output: OutputFormat, folder: Path,
+    show: Callable[[int, int], None],
+) -> int:  # fmt: skip
+    """One file of all tensors; returns their bytes."""
+    plan: list[Stored] = []
+    for name, stored_name in names.items():
+        stored = checkpoint.tensors[name]
+        if name in taken:
+            plan += _parts_of(stored_name, (stored.shape[0], stored.shape[1]), output, checkpoint.dtype(name))
+        else:
+            plan.append((stored_name, checkpoint.dtype(name).numpy, stored.shape))
+
+    def arrays() -> Iterator[Array]:
+        for done, name in enumerate(names):
+            show(done, len(names))
+            array = checkpoint.array(name)
+            if name in taken:
+                values = cast_array(array, float32)
+                if not np.isfinite(values).all():
+                    raise refusal(checkpoint.tensors[name], "has a number that is not finite")
+                matrix = quantise(array, output.rounding(checkpoint.dtype(name)))
+                yield from _arrays_of(matrix)
+            else:
+                yield array
+            with suppress(WeightsError):
+                checkpoint.release(name)
+        show(len(names), len(names))
+
+    write_tensors(folder / SINGLE_FILE, plan, arrays())
+    return sum(int(np.prod(shape)) * dtype.itemsize for _, dtype, shape in plan)
+
+
+def _parts_of(name: str, shape: tuple[int, int], output: OutputFormat, dtype: DType) -> list[Stored]:
+    """Name, type and shape of what a matrix is stored as, in the order of `_arrays_of`."""
+    (width, depth), (rows, elements) = shape, output.block
+    scales = (-(-width // rows), -(-depth // elements) if elements else 1)
+    scale: Stored = f"{name}_scale", np.dtype(np.uint8) if output.has_exponents else dtype.numpy, scales
+    if output.kind == "int4":
+        packed = (f"{name}_packed", np.dtype(np.int32), (width, -(-depth // 8)))
+        return [packed, scale, (f"{name}_shape", np.dtype(np.int64), (2,))]
+    if output.kind == "fp4":
+        return [(f"{name}_packed", np.dtype(np.uint8), (width, depth // 2)), scale]
+    numbers = np.dtype(np.int8) if output.kind == "int8" else np.dtype(ml_dtypes.float8_e4m3fn)
+    return [(name, numbers, shape), scale]
+
+
+def _arrays_of(matrix: QuantizedMatrix) -> Iterator[Array]:
+    kind, codes, scales = matrix.layout.kind, matrix.codes, matrix.scales
+    if kind == "int4":
+        yield np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+        yield scales
+        yield np.array(matrix.shape, np.int64)
+    elif kind == "int8":
+        yield (codes ^ np.uint8(128)).view(np.int8)
+        yield scales
+    elif kind == "fp8":
+        yield codes.view(ml_dtypes.float8_e4m3fn)
+        yield scales
+    else:
+        yield codes
+        yield scales.view(np.uint8)
