@@ -87,7 +87,8 @@ ELSEWHERE = {
     ),
     "a hub, or a file that the reader has": (
         "make chat MODEL=Qwen/Qwen3-0.6B", "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
-        "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
+        "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv quantize",
+        "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
