@@ -4,7 +4,7 @@
 |---|---|
 | int8 without zeros, a scale a row or one for all | `INT8`: these integers, these scales |
 | int4 or int8 without zeros, float16 scales for groups of 32 or a multiple | `Q4_0`, `Q8_0`; scales are repeated |
-| fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4`, where there is a kernel for it |
+| fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4` |
 
 No number is rounded anew. What else there is becomes floats while it is loaded.
 """

@@ -107,7 +107,13 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
     assert declare_model(folder).weight_bytes == kept.weight_bytes
 
 
-KEPT = {"ct_int8_channel": "int8", "gptq_w4": "Q4_0", "gptq_w4_channel": "Q4_0", "gptq_dynamic": "Q4_0"}
+KEPT = {
+    "ct_int8_channel": "int8",
+    "ct_mxfp4": "MXFP4",
+    "gptq_w4": "Q4_0",
+    "gptq_w4_channel": "Q4_0",
+    "gptq_dynamic": "Q4_0",
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -48,4 +48,3 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, d
     tolerance = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}[dtype]
     assert relative_error(logits_of(model, IDS), expected) <= tolerance
     assert relative_error(logits_of(model, IDS, [4, *[1] * (len(IDS) - 4)], block_size=8), expected) <= tolerance
-

@@ -109,6 +109,7 @@ KEPT: list[tuple[dict[str, Any], str]] = [
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 128), "block": ROW, "scale": np.float16}, "Q4_0"),
     ({"kind": "int8", "shape": (70, 128), "block": (1, 64), "scale": np.float16}, "Q8_0"),
+    ({"kind": "fp4", "shape": (70, 128), "block": (1, 32), "scale": ml_dtypes.float8_e8m0fnu}, "MXFP4"),
 ]
 OTHERS: list[dict[str, Any]] = [
     {"kind": "int8", "shape": (4, 30), "block": ROW},
