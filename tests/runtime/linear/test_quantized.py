@@ -14,7 +14,7 @@ from runtime import ops
 from runtime.dtype import bfloat16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import GGML_FORMATS, INT8
-from runtime.linear.kept import block_bytes, kept_format
+from runtime.linear.kept import block_bytes, can_be_kept, kept_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import NumberKind, QuantizedLayout, QuantizedMatrix, pack_halves, unpack_halves
 from runtime.linear.weight import JoinedWeight, packed_bytes, runs_of
@@ -109,12 +109,16 @@ KEPT: list[tuple[dict[str, Any], str]] = [
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 128), "block": ROW, "scale": np.float16}, "Q4_0"),
     ({"kind": "int8", "shape": (70, 128), "block": (1, 64), "scale": np.float16}, "Q8_0"),
+    ({"kind": "int4", "shape": (70, 192), "block": (1, 32), "scale": ml_dtypes.bfloat16}, "Q4_0"),
+    ({"kind": "int4", "shape": (70, 256), "block": (1, 128), "scale": np.float16, "has_zeros": True}, "Q5_0"),
+    ({"kind": "int8", "shape": (70, 128), "block": (1, 32), "scale": ml_dtypes.bfloat16}, "Q8_0"),
     ({"kind": "fp4", "shape": (70, 128), "block": (1, 32), "scale": ml_dtypes.float8_e8m0fnu}, "MXFP4"),
 ]
 OTHERS: list[dict[str, Any]] = [
     {"kind": "int8", "shape": (4, 30), "block": ROW},
     {"kind": "int8", "shape": (4, 32), "block": ROW, "has_zeros": True},
-    {"kind": "int4", "shape": (4, 64), "block": (1, 32), "scale": ml_dtypes.bfloat16},
+    {"kind": "int4", "shape": (4, 64), "block": (1, 32), "scale": np.float32},
+    {"kind": "int8", "shape": (4, 64), "block": (1, 32), "scale": np.float16, "has_zeros": True},
     {"kind": "int4", "shape": (4, 64), "block": (1, 32), "scale": np.float16, "has_order": True},
     {"kind": "int4", "shape": (4, 64), "block": (1, 16), "scale": np.float16},
     {"kind": "int4", "shape": (4, 96), "block": (1, 32), "scale": np.float16},
@@ -150,6 +154,13 @@ def test_what_the_cpu_does_not_keep(case: dict[str, Any]) -> None:
     assert kept_format(matrix.layout, LoadOptions()) is None
     with pytest.raises(InvalidArgumentError, match=r"prepare_linear: weight 0 is .* which cpu cannot keep so, whole,"):
         ops.prepare_linear([matrix])
+
+
+def test_scales_that_float16_does_not_hold() -> None:
+    for smallest, expected in ((2.0**-17, True), (1.6 * 2.0**-18, False), (0.0, True), (1e6, False)):
+        matrix = random_matrix("int4", (3, 64), (1, 32), ml_dtypes.bfloat16)
+        matrix.scales[1, 1] = smallest
+        assert can_be_kept(matrix) is expected
 
 
 def test_a_type_that_is_asked_for_makes_floats() -> None:
