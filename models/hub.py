@@ -8,11 +8,14 @@ formats stay where they are.
 
 from __future__ import annotations
 
+import io
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
+from runtime.progress import ON_STDERR, Reporter, Show
 
 BUNDLED_MODEL = Path(__file__).parent / "demo"
 BUNDLED_MODEL_NAME = "xserv-demo"
@@ -24,10 +27,10 @@ _TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _SHARD = re.compile(r"-(\d+)-of-\d+\.gguf")
 
 
-def resolve_model(name_or_path: str | Path | None) -> Path:
+def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDERR) -> Path:
     """The folder or GGUF file of a model: None is the bundled one, an existing path is itself, anything else a hub id.
 
-    A hub id ("Qwen/Qwen3-0.6B") is downloaded into huggingface_hub's cache, with its progress bar, or found
+    A hub id ("Qwen/Qwen3-0.6B") is downloaded into huggingface_hub's cache, which the reporter shows, or found
     there. One with a colon ("Qwen/Qwen3-0.6B-GGUF:Q8_0") is that repository's GGUF file of this name.
 
     Raises `ModelNotFoundError`, `GatedModelError`, `HubOfflineError` or `HubError`, each naming what was
@@ -47,9 +50,9 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
     if isinstance(name_or_path, Path) or not is_id or (colon and not _TAG.fullmatch(tag)):
         raise ModelNotFoundError(f"{name!r}: there is no such file or folder, and it is no hub id (owner/name)")
     if not colon:
-        return _download(name, _WANTED_FILES, _UNWANTED_FILES)
+        return _download(name, reporter, _WANTED_FILES, _UNWANTED_FILES)
     patterns = _gguf_patterns(tag)
-    return _only_gguf(name, _download(repository, patterns), patterns)
+    return _only_gguf(name, _download(repository, reporter, patterns), patterns)
 
 
 def model_name(name_or_path: str | Path | None) -> str:
@@ -90,11 +93,13 @@ def _only_gguf(name: str, folder: Path, patterns: list[str]) -> Path:
     raise ModelNotFoundError(f"{name}: the repository has no GGUF file whose name ends so; its page lists the files")
 
 
-def _download(repository: str, wanted: list[str], unwanted: list[str] | None = None) -> Path:
+def _download(repository: str, reporter: Reporter, wanted: list[str], unwanted: list[str] | None = None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        folder = snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted)
+        with reporter.shown(f"downloading {repository}", is_bytes=True) as show:
+            bar = _bar_class(show)
+            folder = snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=bar)
     except errors.GatedRepoError:
         raise GatedModelError(
             f"{repository}: the repository is gated; accept its licence there and log in (`hf auth login`)"
@@ -119,3 +124,22 @@ def _download(repository: str, wanted: list[str], unwanted: list[str] | None = N
     except Exception as error:  # whatever else a download may meet: connections, disks, checksums
         raise HubError(f"{repository}: the download failed ({type(error).__name__}: {error})") from error
     return Path(folder)
+
+
+def _bar_class(show: Show) -> type[Any]:
+    """What huggingface_hub makes its bars of: they draw nothing, and those that count bytes tell `show`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            self.counts_bytes = named.get("unit") == "B"
+            is_disabled = bool(named.pop("disable", False))  # None would mean: unless it is a terminal
+            named |= {"disable": is_disabled, "file": io.StringIO()}
+            super().__init__(*arguments, **named)  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            super().update(n)
+            if self.counts_bytes and self.total:
+                show(int(self.n), int(self.total))
+
+    return Bar

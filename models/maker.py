@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -184,7 +184,7 @@ class Maker(ABC):
             norm=norm,
         )
         weight = self._linear(declaration)
-        self._sizes.append(weight.size_bytes)
+        self._count(weight.size_bytes)
         is_added = split == "inputs" and self.options.num_ranks > 1
         unit = weight.format.segment_step if declaration.is_segmented else weight.format.split
         if is_added and inputs % unit:
@@ -217,18 +217,22 @@ class Maker(ABC):
     def vector(self, name: str, size: int, *, add: float = 0.0) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32."""
         made = self._vector(self._prefix + name, size, add)
-        self._sizes.append(4 * size)
+        self._count(4 * size)
         return made
 
     def table(self, name: str, rows: int, columns: int) -> Tensor:
         """`name [rows, columns]` in the weights' type, for looking rows up."""
         made = self._table(self._prefix + name, (rows, columns))
-        self._sizes.append(made.size * made.dtype.itemsize)
+        self._count(made.size * made.dtype.itemsize)
         return made
 
     @abstractmethod
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
+
+    def _count(self, size_bytes: int) -> None:
+        """So many bytes of weights have been made."""
+        self._sizes.append(size_bytes)
 
     def _kept_format(self, name: str, depth: int) -> WeightFormat | None:
         """The format in which a quantised matrix is kept as it is stored: on the cpu, whole, if nothing else is asked
@@ -332,7 +336,7 @@ class DeclaringMaker(Maker):
 
 
 class LoadingMaker(Maker):
-    """Makes the pieces from a source that fits the model's layout.
+    """Makes the pieces from a source that fits the model's layout, and tells how many bytes it has made.
 
     Attributes:
         dequantised_bytes: bytes of quantised tensors, as they are stored, that became floats; by what they are.
@@ -340,10 +344,21 @@ class LoadingMaker(Maker):
 
     _source: TensorSource
 
-    def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource) -> None:
+    def __init__(
+        self,
+        options: LoadOptions,
+        max_positions: int,
+        source: TensorSource,
+        tell: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
         super().__init__(options, max_positions, source.main_dtype())
         self._source = source
+        self._tell = tell
         self.dequantised_bytes = Counter[str]()  # shared with the makers below
+
+    def _count(self, size_bytes: int) -> None:
+        super()._count(size_bytes)
+        self._tell(self.size_bytes)
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""

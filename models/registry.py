@@ -22,6 +22,7 @@ from models.quantized.scheme import read_quantization
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.progress import SILENT, Reporter
 
 logger = logging.getLogger("xserv.models")
 
@@ -78,6 +79,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    reporter: Reporter = SILENT,
     **settings: Unpack[LoadSettings],
 ) -> Model:
     """Load the model in `folder`.
@@ -88,6 +90,7 @@ def load_model(
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
+        reporter: shows how many bytes of weights are there.
         settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator.
 
     Raises:
@@ -99,8 +102,11 @@ def load_model(
     source = _source(folder, config, options, load_format, seed)
     if isinstance(source, Checkpoint):
         source.check_numbers()
-    maker = LoadingMaker(options, positions, source)
-    model = _built(config, maker)
+    size_bytes = _built(config, DeclaringMaker(options, positions, source)).weight_bytes
+    with reporter.shown("loading weights", is_bytes=True) as show:
+        show(0, size_bytes)
+        maker = LoadingMaker(options, positions, source, lambda done: show(done, size_bytes))
+        model = _built(config, maker)
     if maker.dequantised_bytes:
         kinds = ", ".join(f"{kind} ({count:,} bytes)" for kind, count in maker.dequantised_bytes.most_common())
         logger.info("%s: stored in %s, dequantised to %s", folder, kinds, maker.dtype.name)

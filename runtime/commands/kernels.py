@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,13 +42,14 @@ def build(
     from runtime.device.kernel_bundle import write_bundle
     from runtime.device.kernel_cache import KernelCache
     from runtime.engine.config import EngineConfig
-    from runtime.engine.process.compile_kernels import Wanted, compile_kernels, shown
+    from runtime.engine.process.compile_kernels import Wanted, compile_kernels
     from runtime.errors import InvalidArgumentError
+    from runtime.progress import ON_STDERR
 
     folder = None if model is None else str(resolve_model(model))
     wanted = Wanted(arch=arch, is_ptx=image == "ptx", model=folder, config=EngineConfig(dtype=dtype), match=match)
     start = time.perf_counter()
-    with shown(f"compiling kernels for {arch}", partial(print, file=sys.stderr)) as show:
+    with ON_STDERR.shown(f"compiling kernels for {arch}") as show:
         done = compile_kernels(wanted, show)
     if not done.num_done:
         raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")

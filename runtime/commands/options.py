@@ -170,6 +170,13 @@ class LlmOptions(EngineOptions):
     skip_tokenizer_init: Annotated[bool, typer.Option("--skip-tokenizer-init", help="Token ids in, token ids out.")] = (
         False
     )
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr while the model is loaded.")] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`. Raises as `EngineOptions.arguments`."""
+        values = super().arguments()
+        values["use_tqdm_on_load"] = not values.pop("quiet")
+        return values
 
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.progress import ON_STDERR
 
 
 def start_client(
@@ -63,7 +64,7 @@ class StartingClient:
             return self._client
         from runtime.engine.make_engine import engine_of  # wakes numba
 
-        client = ThreadEngineClient(engine_of(self._model, self._config))
+        client = ThreadEngineClient(engine_of(self._model, self._config, ON_STDERR))
         with self._lock:
             self._client = client
             is_closed = self._is_closed

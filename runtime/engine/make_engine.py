@@ -25,6 +25,7 @@ from runtime.engine.messages import CacheGroupInfo, EngineInfo
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
@@ -38,14 +39,14 @@ def build_engine(
     return engine_of(model, EngineConfig(**settings))
 
 
-def engine_of(model: str | Path | None, config: EngineConfig) -> Engine:
-    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache.
+def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT) -> Engine:
+    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache; the reporter shows it.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
     LoadOptions.parse(**load_settings(config))  # raises before a model is downloaded
-    folder = resolve_model(None if model is None else str(model))
-    return engine_over(loaded_model(folder, config), folder, config, model_name(model))
+    folder = resolve_model(None if model is None else str(model), reporter)
+    return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
 
 
 def load_settings(config: EngineConfig) -> LoadSettings:
@@ -56,7 +57,7 @@ def load_settings(config: EngineConfig) -> LoadSettings:
     )  # fmt: skip
 
 
-def loaded_model(folder: Path, config: EngineConfig) -> Model:
+def loaded_model(folder: Path, config: EngineConfig, reporter: Reporter = SILENT) -> Model:
     """The model in a folder. The config's seed is that of dummy weights, too (None: 0). Raises as `load_model`."""
     settings = load_settings(config)
     logger.info("loading %s on %s", folder, settings["device"])
@@ -68,6 +69,7 @@ def loaded_model(folder: Path, config: EngineConfig) -> Model:
         load_format=config.load_format,
         seed=config.seed or 0,
         max_model_len=limits_of(declared, config).max_model_len,
+        reporter=reporter,
         **settings,
     )
 

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
-from runtime.engine.config import EngineSettings
+from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import EngineRequest
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from runtime.llm.prompts import Prompt, scheduling_of
+from runtime.progress import ON_STDERR, SILENT
 from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
@@ -41,6 +43,9 @@ class LoadedModel:
     tokenizer  a ``Tokenizer``, a folder or a GGUF file; None: the model's. A model without one serves token ids.
     chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
     skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
+    compile_ahead     compile all kernels that the model needs before it is loaded, once, in processes side by side;
+                      False: each as it is met
+    use_tqdm_on_load  show on stderr how far downloads, compiling and loading are, where that takes over a second
 
     settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
                (None: fresh ones each run)
@@ -56,15 +61,21 @@ class LoadedModel:
         tokenizer: Tokenizer | str | Path | None = None,
         chat_template: str | None = None,
         skip_tokenizer_init: bool = False,
+        compile_ahead: bool = True,
+        use_tqdm_on_load: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        from runtime.engine.make_engine import build_engine
+        from runtime.engine.make_engine import engine_of
 
         settings.setdefault("seed", 0)
+        config = EngineConfig(**settings)
+        reporter = ON_STDERR if use_tqdm_on_load else SILENT
         template = read_chat_template(chat_template)
         if template is not None and not (tokenizer is None or isinstance(tokenizer, (str, Path))):
             raise RequestError("chat_template is given beside a Tokenizer, which has its own", param="chat_template")
-        engine = build_engine(model, **settings)
+        if compile_ahead:
+            compile_kernels_ahead(model, config, reporter)
+        engine = engine_of(model, config, reporter)
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:
             self.tokenizer = None

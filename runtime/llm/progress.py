@@ -1,22 +1,20 @@
-"""A bar on stderr."""
+"""How many prompts, or tokens, of a call are done."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+
+from runtime.progress import SILENT, Reporter
 
 
 @contextlib.contextmanager
 def progress(label: str, total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
-    """A bar that each call advances by one; nothing where there is one step or nobody would see it."""
-    if not is_wanted or total < 2 or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=total)
-        yield lambda: shown.advance(task)
+    """A bar on the terminal that each call advances by one; nothing where there is one step or no terminal."""
+    is_shown = is_wanted and total >= 2 and sys.stderr is not None and sys.stderr.isatty()
+    with (Reporter(lambda line: None) if is_shown else SILENT).shown(label, is_kept=False) as show:
+        counter = itertools.count(1)
+        show(0, total)
+        yield lambda: show(next(counter), total)

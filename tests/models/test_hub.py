@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -106,7 +107,6 @@ class Hub:
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "0",
             "HF_HUB_OFFLINE": "0",
             "NO_PROXY": "127.0.0.1",
         }
@@ -127,10 +127,11 @@ import json, os, sys
 from models.errors import ModelLoadError
 from models import hub as hub_module
 from models.hub import resolve_model
+from runtime.progress import Reporter, say_on_stderr
 results = []
 for name in sys.argv[1:]:
     try:
-        found = resolve_model(name)
+        found = resolve_model(name, Reporter(say_on_stderr, first_s=0.01, line_s=0.01))
         folder = found if found.is_dir() else found.parent
         results.append(["folder" if found.is_dir() else "file", str(found), sorted(os.listdir(folder))])
     except ModelLoadError as error:
@@ -198,7 +199,7 @@ def test_a_hub_id_is_downloaded_once_and_found_again(hub: Hub, tmp_path: Path) -
     (downloaded, gated, absent, broken), progress = hub.resolve(ids, tmp_path)
     assert downloaded[0] == "folder"
     assert downloaded[2] == sorted(hub.downloaded) == sorted(WANTED)
-    assert "100%" in progress
+    assert re.search(r"^downloading owner/model: 0.0 of 0.0 MB, \d+ s$", progress, re.MULTILINE)
     assert (gated[0], absent[0], broken[0]) == ("GatedModelError", "ModelNotFoundError", "HubError")
     assert "owner/gated: the repository is gated; accept its licence" in gated[1]
     assert "owner/absent: neither a local folder nor a repository" in absent[1]

@@ -76,7 +76,7 @@ def _run(
         logits = arrays[f"logits_{index}"][len(prompts[index]) - 1 :]
         return differs(answer, arrays[f"greedy_{index}"].tolist(), logits, tolerance, dtype)
 
-    with LLM(folder, skip_tokenizer_init=True, max_model_len=case["max_model_len"], **run) as llm:
+    with LLM(folder, skip_tokenizer_init=True, compile_ahead=False, max_model_len=case["max_model_len"], **run) as llm:
         for index, prompt in enumerate(prompts):
             error = relative_error(llm.logits(prompt), arrays[f"logits_{index}"][: len(prompt)])
             kind = f"{device.split(':')[0]} {dtype}"

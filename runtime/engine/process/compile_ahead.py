@@ -12,6 +12,7 @@ import hashlib
 import logging
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,12 +30,14 @@ from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
 from runtime.linear.format import GGML_FORMATS
 from runtime.own_packages import python_module
+from runtime.progress import Reporter, Show
 
 logger = logging.getLogger("xserv.engine")
 
 
-def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
-    """Sees to it that what an engine needs lies compiled on the disk. To be called before anything wakes the kernels.
+def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Reporter) -> None:
+    """Sees to it that what an engine needs lies compiled on the disk, and shows how far it is. A server calls it before
+    anything wakes the kernels.
 
     Where nothing can be compiled for the cpu, or nobody can tell what a GPU needs, code is compiled when it is used
     first, and a warning says so. Arguments are ``engine_of``'s, which is left to refuse them. Raises
@@ -42,9 +45,9 @@ def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
     """
     device = Device.parse(config.device)
     if device.kind != "cpu":
-        _compile_kernels(model, config, device)
+        _compile_kernels(model, config, device, reporter)
         return
-    path = resolve_model(None if model is None else str(model))
+    path = resolve_model(None if model is None else str(model), reporter)
     kept = load_dtype(path) or float32
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
@@ -56,22 +59,22 @@ def compile_ahead(model: str | Path | None, config: EngineConfig) -> None:
     if done is None or done.exists():
         return
     logger.info("compiling for this processor, once")
-    with locked(done):
+    with reporter.shown("compiling for this processor, once") as show, locked(done):
         if not done.exists():
-            _compile_elsewhere(arguments)
+            _compile_elsewhere(arguments, show)
 
 
-def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Device) -> None:
+def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Device, reporter: Reporter) -> None:
     from runtime.device.gpu import Gpu
     from runtime.device.kernel_cache import KernelCache
-    from runtime.engine.process.compile_kernels import Wanted, compile_kernels, shown
+    from runtime.engine.process.compile_kernels import Wanted, compile_kernels
 
-    folder, arch = resolve_model(None if model is None else str(model)), Gpu.of(device).arch
+    folder, arch = resolve_model(None if model is None else str(model), reporter), Gpu.of(device).arch
     wanted = Wanted(arch=arch, is_ptx=device.kind == "emulated", model=str(folder), config=config)
     done = KernelCache().marker(wanted.digest())
     if done.exists():
         return
-    with locked(done), shown(f"compiling kernels for {arch}", logger.info) as show:
+    with locked(done), reporter.shown(f"compiling kernels for {arch}") as show:
         if done.exists():
             return
         try:
@@ -100,11 +103,16 @@ def marker(*arguments: str) -> Path | None:
     return CODE_FOLDER / f"ahead-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
-def _compile_elsewhere(arguments: Sequence[str]) -> None:
+def _compile_elsewhere(arguments: Sequence[str], show: Show) -> None:
     command = [sys.executable, "-P", *python_module("runtime.engine.process.compile_ahead"), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
-        assert child.stderr is not None
-        words = child.stderr.read().decode(errors="replace")
+    with tempfile.TemporaryFile() as said:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                done, total = line.split()
+                show(int(done), int(total))
+        said.seek(0)
+        words = said.read().decode(errors="replace")
     if child.returncode:
         logger.warning("nothing could be compiled ahead (status %d): %s", child.returncode, words[-2000:])
 
@@ -115,8 +123,11 @@ def main(*arguments: str) -> None:
     from tokenizer.warm_up import warm_up
 
     stored, is_int8, block_size, *formats = arguments
-    for factory, values in kernels_of(stored, bool(int(is_int8)), int(block_size), formats):
+    wanted = list(kernels_of(stored, bool(int(is_int8)), int(block_size), formats))
+    for number, (factory, values) in enumerate(wanted):
+        print(number, len(wanted) + 1, flush=True)
         factory(*values)
+    print(len(wanted), len(wanted) + 1, flush=True)
     warm_up()
     done = marker(*arguments)
     if done is not None:

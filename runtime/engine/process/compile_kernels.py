@@ -14,8 +14,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from runtime.engine.process.wire import Problem
 from runtime.engine.process.wire_errors import error_of, problem_of
 from runtime.errors import XservError
 from runtime.own_packages import python_module
+from runtime.progress import Show
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -41,7 +41,6 @@ COMMAND = python_module("runtime.engine.process.compile_kernels")
 PROCESS_BYTES = 1 << 30
 """Free memory for each process: Numba and NVVM take several hundred MB."""
 MOST_PROCESSES = 16
-BAR_CELLS, NAME_CHARACTERS = 24, 48
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +115,10 @@ class Progress:
         return self.num_new + self.num_there
 
 
-def compile_kernels(wanted: Wanted, show: Callable[[Progress], None], num_processes: int | None = None) -> Progress:
+def compile_kernels(wanted: Wanted, show: Show, num_processes: int | None = None) -> Progress:
     """Compiles what is not on disk yet, in so many processes (None: one for each processor, as far as memory goes).
 
-    `show` is called whenever something has changed. Raises CompileError for the first kernel that does not compile or
+    `show` is told how many are there. Raises CompileError for the first kernel that does not compile or
     a process that goes down, and what `Wanted.find` raises.
     """
     if num_processes is None:
@@ -130,7 +129,6 @@ def compile_kernels(wanted: Wanted, show: Callable[[Progress], None], num_proces
         for share in range(num_processes):
             worker = stack.enter_context(_started(wanted, share, num_processes))
             selector.register(worker.lines, selectors.EVENT_READ, worker)
-        show(progress)
         while selector.get_map():
             for key, _ in selector.select():
                 worker = key.data
@@ -149,7 +147,7 @@ def compile_kernels(wanted: Wanted, show: Callable[[Progress], None], num_proces
                         progress.latest = name
                     case Failed(problem):
                         raise error_of(problem)
-                show(progress)
+                show(progress.num_done, progress.total, progress.latest)
     return progress
 
 
@@ -181,38 +179,6 @@ def _started(wanted: Wanted, share: int, num_shares: int) -> Iterator[_Worker]:
         finally:
             process.kill()
             process.communicate()
-
-
-@contextmanager
-def shown(label: str, say: Callable[[str], None]) -> Iterator[Callable[[Progress], None]]:
-    """What shows progress: a bar on stderr where that is a terminal, else a line by `say` for the first new
-    kernel and each tenth."""
-    stream, start, last_tenth = sys.stderr, time.monotonic(), -1
-
-    def draw(progress: Progress) -> None:
-        total = progress.total
-        if total is None:
-            text = "finding out which"
-        else:
-            cells = BAR_CELLS * progress.num_done // max(1, total)
-            bar = "#" * cells + "." * (BAR_CELLS - cells)
-            text = f"[{bar}] {progress.num_done}/{total} {progress.latest[:NAME_CHARACTERS]}"
-        stream.write(f"\r\x1b[K{label}: {text}")
-        stream.flush()
-
-    def tell(progress: Progress) -> None:
-        nonlocal last_tenth
-        tenth = 10 * progress.num_done // progress.total if progress.total else 0
-        if tenth > last_tenth and progress.num_new:
-            say(f"{label}: {progress.num_done} of {progress.total}, {time.monotonic() - start:.0f} s")
-            last_tenth = tenth
-
-    is_terminal = stream.isatty()
-    try:
-        yield draw if is_terminal else tell
-    finally:
-        if is_terminal:
-            stream.write("\n")
 
 
 def main(words: str, share: str, num_shares: str) -> None:

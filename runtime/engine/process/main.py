@@ -54,6 +54,7 @@ from runtime.engine.process.wire import (
 )
 from runtime.engine.process.wire_errors import problem_of
 from runtime.errors import XservError
+from runtime.progress import SILENT, Reporter
 
 if TYPE_CHECKING:  # so that a process whose server is gone ends before it has loaded them
     import numpy as np
@@ -114,10 +115,11 @@ class ProcessServer:
         """See ``engine_of``, which raises. Kernels for the cpu are compiled before, and not in this process."""
         from runtime.engine.process.compile_ahead import compile_ahead
 
-        compile_ahead(start.model, start.config)
+        reporter = Reporter(logger.info) if logger.isEnabledFor(logging.INFO) else SILENT
+        compile_ahead(start.model, start.config, reporter)
         from runtime.engine.make_engine import engine_of  # wakes the kernels
 
-        return engine_of(start.model, start.config)
+        return engine_of(start.model, start.config, reporter)
 
     def send(self, message: FromEngine) -> None:
         """Waits while the server does not read. Without a server the process ends."""

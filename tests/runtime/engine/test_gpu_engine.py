@@ -32,7 +32,7 @@ def test_the_demo_model_answers_as_on_the_cpu(device: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
     answers = {}
     for where in ("cpu", device):
-        with LLM(device=where, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 22) as llm:
+        with LLM(device=where, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 22, compile_ahead=False) as llm:
             outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
             answers[where] = [output.outputs[0] for output in outputs]
     assert answers[device][0].text.strip() == "42"
@@ -52,7 +52,7 @@ def test_stories260k_continues_as_transformers_does(device: str) -> None:
     runs = json.loads((MODELS / "expected.json").read_text())["stories260K"]["greedy"][:2]
     with LLM(
         str(MODELS / "stories260K"), device=device, skip_tokenizer_init=True, max_num_batched_tokens=7,
-        kv_cache_bytes=1 << 22,
+        kv_cache_bytes=1 << 22, compile_ahead=False,
     ) as llm:  # fmt: skip
         params = [
             SamplingParams(temperature=0.0, max_tokens=min(40, len(run["output_ids"])), ignore_eos=True) for run in runs
@@ -113,7 +113,9 @@ def test_every_tier_of_the_matrix_product_gives_the_answer(tmp_path: Path, gemm:
     golden = load_golden("llama_default")
     is_narrow = gemm in ("tensor_core", "hopper")
     folder = write_model(tmp_path, golden, "BF16" if is_narrow else "F32")
-    with LLM(folder, device=DEVICES[1], gemm=gemm, skip_tokenizer_init=True, kv_cache_bytes=1 << 22) as llm:
+    with LLM(
+        folder, device=DEVICES[1], gemm=gemm, skip_tokenizer_init=True, kv_cache_bytes=1 << 22, compile_ahead=False
+    ) as llm:
         ours = llm.logits(golden.prompt_ids)
     theirs = golden.logits["bfloat16" if is_narrow else "float32"]
     assert np.abs(ours - theirs).max() <= (2e-2 if is_narrow else 1e-4) * np.abs(theirs).max()
@@ -130,7 +132,7 @@ def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
         "        raise RuntimeError(f'compiles {arguments}')\n"
         "    import numba_kernels.cuda.compile as compiler\n"
         "    compiler.ptx_of = compiler.llvm_ir = refuse\n"
-        "with LLM(device='emulated:sm_80', max_model_len=128, kv_cache_bytes=1 << 22) as llm:\n"
+        "with LLM(device='emulated:sm_80', max_model_len=128, kv_cache_bytes=1 << 22, compile_ahead=False) as llm:\n"
         "    params = SamplingParams(temperature=0.0, max_tokens=4)\n"
         "    print(llm.chat([{'role': 'user', 'content': 'What is 17 plus 25?'}], params)[0].outputs[0].text)\n"
     )

@@ -14,6 +14,7 @@ import numba_kernels.cpu
 from runtime.engine.config import EngineConfig
 from runtime.engine.process import compile_ahead as ahead
 from runtime.own_packages import python_module
+from runtime.progress import SILENT
 
 ROOT = Path(__file__).parents[4]
 MODELS = ROOT.parent / "shared" / "data" / "models"
@@ -31,15 +32,16 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     monkeypatch.setattr(ahead, "subprocess", stand_in)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
-    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"))
+    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"), SILENT)
     program = python_module("runtime.engine.process.compile_ahead")
     assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
-    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="int32"))  # which is refused when the model is loaded
+    refused = EngineConfig(device="cpu", dtype="int32")  # when the model is loaded
+    ahead.compile_ahead(None, refused, SILENT)
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path)  # as where the home cannot be written
-    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"))
+    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"), SILENT)
     monkeypatch.setattr(ahead, "marker", lambda *arguments: tmp_path)
-    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"))
+    ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"), SILENT)
     assert len(commands) == 1
 
 
@@ -79,7 +81,8 @@ def test_from_an_empty_cache(tmp_path: Path) -> None:
     ahead_of = (
         "from runtime.engine.process.compile_ahead import compile_ahead, marker\n"
         "from runtime.engine.config import EngineConfig\n"
-        "compile_ahead(None, EngineConfig(device='cpu', dtype='float32'))\n"
+        "from runtime.progress import SILENT\n"
+        "compile_ahead(None, EngineConfig(device='cpu', dtype='float32'), SILENT)\n"
         "print(marker('float32', '0', '16').exists())"
     )
     assert python(ahead_of) == "True\n"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from runtime.device.kernel_cache import KernelCache
 from runtime.engine.config import EngineConfig
 from runtime.engine.process import compile_ahead as ahead
 from runtime.engine.process import compile_kernels as kernels
-from runtime.engine.process.compile_kernels import Progress, Wanted, compile_kernels, shown
+from runtime.engine.process.compile_kernels import Progress, Wanted, compile_kernels
 from runtime.errors import InvalidArgumentError
+from runtime.progress import SILENT
 
 DEMO = str(Path(models.demo.__file__).parent)
 FAMILY = Wanted(arch="sm_90a", is_ptx=True, match="add_embedding_f32")
@@ -31,23 +30,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_processes_share_the_work(folder: Path) -> None:
     seen: list[tuple[int | None, int]] = []
-    progress = compile_kernels(FAMILY, lambda each: seen.append((each.total, each.num_done)), num_processes=2)
+    progress = compile_kernels(FAMILY, lambda done, total, name="": seen.append((total, done)), num_processes=2)
     names = {each.name for each in FAMILY.find()}
     assert (progress.total, progress.num_new, progress.num_there) == (len(names), len(names), 0)
-    assert seen[0] == (None, 0)
+    assert seen[0] == (len(names), 0)
     assert seen[-1] == (len(names), len(names))
     assert {each.kernel.name for each in KernelCache(folder).entries() if each.kernel} == names
-    again = compile_kernels(FAMILY, lambda _: None, num_processes=3)
+    again = compile_kernels(FAMILY, lambda *_: None, num_processes=3)
     assert (again.num_new, again.num_there) == (0, len(names))
 
 
 @pytest.mark.usefixtures("folder")
 def test_errors_of_the_processes_are_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError, match="'sm_9000' is not one such as"):
-        compile_kernels(Wanted(arch="sm_9000", is_ptx=True), lambda _: None)
+        compile_kernels(Wanted(arch="sm_9000", is_ptx=True), lambda *_: None)
     monkeypatch.setattr(kernels, "COMMAND", ("-c", "import sys; sys.exit('gone')"))
     with pytest.raises(CompileError, match="ended with status 1: gone"):
-        compile_kernels(FAMILY, lambda _: None, num_processes=1)
+        compile_kernels(FAMILY, lambda *_: None, num_processes=1)
 
 
 @pytest.mark.usefixtures("folder")
@@ -65,34 +64,7 @@ def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr(kernels, "COMMAND", (str(program),))
     with pytest.raises(CompileError, match=r"kernel add_embedding_f32\S* does not compile: why"):
-        compile_kernels(FAMILY, lambda _: None, num_processes=2)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with shown("compiling", said.append) as show:
-            show(Progress())
-            show(Progress(total=20, num_there=1, latest="add"))
-            show(Progress(total=20, num_there=1, num_new=1, latest="add"))
-            show(Progress(total=20, num_there=1, num_new=9, latest="gemv"))
-            show(Progress(total=20, num_there=1, num_new=10, latest="gemm"))
-            show(Progress(total=20, num_there=1, num_new=19, latest="rope"))
-        text = stream.getvalue()
-        if stream.isatty():
-            assert not said
-            assert "compiling: finding out which" in text
-            assert f"[{12 * '#'}{12 * '.'}] 10/20 gemv" in text
-            assert text.endswith(f"[{24 * '#'}] 20/20 rope\n")
-        else:
-            assert text == ""
-            assert [line.partition(",")[0] for line in said] == [f"compiling: {count} of 20" for count in (2, 10, 20)]
+        compile_kernels(FAMILY, lambda *_: None, num_processes=2)
 
 
 @pytest.mark.emulator
@@ -103,15 +75,17 @@ def test_a_start_compiles_once_what_its_model_needs(folder: Path, caplog: pytest
 
     caplog.set_level(logging.INFO, "xserv.engine")
     config = EngineConfig(device="emulated:sm_80", max_model_len=64, max_num_seqs=4)
-    ahead.compile_ahead(None, config)
+    ahead.compile_ahead(None, config, SILENT)
     assert "kernels for sm_80" in caplog.text
     count = len(list(KernelCache(folder).entries()))
     assert count > 10
-    with LLM(device="emulated:sm_80", max_model_len=64, max_num_seqs=4, kv_cache_bytes=1 << 22) as llm:
+    with LLM(
+        device="emulated:sm_80", max_model_len=64, max_num_seqs=4, kv_cache_bytes=1 << 22, compile_ahead=False
+    ) as llm:
         for options in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}):
             llm.generate(["What is 17 plus 25?", "Hello"], SamplingParams(max_tokens=3, **options))  # type: ignore[arg-type]
     assert len(list(KernelCache(folder).entries())) == count
-    ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80", max_model_len=64, max_num_seqs=3))
+    ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80", max_model_len=64, max_num_seqs=3), SILENT)
     assert "0 were compiled" in caplog.text
     assert KernelCache(folder).clear() == count
     assert not any(folder.iterdir())
@@ -127,13 +101,13 @@ def test_a_second_start_of_the_same_kind_looks_for_nothing(folder: Path, monkeyp
     monkeypatch.setattr(kernels, "compile_kernels", note)
     config = EngineConfig(device="emulated:sm_80", exact=True)
     for _ in range(2):
-        ahead.compile_ahead(DEMO, config)
+        ahead.compile_ahead(DEMO, config, SILENT)
     assert asked == [Wanted(arch="sm_80", is_ptx=True, model=DEMO, config=config)]
-    ahead.compile_ahead(DEMO, EngineConfig(device="emulated:sm_80"))
-    ahead.compile_ahead(DEMO, EngineConfig(device="emulated:sm_90a", exact=True))
+    ahead.compile_ahead(DEMO, EngineConfig(device="emulated:sm_80"), SILENT)
+    ahead.compile_ahead(DEMO, EngineConfig(device="emulated:sm_90a", exact=True), SILENT)
     assert len(asked) == 3
     assert KernelCache(folder).clear() == 0
-    ahead.compile_ahead(DEMO, config)
+    ahead.compile_ahead(DEMO, config, SILENT)
     assert len(asked) == 4
 
 
@@ -144,7 +118,7 @@ def test_what_is_not_known_is_compiled_later(monkeypatch: pytest.MonkeyPatch, fo
     monkeypatch.setattr(kernels, "compile_kernels", refuse)
     for _ in range(2):
         caplog.clear()
-        ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80", dtype="int32"))
+        ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80", dtype="int32"), SILENT)
         assert "compiled as they are met: no such dtype" in caplog.text
 
     def fail(*_: Any) -> Progress:
@@ -152,4 +126,4 @@ def test_what_is_not_known_is_compiled_later(monkeypatch: pytest.MonkeyPatch, fo
 
     monkeypatch.setattr(kernels, "compile_kernels", fail)
     with pytest.raises(CompileError, match="gemv"):
-        ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80"))
+        ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80"), SILENT)
