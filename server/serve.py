@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -181,6 +182,8 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             return
         self.app.take_up(client, tokenizer, default_sampling)
+        gc.collect()
+        gc.freeze()  # what lives as long as the server is not gone through again by each collection
         name = self.app.model_names[0]
         print(f"Serving {name} at {self.address}/v1\nThe page is at {self.address}", flush=True)
 

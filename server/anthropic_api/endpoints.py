@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,6 +37,7 @@ from server.requests.generation import GenerationError, Piece
 from server.requests.prompt import message_ids
 from server.service import Service
 from server.transport.body import Body, decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from server.transport.sse import EventStreamResponse, event_frame, named_frame
 
 
@@ -101,7 +101,7 @@ async def create_message(request: Request) -> Response:
         raise service.failure(running.answer.id, error) from None
     for _ in running.finish():
         pass
-    return Response(msgspec.json.encode(running.answer), media_type="application/json", headers=headers)
+    return JsonAnswer(running.answer, headers)
 
 
 def _prepare(service: Service, body: Body, arrival_time_s: float) -> RunningMessage:
@@ -150,7 +150,7 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     answer = await service.prepare(len(body), partial(_count, service, body))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 def _count(service: Service, body: Body) -> TokensCount:

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,6 +17,7 @@ from server.openai_api.embeddings import AskedEmbeddings, Vector, embed, prepare
 from server.openai_api.schema import EmbeddingRequest
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 
 
 async def create_embed(request: Request) -> Response:
@@ -36,7 +36,7 @@ async def create_embed(request: Request) -> Response:
         num_tokens = sum(map(len, prepared.inputs))
     duration = round((time.monotonic() - begun) * 1e9)
     answer = EmbedAnswer(model=asked.model, embeddings=vectors, total_duration=duration, prompt_eval_count=num_tokens)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -45,7 +45,7 @@ async def create_embeddings(request: Request) -> Response:
     prepared = await service.prepare(len(body), partial(_prepare_one, service, body))
     vectors = await embed(request, service, prepared)
     answer = EmbeddingsAnswer(_numbers(vectors[0], prepared))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 def _decode_embed(service: Service, body: bytes) -> OllamaEmbedRequest:

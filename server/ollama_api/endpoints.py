@@ -30,6 +30,7 @@ from server.requests.sampling import chat_params
 from server.requests.tool_choice import callable_tools
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from server.transport.sse import StreamedResponse
 
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +57,7 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
     body = await read_body(request, service.config)
     answer = await service.prepare(len(body), partial(prepare, service, body, arrival_time_s))
     if not isinstance(answer, OllamaAnswer):
-        return Response(_encode(answer), media_type="application/json")
+        return JsonAnswer(answer)
     generation = answer.generation
     renamed_fields = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
     renamed_fields["grammar"] = names.get(answer.grammar_field or "", "format")
@@ -69,7 +70,7 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
         await take_whole(request, generation, lambda piece: answer.push(piece.delta))
     except GenerationError as error:
         raise service.failure(generation.request_id, error) from None
-    return Response(_encode(answer.whole()), media_type="application/json", headers=headers)
+    return JsonAnswer(answer.whole(), headers)
 
 
 def _prepare_chat(service: Service, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:

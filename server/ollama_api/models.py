@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +26,7 @@ from server.ollama_api.request import own_model, tagged
 from server.ollama_api.schema import OllamaShowRequest
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose API this is, log probabilities included. Some clients want at least a certain one."""
@@ -123,4 +123,4 @@ def _modified_at(service: Service) -> str:
 
 
 def _json(answer: Any) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)

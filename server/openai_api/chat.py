@@ -42,6 +42,7 @@ from server.requests.structured import answer_grammar, contradiction, grammar_fi
 from server.requests.tool_choice import callable_tools, calls_text, forced_calls, forces_call
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import EncodedList, JsonAnswer
 from server.transport.sse import DONE, EventStreamResponse, frame
 from tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ class _Answer:
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ChatToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    logprobs: EncodedList[ChatTokenLogprob] = field(default_factory=EncodedList)
     finish_reason: ChatFinishReason = "stop"
     stop_reason: int | str | None = None
 
@@ -66,7 +67,7 @@ class _Answer:
                 self.tool_calls.append(ChatToolCall(call.id, ChatFunction(call.name, "")))
             self.tool_calls[call.index].function.arguments += call.arguments
         self.token_ids += delta.token_ids
-        self.logprobs += chat.token_logprobs(delta)
+        self.logprobs.extend(chat.token_logprobs(delta))
         if delta.finish_reason is not None:
             self.finish_reason = chat.finish_reason(delta, has_calls=bool(self.tool_calls))
             self.stop_reason = delta.stop_reason
@@ -94,7 +95,7 @@ async def create_chat_completion(request: Request) -> Response:
     if chat.is_streamed:
         return EventStreamResponse(_events(chat), chat.generation, headers)
     answer = await _whole_answer(request, chat)
-    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
+    return JsonAnswer(answer, headers)
 
 
 def _prepare(service: Service, body: bytes, arrival_time_s: float) -> Chat:
@@ -217,7 +218,7 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
             ChatChoice(
                 index=index,
                 message=answer.message(),
-                logprobs=chat.logprobs(answer.logprobs),
+                logprobs=chat.logprobs(answer.logprobs.as_list()),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
                 token_ids=answer.token_ids if chat.has_token_ids else UNSET,
@@ -229,7 +230,7 @@ async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
         prompt_logprobs=(
             UNSET
             if chat.params.prompt_logprobs is None
-            else prompt_logprobs(generation.prompt_logprobs(0), chat.service.tokenizer)
+            else await prompt_logprobs(generation.prompt_logprobs(0), chat.service.tokenizer)
         ),
     )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,14 @@ from starlette.responses import Response
 from runtime.text.pipeline import TextDelta
 from server.errors import invalid
 from server.openai_api.answers import Completion, CompletionChoice, Usage
-from server.openai_api.logprobs import Echo, TokenPlaces, join_logprobs, legacy_logprobs, prompt_logprobs
+from server.openai_api.logprobs import (
+    Echo,
+    EncodedLogprobs,
+    TokenPlaces,
+    join_logprobs,
+    legacy_logprobs,
+    prompt_logprobs,
+)
 from server.openai_api.schema import CompletionRequest, Prompt
 from server.requests.collect import take_whole
 from server.requests.generation import Generation, GenerationError, Scheduling
@@ -25,6 +31,7 @@ from server.requests.sampling import completion_params, stream_flags
 from server.requests.structured import answer_grammar, grammar_field
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from server.transport.sse import DONE, EventStreamResponse, frame
 from tokenizer import Tokenizer
 
@@ -85,7 +92,7 @@ async def create_completion(request: Request) -> Response:
     if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)
     answer = await _whole_answer(request, completion)
-    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
+    return JsonAnswer(answer, headers)
 
 
 def _prepare(service: Service, body: bytes, arrival_time_s: float) -> PreparedCompletion:
@@ -194,35 +201,55 @@ class _ChoiceStream:
         return choice
 
 
+@dataclass(slots=True)
+class _WholeChoice:
+    """A choice of an answer that is not streamed: the sum of its chunks. What ends it stands in the last, what begins
+    it in the first."""
+
+    whole: CompletionChoice
+    texts: list[str] = field(default_factory=list)
+    logprobs: EncodedLogprobs = field(default_factory=EncodedLogprobs)
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, chunk: CompletionChoice) -> None:
+        whole = self.whole
+        self.texts.append(chunk.text)
+        whole.finish_reason = chunk.finish_reason
+        whole.stop_reason = None if chunk.stop_reason is UNSET else chunk.stop_reason
+        if chunk.logprobs is not None:
+            self.logprobs.extend(chunk.logprobs)
+        if chunk.token_ids is not UNSET:
+            self.token_ids += chunk.token_ids
+        if chunk.prompt_token_ids is not UNSET:
+            whole.prompt_token_ids = chunk.prompt_token_ids
+
+    def choice(self, completion: PreparedCompletion) -> CompletionChoice:
+        whole = self.whole
+        whole.text = "".join(self.texts)
+        if completion.has_logprobs:
+            whole.logprobs = self.logprobs.whole()
+        if completion.has_token_ids:
+            whole.token_ids = self.token_ids
+        return whole
+
+
 async def _whole_answer(request: Request, completion: PreparedCompletion) -> Completion:
     generation = completion.generation
     streams = completion.streams()
-    chunks: list[list[CompletionChoice]] = [[] for _ in streams]
+    choices = [_WholeChoice(CompletionChoice(index=stream.index, text="")) for stream in streams]
     try:
         await take_whole(
-            request, generation, lambda piece: chunks[piece.choice].append(streams[piece.choice].chunk(piece.delta))
+            request, generation, lambda piece: choices[piece.choice].add(streams[piece.choice].chunk(piece.delta))
         )
     except GenerationError as error:
         raise completion.service.failure(completion.request_id, error) from None
-    choices = [_sum(parts) for parts in chunks]
+    answers = [choice.choice(completion) for choice in choices]
     if completion.has_prompt_logprobs:
-        for choice in choices:
-            entries = generation.prompt_logprobs(choice.index // generation.params.n)
-            choice.prompt_logprobs = prompt_logprobs(entries, completion.service.tokenizer)
-    return completion.envelope(choices, has_usage=True)
-
-
-def _sum(chunks: list[CompletionChoice]) -> CompletionChoice:
-    """One choice from its chunks; what ends it stands in the last, what begins it in the first."""
-    whole, last = chunks[0], chunks[-1]
-    whole.text = "".join(chunk.text for chunk in chunks)
-    whole.finish_reason = last.finish_reason
-    whole.stop_reason = None if last.stop_reason is UNSET else last.stop_reason
-    if whole.logprobs is not None:
-        whole.logprobs = join_logprobs([chunk.logprobs for chunk in chunks if chunk.logprobs is not None])
-    if whole.token_ids is not UNSET:
-        whole.token_ids = [i for chunk in chunks if chunk.token_ids is not UNSET for i in chunk.token_ids]
-    return whole
+        for number in range(len(completion.prompts)):
+            entries = await prompt_logprobs(generation.prompt_logprobs(number), completion.service.tokenizer)
+            for choice in answers[number * generation.params.n : (number + 1) * generation.params.n]:
+                choice.prompt_logprobs = entries
+    return completion.envelope(answers, has_usage=True)
 
 
 async def _events(completion: PreparedCompletion) -> AsyncGenerator[bytes, None]:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +25,7 @@ from server.openai_api.schema import EmbeddingRequest
 from server.requests.prompt import embedding_inputs
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from server.transport.sse import watch_disconnect
 
 logger = logging.getLogger("xserv.server")
@@ -51,7 +51,7 @@ async def create_embeddings(request: Request) -> Response:
     asked = await service.prepare(len(body), partial(_prepare, service, body))
     vectors = await embed(request, service, asked)
     answer = await service.prepare(vectors[0].nbytes * len(vectors), partial(_answer, service, asked, vectors))
-    return Response(answer, media_type="application/json")
+    return JsonAnswer(answer)
 
 
 def _prepare(service: Service, body: bytes) -> AskedEmbeddings:
@@ -109,14 +109,14 @@ async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -
         cancel()
 
 
-def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> bytes:
+def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingList:
     data = [
         Embedding(index=index, embedding=encoded(shaped(vector, asked), is_base64=asked.is_base64))
         for index, vector in enumerate(vectors)
     ]
     num_tokens = sum(map(len, asked.inputs))
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return msgspec.json.encode(EmbeddingList(data=data, model=service.model_name, usage=usage))
+    return EmbeddingList(data=data, model=service.model_name, usage=usage)
 
 
 def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, T
 from server.requests.prompt import message_ids
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
 
@@ -24,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     answer = await service.prepare(len(body), partial(_tokenize, service, body))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -32,7 +32,7 @@ async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     answer = await service.prepare(len(body), partial(_detokenize, service, body))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 def _tokenize(service: Service, body: bytes) -> Tokenized:

@@ -10,6 +10,8 @@ request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,10 @@ from server.observing.meter import RequestMeter
 from server.openai_api.schema import GenerationRequest
 from server.requests.bridge import LoopBridge, Signal
 from tokenizer import Tokenizer
+
+TURN_S = 5e-3
+OUTPUTS_AT_ONCE = 64
+"""A request that many outputs have come for lets others have their turn after so long, looked at after so many."""
 
 
 class GenerationError(Exception):
@@ -223,17 +229,26 @@ class Generation:
         """
         while any(prompt.open_choices for prompt in self._prompts):
             await self._arrived.wait()
-            pieces = []
+            turn_s = time.monotonic()
             while self._outputs:
-                prompt, output = self._outputs.popleft()
-                if output.index in prompt.open_choices:
-                    pieces.append(self._push(prompt, output))
-                else:  # it came before a stop string was found
-                    self._meter_end(output)
-            if pieces:
-                yield pieces
+                if pieces := self._next_pieces():
+                    yield pieces
+                if time.monotonic() - turn_s > TURN_S:
+                    await asyncio.sleep(0)
+                    turn_s = time.monotonic()
         if self.is_cancelled:
             raise GenerationError("the request was cancelled", is_cancelled=True)
+
+    def _next_pieces(self) -> list[Piece]:
+        """What some of the outputs say that have come."""
+        pieces: list[Piece] = []
+        for _ in range(min(len(self._outputs), OUTPUTS_AT_ONCE)):
+            prompt, output = self._outputs.popleft()
+            if output.index in prompt.open_choices:
+                pieces.append(self._push(prompt, output))
+            else:  # it came before a stop string was found
+                self._meter_end(output)
+        return pieces
 
     def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
         if output.finish_reason is not None:

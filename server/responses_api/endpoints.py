@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
@@ -47,6 +46,7 @@ from server.responses_api.schema import ResponsesRequest
 from server.service import Service
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
+from server.transport.json_answer import JsonAnswer
 from server.transport.sse import EventStreamResponse, named_frame
 
 
@@ -272,4 +272,4 @@ def _not_found(response_id: str, param: str) -> ApiError:
 
 
 def _json(answer: Any, headers: dict[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(answer), media_type="application/json", headers=headers)
+    return JsonAnswer(answer, headers)

@@ -10,6 +10,8 @@ from runtime.engine.sampling_params import MAX_N
 from server.config import ServerConfig
 from server.errors import ApiError, invalid
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config", "format")
 """Fields that may hold a JSON schema."""
 
@@ -51,6 +53,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
         level = [
             child
             for parent in level
+            if isinstance(parent, dict) or not _PLAIN.issuperset(map(type, parent))  # a million ids cost nothing
             for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, (dict, list))
         ]

@@ -13,6 +13,7 @@ from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.version import release
 from server.errors import from_engine, invalid
 from server.service import Service
+from server.transport.json_answer import JsonAnswer
 from server.vllm_api.schema import CacheReset, ServerInfo, ServerLoad, TokenizerInfo
 
 _NOT_TOLD = frozenset({"api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint"})
@@ -66,4 +67,4 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)

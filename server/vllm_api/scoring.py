@@ -20,6 +20,7 @@ from server.openai_api.embeddings import AskedEmbeddings, Vector, embed, encoded
 from server.openai_api.schema import EmbeddingRequest
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
+from server.transport.json_answer import JsonAnswer
 from server.vllm_api.schema import (
     Pooled,
     PoolingAnswer,
@@ -157,4 +158,4 @@ def _usage(asked: AskedEmbeddings) -> EmbeddingUsage:
 
 
 def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
