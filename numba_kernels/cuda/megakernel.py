@@ -45,7 +45,8 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 WARPS = 8
 THREADS = 32 * WARPS
-TURNS = 4  # loads of each of a warp's two rows that a lane has on their way
+TURNS = {80: 2, 90: 4}
+"""Loads of each of a warp's two rows that a lane has on their way, by compute capability: there are registers for."""
 PARTS = 8  # of the keys, at most
 KEYS_A_PART = 32  # at least
 LAYER_ADDRESSES = (
@@ -90,11 +91,11 @@ def _words(dtype: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
+def _kernel(dtype: str, head_dim: int, block_size: int, capability: int) -> Specialisation:
     """Arguments: addresses of the counter, layers, token ids, positions, lengths, slots, block table, cos, sin,
     embedding, final norm, head, x, qkv, parts, inner, logits, flag; then layers, hidden, inner size, query heads, KV
     heads, vocabulary, eps, scale of scores times log2(e)."""
-    width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
+    width, item_bytes, turns = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype], TURNS[capability]
     turn, word = 32 * width, float32 if dtype == "f32" else uint32
     load_words, widen = _words(dtype)
     load_one = elements_loader(dtype, 1)
@@ -110,7 +111,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
     @device_function
     def load_turn(first, second, position, depth, loaded):
         """The next loads of two rows, from `position` on."""
-        for i in range(TURNS):
+        for i in range(turns):
             at = uint32(position + uint32(i * turn))
             if at < depth:
                 offset = uint64(at) * row_item_bytes
@@ -137,7 +138,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
         sums[0], sums[1] = float32(0), float32(0)
         position = uint32(lane * uint32(width))
         while position < depth:
-            for i in range(TURNS):
+            for i in range(turns):
                 at = uint32(position + uint32(i * turn))
                 if at < depth:
                     low = widen(loaded[i, 0, 0], loaded[i, 0, 1], loaded[i, 0, 2], loaded[i, 0, 3])
@@ -147,7 +148,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
                         for f in range(4):
                             sums[0] += low[4 * e + f] * quad[f]
                             sums[1] += high[4 * e + f] * quad[f]
-            position = uint32(position + uint32(TURNS * turn))
+            position = uint32(position + uint32(turns * turn))
             load_turn(places[0], places[1], position, depth, loaded)
         sums[0], sums[1] = warp_sum(sums[0]), warp_sum(sums[1])
 
@@ -353,7 +354,7 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
         gathered = memory.shared_address(cuda.shared.array(0, float32))
         staged = uint32(gathered + uint32(4 * WARPS * record))
         partials = cuda.shared.array(32, float32)
-        loaded = cuda.local.array((TURNS, 2, 4), word)
+        loaded = cuda.local.array((turns, 2, 4), word)
         places = cuda.local.array(2, uint64)
         sums = cuda.local.array(2, float32)
         thread, lane = uint32(cuda.threadIdx.x), lane_index()
@@ -441,12 +442,13 @@ def _kernel(dtype: str, head_dim: int, block_size: int) -> Specialisation:
         multiply_rows(head, vocabulary, hidden, logits, False, staged, first, all_warps, lane, loaded, places, sums)
 
     return Specialisation(
-        name=f"megakernel_{dtype}_d{head_dim}_b{block_size}",
+        name=f"megakernel_{dtype}_d{head_dim}_b{block_size}_sm{capability}",
         kernel=megakernel,
         argument_types=(*(types.uint64,) * 18, *(types.uint32,) * 6, types.float32, types.float32),
         max_threads=THREADS,
         min_blocks=1,
-        constants={"dtype": dtype, "head_dim": head_dim, "block_size": block_size},
+        constants={"dtype": dtype, "head_dim": head_dim, "block_size": block_size, "turns": turns},
+        min_capability=capability,
     )
 
 
@@ -465,10 +467,11 @@ def shared_bytes(head_dim: int, largest: int) -> int:
 
 def plan(
     *, hidden: int, inner: int, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, vocabulary: int,
-    dtype: str, num_sms: int,
+    dtype: str, num_sms: int, capability: int,
 ) -> Launch:  # fmt: skip
     """The launch for a model of these sizes, on as many blocks as there are multiprocessors or the largest phase has
-    work for. Raises ValueError for sizes that no kernel has, naming the size and its limit."""
+    work for; `capability` as 80 or 90. Raises ValueError for sizes that no kernel has, naming the size and its
+    limit."""
     check_pages(head_dim, block_size, dtype)
     width = VECTOR_WIDTH[dtype]
     for name, size in (("hidden", hidden), ("inner", inner), ("query heads' size", num_q_heads * head_dim)):
@@ -479,12 +482,12 @@ def plan(
     pairs = max(vocabulary // 2, inner, hidden // 2, num_q_heads * PARTS * WARPS)
     shared = shared_bytes(head_dim, max(hidden, inner, num_q_heads * head_dim))
     blocks = min(num_sms, -(-pairs // WARPS))
-    return Launch(
-        _kernel(dtype, head_dim, block_size), (blocks, 1, 1), (THREADS, 1, 1), shared, is_cooperative=True
-    )
+    kernel = _kernel(dtype, head_dim, block_size, max(each for each in TURNS if each <= capability))
+    return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), shared, is_cooperative=True)
 
 
 def specialisations() -> Iterator[Specialisation]:
     """For the usual head dims, pages of 16 tokens."""
     for head_dim in (64, 128):
-        yield _kernel("bf16", head_dim, 16)
+        for capability in TURNS:
+            yield _kernel("bf16", head_dim, 16, capability)

@@ -39,6 +39,7 @@ class Specialisation:
         constants: what the closure fixes, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
         min_capability: the lowest compute capability that has its instructions, as 80 or 90.
         needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
+        spills_on: architectures on which it has too few registers: plans leave it out there.
         fastmath: whether ptx may use approximate division and square root, and flush subnormals.
     """
 
@@ -50,6 +51,7 @@ class Specialisation:
     constants: dict[str, Any] = field(default_factory=dict)
     min_capability: int = 80
     needs_arch_features: bool = False
+    spills_on: tuple[str, ...] = ()
     fastmath: bool = False
 
 

@@ -262,13 +262,14 @@ def compile_kernel(
 
 
 def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
-    """Whether an architecture has a kernel's instructions. Raises InvalidArgumentError for a name that is no arch."""
+    """Whether an architecture has the instructions and registers that a kernel needs. Raises InvalidArgumentError for a
+    name that is no architecture."""
     match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)
     if match is None:
         raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
     if specialisation.needs_arch_features:
         return arch == needs_of(specialisation)
-    return int(match[1]) >= specialisation.min_capability
+    return int(match[1]) >= specialisation.min_capability and arch not in specialisation.spills_on
 
 
 def needs_of(specialisation: Specialisation) -> str:

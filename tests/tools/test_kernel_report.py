@@ -123,6 +123,12 @@ def test_machine_code_is_read_in_its_order() -> None:
         (load + load + wait + meet, MachineFacts(2, 0, 1)),
     ):  # fmt: skip
         assert machine_facts(ptx, parse_machine_code(code)) == facts
+    below = "@%p1 bra $L__1;\nbra.uni $L__2;\n$L__1:\nld.global.b32 {}\nret;\n$L__2:\nld.global.b32 {}\n"
+    below += "$L__3:\ngriddepcontrol.wait;\nbra.uni $L__1;\n"
+    assert machine_facts(below, parse_machine_code(load + load + wait)) == MachineFacts(2), "one of them never waits"
+    moved = "bra.uni $L__2;\n$L__1:\nld.global.b32 {}\nret;\n$L__2:\nld.global.b32 {}\ngriddepcontrol.wait;\n"
+    moved += "bra.uni $L__1;\n"
+    assert machine_facts(moved, parse_machine_code(load + wait + load)) == MachineFacts(1), "the wait stands last"
     adds = "/*0050*/ ATOMS.ADD R1, [R2], R3 ;\n/*0060*/ ATOMG.E.EXCH.STRONG.GPU PT, R1, desc[UR4][R2.64], R3 ;\n"
     swaps = "/*0070*/ ATOMS.CAST.SPIN.64 P0, [R2], R4, R6 ;\n/*0080*/ ATOMG.E.CAS.STRONG.GPU PT, R1, [R2], R3, R4 ;\n"
     assert machine_facts("", parse_machine_code(adds + swaps)) == MachineFacts(num_swaps=2)

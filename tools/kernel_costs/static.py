@@ -34,6 +34,9 @@ _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
 _LOAD = re.compile(r"\bld\.global\b")
 _WAIT = "griddepcontrol.wait"
+_LABEL = re.compile(r"(?P<name>[$%\w]+):")
+_BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
+_LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
 _READS_WEIGHTS_EARLY = ("gemv_", "gemm_few_rows_")
 """Kernels of these names have their first loads of the weight on their way before the kernel in front has ended. (Those
 that the TMA feeds have its copies for that.)"""
@@ -59,16 +62,50 @@ class MachineFacts:
 def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts:
     """Of a kernel's PTX and machine code."""
     opcodes = [each.opcode for each in code]
-    early, is_dependent, _ = text.partition(_WAIT)
     num_early = num_there = 0
-    if is_dependent:
+    if _WAIT in text:
         waits = [index for index, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
-        num_early = len(_LOAD.findall(early))
+        num_early = num_early_loads(text)
         num_there = sum(opcode.startswith("LDG") for opcode in opcodes[: waits[0]])
     meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
     fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
     swaps = sum(opcode.startswith("ATOM") and ".CAS" in opcode for opcode in opcodes)
     return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps)
+
+
+def num_early_loads(text: str) -> int:
+    """How many loads from device memory a kernel's PTX may execute before it waits for the grid in front. Compilers
+    for newer architectures write the wait below what follows it, so the order of the text tells nothing."""
+    runs: dict[str, list[str]] = {}  # instructions from a label, or from behind a branch, to the next of either
+    following: dict[str, set[str]] = {}
+    name = ""
+    runs[name], following[name] = [], set()
+    for line in text.splitlines():
+        label, branch = _LABEL.match(line), _BRANCH.search(line)
+        if label or (branch and branch["guard"]):
+            before, name = name, label["name"] if label else f"behind line {len(runs)}"
+            runs[name], following[name] = [], set()
+            if label is None or not _LEAVES.search("".join(runs[before][-1:])):
+                following[before].add(name)
+            if branch:
+                following[before].add(branch["target"])
+            continue
+        runs[name].append(line)
+        if branch:
+            following[name].add(branch["target"])
+    seen, waiting, count = set(), [""], 0
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in runs[name]:
+            if _WAIT in line:
+                break
+            count += _LOAD.search(line) is not None
+        else:
+            waiting += following[name]
+    return count
 
 
 @dataclass(frozen=True, slots=True)

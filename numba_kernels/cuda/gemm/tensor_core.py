@@ -104,6 +104,7 @@ LARGE = Tile(128, 256, 64, 64, 64, 2)
 TILES = (SKINNY, SMALL, MEDIUM, LARGE)
 EFFICIENCY = {SMALL: 0.6, MEDIUM: 0.95, LARGE: 1.0}
 """Of a multiprocessor's tensor cores, one against the other; estimated."""
+_LARGE_SPILLS_ON = ("sm_86", "sm_89")  # where ptxas finds it four registers short; with MEDIUM it has enough
 
 
 @functools.cache
@@ -433,6 +434,7 @@ def _kernel(
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
         min_blocks=_min_blocks(tile) if is_aligned else 0,
+        spills_on=_LARGE_SPILLS_ON if tile is LARGE else (),
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned,
             "is_cut": is_cut, "activation": activation, "square_columns": 0 if is_cut or is_gated else warp_n,
@@ -447,8 +449,9 @@ def _min_blocks(tile: Tile) -> int:
 
 
 def choose_tile(
-    m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int, num_segments: int = 1
-) -> Tile:
+    m: int, n: int, is_weight_layout: bool, is_aligned: bool, num_multiprocessors: int, num_segments: int = 1,
+    arch: str = "",
+) -> Tile:  # fmt: skip
     """The tile for ``out [m, n]``, or for that of each segment of K. The choice changes no bit of the result."""
     if not (is_weight_layout and is_aligned):
         return SMALL
@@ -460,7 +463,7 @@ def choose_tile(
         rounds = -(-blocks // num_multiprocessors)
         return rounds * tile.block_m * tile.block_n / EFFICIENCY[tile]
 
-    return min(EFFICIENCY, key=cost)
+    return min((tile for tile in EFFICIENCY if tile is not LARGE or arch not in _LARGE_SPILLS_ON), key=cost)
 
 
 def why_not(product: Product, machine: Machine) -> str:
@@ -482,7 +485,8 @@ def seconds(product: Product, machine: Machine) -> float:
 
 def tiles(product: Product, machine: Machine) -> tuple[str, ...]:
     """The tiles worth measuring for a product."""
-    return tuple(str(tile) for tile in TILES if tile.block_m >= 64 or product.m <= 4 * tile.block_m)
+    fitting = TILES[:-1] if machine.arch in _LARGE_SPILLS_ON else TILES
+    return tuple(str(tile) for tile in fitting if tile.block_m >= 64 or product.m <= 4 * tile.block_m)
 
 
 def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
@@ -493,7 +497,7 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
         raise ValueError(f"gemm: tile is {tile!r}: tier tensor_core with these arrays has none to choose from")
     parts = max(1, product.num_segments)
     chosen = tile_named(TILES, tile) or choose_tile(
-        product.m, product.weight_rows, is_weight_layout, is_aligned, machine.num_multiprocessors, parts
+        product.m, product.weight_rows, is_weight_layout, is_aligned, machine.num_multiprocessors, parts, machine.arch
     )
     if product.epilogue.activation and chosen is LARGE:
         chosen = MEDIUM  # a thread of a large one has no registers left for the gate

@@ -39,7 +39,7 @@ class Megakernel:
             self._launch = megakernel.plan(
                 hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim,
                 block_size=limits.block_size, vocabulary=config.vocab_size, dtype=decoder.dtype.ptx,
-                num_sms=gpu.properties.num_sms,
+                num_sms=gpu.properties.num_sms, capability=10 * gpu.capability[0] + gpu.capability[1],
             )  # fmt: skip
         except ValueError as error:
             raise _refused(str(error)) from None

@@ -98,6 +98,7 @@ def test_tiles_fit_the_architectures_with_the_least_shared_memory():
 def test_the_tile_fills_the_device(m, n, expected):
     assert tensor_core.choose_tile(m, n, True, True, 108) is getattr(tensor_core, expected)
     assert tensor_core.choose_tile(m, n, True, False, 108) is tensor_core.SMALL
+    assert tensor_core.choose_tile(m, n, True, True, 108, arch="sm_89") is not tensor_core.LARGE, "it spills there"
 
 
 @pytest.mark.parametrize("tier", TIERS)

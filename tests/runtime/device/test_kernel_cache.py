@@ -361,6 +361,8 @@ def test_which_kernels_an_architecture_has() -> None:
         False,
     ]
     assert [is_meant_for(newer, arch) for arch in ("sm_86", "sm_89", "sm_120a")] == [False, True, True]
+    spilling = dataclasses.replace(plain, spills_on=("sm_86",))
+    assert [is_meant_for(spilling, arch) for arch in ("sm_80", "sm_86", "sm_89")] == [True, False, True]
     assert (needs_of(plain), needs_of(hopper)) == ("sm_80", "sm_90a")
     with pytest.raises(InvalidArgumentError, match="arch"):
         is_meant_for(plain, "sm90")

@@ -129,7 +129,7 @@ def test_a_grid_that_does_not_run_at_once_is_refused() -> None:
     gpu = new_gpu("sm_90a")
     launch = megakernel.plan(
         hidden=64, inner=64, num_q_heads=4, num_kv_heads=1, head_dim=16, block_size=8, vocabulary=97, dtype="f32",
-        num_sms=gpu.properties.num_sms,
+        num_sms=gpu.properties.num_sms, capability=90,
     )  # fmt: skip
     assert launch.grid[0] <= gpu.properties.num_sms
     with pytest.raises(DeviceError, match="cooperative grid of 5000 blocks"):
