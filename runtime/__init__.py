@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from runtime.engine.sampling_params import SamplingParams as SamplingParams
     from runtime.errors import XservError as XservError
     from runtime.llm import LLM as LLM
+    from runtime.llm import AsyncEngineArgs as AsyncEngineArgs
     from runtime.llm import AsyncLLM as AsyncLLM
     from runtime.llm import BeamSearchOutput as BeamSearchOutput
     from runtime.llm import BeamSearchParams as BeamSearchParams
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from runtime.llm import CompletionOutput as CompletionOutput
     from runtime.llm import EmbeddingOutput as EmbeddingOutput
     from runtime.llm import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from runtime.llm import EngineArgs as EngineArgs
     from runtime.llm import Logprob as Logprob
     from runtime.llm import RequestOutput as RequestOutput
     from runtime.tensor.tensor import Tensor as Tensor
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "runtime.llm",
     "AsyncLLM": "runtime.llm",
+    "EngineArgs": "runtime.llm",
+    "AsyncEngineArgs": "runtime.llm",
     "SamplingParams": "runtime.engine.sampling_params",
     "RequestOutputKind": "runtime.engine.sampling_params",
     "StructuredOutputsParams": "runtime.engine.grammar.structured_outputs",
@@ -47,6 +51,8 @@ _HOME = {
 __all__ = [  # noqa: RUF022 (as a reader meets them)
     "LLM",
     "AsyncLLM",
+    "EngineArgs",
+    "AsyncEngineArgs",
     "SamplingParams",
     "StructuredOutputsParams",
     "RequestOutputKind",

@@ -7,6 +7,7 @@ Both are users of ``EngineClient`` like the server. ``loaded_model`` is what the
 from runtime.llm.async_llm import AsyncLLM
 from runtime.llm.beam_search import BeamSearchParams
 from runtime.llm.llm import LLM
+from runtime.llm.loaded_model import AsyncEngineArgs, EngineArgs
 from runtime.llm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -19,6 +20,7 @@ from runtime.llm.outputs import (
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -26,6 +28,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "Logprob",
     "RequestOutput",
 ]

@@ -3,11 +3,12 @@ prompt to a request."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import msgspec
 
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tokenizer import Tokenizer
+
+
+class EngineArgs:
+    """The arguments of ``LLM`` or ``AsyncLLM``, for ``from_engine_args``, which checks them; vLLM's name."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.model = model
+        self.options = options
+
+
+AsyncEngineArgs = EngineArgs
 
 
 class LoadedModel:
@@ -93,6 +105,11 @@ class LoadedModel:
         self._request_ids = itertools.count()
         self._finalizer = weakref.finalize(self, self.client.close)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The same as the constructor with these arguments; vLLM's name."""
+        return cls(engine_args.model, **engine_args.options)
+
     def close(self) -> None:
         """Stop the engine. May be called again."""
         self._finalizer()
@@ -125,15 +142,20 @@ class LoadedModel:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: Literal["parse", "text"] = "text",
     ) -> list[int]:
         """The token ids of a conversation, by the model's chat template. Raises ``RequestError``.
 
-        tools                   functions that the model may call, in OpenAI's form
+        tools                   functions that the model may call, in OpenAI's form; where the model's template leaves
+                                them out, a system message of our own tells them
         add_generation_prompt   the prompt ends where the assistant's answer begins
         continue_final_message  the last message is not closed: the answer goes on with it
         chat_template           a template instead of the model's
         chat_template_kwargs    names that the template may read (``{"enable_thinking": False}``)
+        special_tokens_in_content  "text": a special token's text in a message stays text, so that whoever writes it
+                                cannot write turns of others; "parse": it becomes the token
         """
+        answer_format = AnswerFormat() if tools is None or chat_template is not None else self._answer_format
         return chat_prompt(
             self.tokenizer,
             messages,
@@ -141,8 +163,14 @@ class LoadedModel:
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
+            special_tokens_in_content=special_tokens_in_content,
+            told_tools=answer_format.tools if answer_format.tells_tools else None,
             **(chat_template_kwargs or {}),
         )
+
+    @functools.cached_property
+    def _answer_format(self) -> AnswerFormat:
+        return AnswerFormat.of(self.tokenizer)
 
     def _job(
         self,

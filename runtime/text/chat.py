@@ -1,7 +1,8 @@
 """A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
 
 Templates know less than OpenAI's and Anthropic's APIs allow. Where one refuses a conversation, or leaves out a system's
-message in its midst, such messages become the user's, and messages of one role in a row become one; where one leaves
+message in its midst, such messages become the user's, and messages of one role in a row become one. Where one refuses
+system messages altogether, as Gemma 2's does, they go in front of the user's first text. Where one leaves
 out a tool's answer, the conversation is refused, since the model would never see it. Calls get short ids, arguments as
 texts, or messages of their own where a template refuses them otherwise.
 """
@@ -29,12 +30,13 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
-    special_tokens_in_content: Literal["parse", "text"] = "parse",
+    special_tokens_in_content: Literal["parse", "text"] = "text",
     told_tools: Notation | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
-    ``special_tokens_in_content``: whether a special token's text in a message becomes the token. ``told_tools``: the
+    ``special_tokens_in_content``: whether a special token's text in a message becomes the token, by which whoever
+    writes a message could write turns of others, or stays text. ``told_tools``: the
     template knows no tools; a message of our own tells them, and that calls are written so.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
@@ -78,7 +80,14 @@ def chat_prompt(
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """The conversation, and what it may become where the template refuses it."""
+    """The conversation, and what it may become where the template refuses it: with its system messages kept, then as
+    the user's."""
+    yield from _attempts_as_sent(messages)
+    if any(message.get("role") == "system" for message in messages):
+        yield from _attempts_as_sent(_with_systems_as_users(messages))
+
+
+def _attempts_as_sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
     yield messages
     is_plain = _plainer(messages) == list(messages)
     if not is_plain:
@@ -106,6 +115,10 @@ def _late_systems(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 def _with_late_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     late = set(_late_systems(messages))
     return [{**message, "role": "user"} if i in late else message for i, message in enumerate(messages)]
+
+
+def _with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return _joined([{**each, "role": "user"} if each.get("role") == "system" else each for each in messages])
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

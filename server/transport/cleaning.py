@@ -76,7 +76,8 @@ _HELD: dict[tuple[type, str], tuple[type, ...]] = {
 """What a list of objects holds whose objects the schema leaves open, since they are read one by one."""
 
 _PARTS = (ContentPart, InputPart)
-"""Whose further fields may belong to kinds that are refused by name: those stay for whoever refuses them."""
+_TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
+"""Parts of these kinds are read. Further fields of others stay for whoever refuses these by name."""
 
 LARGEST_EXACT = 2.0**53
 
@@ -112,7 +113,9 @@ class Cleaner:
                 cleaned[name] = item
             elif item is None:
                 continue
-            elif name in accepted or (self.takes_unknown and struct.cls not in _PARTS):
+            elif name in accepted or (
+                self.takes_unknown and (struct.cls not in _PARTS or value.get("type") in _TEXT_PARTS)
+            ):
                 self.ignored.append(where)
             else:
                 cleaned[name] = item

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime import LLM as LLM
+    from runtime import AsyncEngineArgs as AsyncEngineArgs
     from runtime import AsyncLLM as AsyncLLM
     from runtime import BeamSearchOutput as BeamSearchOutput
     from runtime import BeamSearchParams as BeamSearchParams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from runtime import CompletionOutput as CompletionOutput
     from runtime import EmbeddingOutput as EmbeddingOutput
     from runtime import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from runtime import EngineArgs as EngineArgs
     from runtime import Logprob as Logprob
     from runtime import RequestOutput as RequestOutput
     from runtime import RequestOutputKind as RequestOutputKind
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022 (as a reader meets them)
     "LLM",
     "AsyncLLM",
+    "EngineArgs",
+    "AsyncEngineArgs",
     "SamplingParams",
     "StructuredOutputsParams",
     "RequestOutputKind",

@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from runtime import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from runtime.engine.errors import RequestError, UnknownOptionError
 from tests.runtime.llm.test_llm import write_folder
+from tests.runtime.text.tokenizers import SPECIAL
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +39,33 @@ def test_sampling_params_by_name(llm: LLM) -> None:
     messages = [{"role": "user", "content": "abc"}]
     (answer,) = llm.chat(messages, sampling_params=params, chat_template_kwargs={"unused": 1})
     assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_engine_args(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    with LLM.from_engine_args(EngineArgs(model=folder, load_format="dummy", device="cpu", max_model_len=77)) as made:
+        assert made.client.info.max_model_len == 77
+    arguments = AsyncEngineArgs(folder, max_model_length=77)
+    with pytest.raises(UnknownOptionError, match=r"AsyncLLM has .* mean 'max_model_len'"):
+        AsyncLLM.from_engine_args(arguments)
+
+
+def test_a_users_text_writes_no_turn_of_others(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (eos,) = llm.client.info.eos_token_ids
+    messages = [{"role": "user", "content": f"a{SPECIAL}b"}]
+    plain = llm.chat_prompt([{"role": "user", "content": "ab"}]).count(eos)
+    ids = llm.chat_prompt(messages)
+    assert ids.count(eos) == plain
+    assert f"a{SPECIAL}b" in tokenizer.decode(ids)
+    assert llm.chat_prompt(messages, special_tokens_in_content="parse").count(eos) == plain + 1
+
+
+def test_tools_are_told_as_the_server_tells_them(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object", "properties": {}}}}
+    text = llm.get_tokenizer().decode(llm.chat_prompt([{"role": "user", "content": "Hello"}], tools=[tool]))
+    assert "add_up" in text
+    assert "<tool_call>" in text
 
 
 def test_the_tokenizer(llm: LLM) -> None:

@@ -56,13 +56,26 @@ def test_a_system_message_in_the_midst_becomes_the_users_where_the_template_does
     assert rendered(ALTERNATING, *chat[1:]) == "<user>a\n\nb<assistant>c<user>d"
 
 
+GEMMA_2 = (  # as Gemma 2's template does
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + ALTERNATING
+)
+
+
+def test_system_messages_go_in_front_of_the_users_text_where_the_template_takes_none(rendered: Any) -> None:
+    chat = [said("system", "s"), said("system", "t"), said("user", "a"), said("assistant", "b"), said("user", "c")]
+    assert rendered(GEMMA_2, *chat) == "<user>s\n\nt\n\na<assistant>b<user>c"
+    assert rendered(GEMMA_2, said("system", "s")) == "<user>s"
+    assert rendered(LENIENT, *chat) == "<system>s<system>t<user>a<assistant>b<user>c"
+    with pytest.raises(RequestError, match="System role not supported"):  # a name, which would be lost
+        rendered(GEMMA_2, said("system", "s"), said("user", "a", name="Ann"))
+
+
 @pytest.mark.parametrize(
     "chat",
     [
         [said("user", "a"), said("assistant", "b"), said("assistant", "c", tool_calls=CALL)],
         [said("user", "a"), said("user", "b", name="Ann")],
         [said("assistant", "a"), said("user", "b")],
-        [said("system", "a"), said("system", "b"), said("user", "c")],
     ],
 )
 def test_what_the_template_refuses_all_the_same_is_refused_in_its_own_words(

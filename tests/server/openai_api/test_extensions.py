@@ -177,6 +177,14 @@ def test_it_is_passed_over_where_the_operator_says_so(lenient: Served, caplog: p
     assert answer.status_code == 200, answer.text
     assert sorted(answer.headers[HEADER].split(", ")) == ["Gr??e??", "messages[0].nor_this", "nobody_knows"]
     assert "nobody_knows" in caplog.text
+    part = {"type": "text", "text": "Hello", "nor_that": 1}
+    answer = lenient.http.post("/v1/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == "messages[0].content[0].nor_that"
+    part["type"] = "input_text"
+    answer = lenient.http.post("/v1/responses", json={"input": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == "input[0].content[0].nor_that"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert lenient.http.post("/v1/chat/completions", json={**CHAT, "messages": image}).status_code == 400
 
