@@ -23,7 +23,7 @@ class Model(ABC):
         harmless: stored tensors whose names match are buffers that the model computes, and are passed over.
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
-        quantization: "none", or what the matrices of linear maps were made into: "int8". Tables that are
+        quantization: "none", or what the matrices of linear maps were made into: "int8", "int4" ... Tables that are
             nothing else, and the KV cache, are of `dtype` then too.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.

@@ -137,7 +137,8 @@ class Maker(ABC):
         self._prefix = ""
         self._source: TensorSource | None = None
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
-        self.tables: set[str] = set()
+        self.tables: set[str] = set()  # names of the token table and the output head
+        self.heads: set[str] = set()  # of the head alone, or of what is both
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
 
     def under(self, name: str) -> Self:
@@ -203,6 +204,7 @@ class Maker(ABC):
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
         """
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
+        self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
         if not is_tied:
             if self._kept_format(f"{self._prefix}{name}.weight", columns):
                 return self.linear(name, outputs=rows, inputs=columns).weight, self.linear(
@@ -280,7 +282,6 @@ class DeclaringMaker(Maker):
 
     Attributes:
         matrices, transposed: names of the tensors of linear maps, and of those among them that are stored inputs first.
-        tables: names of the token table and the output head.
 
     Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
     float32.

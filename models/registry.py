@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,12 +17,16 @@ from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.harmless_fields import is_harmless
 from models.json_fields import Fields
-from models.maker import DeclaringMaker, LoadingMaker, Maker
+from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
 from models.model_files import open_model
+from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
+from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.linear.packed_matrix import packing_for
+from runtime.linear.quantized import QuantizedLayout
 from runtime.progress import SILENT, Reporter
 
 logger = logging.getLogger("xserv.models")
@@ -102,6 +107,7 @@ def load_model(
     source = _source(folder, config, options, load_format, seed)
     if isinstance(source, Checkpoint):
         source.check_numbers()
+    source = _rounded(source, config, options)
     size_bytes = _built(config, DeclaringMaker(options, positions, source)).weight_bytes
     with reporter.shown("loading weights", is_bytes=True) as show:
         show(0, size_bytes)
@@ -124,14 +130,21 @@ def declare_model(
     files alone. It cannot run. Arguments and errors are `load_model`'s."""
     options = LoadOptions.parse(**settings)
     config, positions = _config_and_positions(folder, load_format, max_model_len)
-    return _built(config, DeclaringMaker(options, positions, _source(folder, config, options, load_format, 0)))
+    source = _rounded(_source(folder, config, options, load_format, 0), config, options)
+    return _built(config, DeclaringMaker(options, positions, source))
 
 
 def tensor_layout(config: ModelConfig) -> TensorLayout:
     """The tensors that a checkpoint of this config must store."""
-    model_class, maker = known_architectures()[config.architecture].model_class, DeclaringMaker(LoadOptions(), 1)
-    model_class(config, maker)
-    return maker.layout(model_class.prefix, model_class.harmless)
+    model_class = known_architectures()[config.architecture].model_class
+    return _declared(config).layout(model_class.prefix, model_class.harmless)
+
+
+def _declared(config: ModelConfig) -> DeclaringMaker:
+    """What a model of this config consists of."""
+    maker = DeclaringMaker(LoadOptions(), 1)
+    known_architectures()[config.architecture].model_class(config, maker)
+    return maker
 
 
 def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]:
@@ -140,8 +153,7 @@ def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]
     Raises `ModelLoadError` for a tensor that does not fit, and for maps that are stored inputs first.
     """
     config = load_config(folder)
-    model_class, maker = known_architectures()[config.architecture].model_class, DeclaringMaker(LoadOptions(), 1)
-    model_class(config, maker)
+    model_class, maker = known_architectures()[config.architecture].model_class, _declared(config)
     checkpoint.fit(maker.layout(model_class.prefix, model_class.harmless))
     if maker.transposed:
         raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
@@ -172,9 +184,38 @@ def _config_and_positions(
     return config, max_model_len or limit
 
 
+def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) -> TensorSource:
+    """The source with matrices that are rounded as the options ask. Raises `InvalidArgumentError` if it has others."""
+    if not options.rounding:
+        return source
+    maker = _declared(config)
+    if maker.transposed:
+        raise InvalidArgumentError(
+            f"quantization is {options.rounding!r}: {config.architecture} stores its maps inputs first, which is"
+            " rounded to int8 alone",
+            param="quantization",
+        )
+    matrices = maker.matrices | maker.heads
+    stored = [source.quantized(name) or source.block_format(name) for name in matrices]
+    if any(stored):
+        raise InvalidArgumentError(
+            f"quantization is {options.rounding!r}, but the model is quantised already: leave it out",
+            param="quantization",
+        )
+    shapes = maker.layout("", re.compile("")).shapes
+
+    def can_keep(layout: QuantizedLayout) -> bool:
+        return kept_format(layout, options) is not None if options.device.kind == "cpu" else bool(packing_for(layout))
+
+    return RoundedSource(
+        source, options.rounding, matrices - maker.tables, maker.heads,
+        lambda name: (shapes[name][0], shapes[name][1]), can_keep,
+    )  # fmt: skip
+
+
 def _source(
     folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
-) -> Checkpoint | DummyCheckpoint:
+) -> TensorSource:
     """The tensors of the model, which fit its layout."""
     layout = tensor_layout(config)
     if load_format == "dummy":

@@ -34,7 +34,7 @@ Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -122,7 +122,8 @@ class EngineConfig:
     device                  "auto", "cpu", "cuda", "cuda:1", "emulated", "emulated:sm_80" ...
     dtype                   of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     load_format             "auto" (as stored), "safetensors", or "dummy": random weights, by the seed
-    quantization            of linear maps while they are loaded: "none" or "int8"
+    quantization            of linear maps while they are loaded: "none", "int8", "int4" (groups of 32),
+                            "mxfp4", or on a GPU "fp8"; the output head is int8 beside the latter three
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """

@@ -177,7 +177,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids   of the generation config, else of the config
     max_waiting, max_waiting_tokens  most requests that wait, and most prompt tokens of them together
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
-    quantization    of the weights, "none" or "int8"; ``dtype`` is that of the KV cache and of what is not quantised
+    quantization    of the weights while they were loaded, or "none"; ``dtype`` is that of the KV cache and of what is
+                    not quantised
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
     """

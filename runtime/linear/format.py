@@ -116,13 +116,17 @@ def packed_format(packing: Packing) -> WeightFormat:
 
 
 FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
-QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized))
+ROUNDED = ("int4", "mxfp4", "fp8")
+"""What matrices are rounded to while they are read, before a device keeps them as if they were stored so."""
+
+QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized), *ROUNDED)
 
 
 def quantized_format(quantization: str) -> WeightFormat | None:
-    """The format that matrices are made into; None for "none". Raises InvalidArgumentError for an unknown name."""
+    """The format that matrices are made into; None for "none" and what is `ROUNDED`. Raises InvalidArgumentError for an
+    unknown name."""
     if quantization not in QUANTIZATIONS:
         raise InvalidArgumentError(
             f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"
         )
-    return None if quantization == "none" else FORMATS[quantization]
+    return FORMATS.get(quantization)

@@ -31,8 +31,10 @@ _ROWS_AT_ONCE = 256
 
 
 def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat | None:
-    """The format of the cpu in which a matrix is kept; None: it becomes floats, as all do if a type is asked for."""
-    if options.device.kind != "cpu" or options.dtype or options.format or options.num_ranks > 1:
+    """The format of the cpu in which a matrix is kept; None: it becomes floats, as all do if only a type is asked
+    for."""
+    is_of_type = options.dtype is not None and not options.rounding
+    if options.device.kind != "cpu" or is_of_type or options.format or options.num_ranks > 1:
         return None
     if layout.has_order:
         return None

@@ -10,7 +10,7 @@ from runtime.communicator import Communicator
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
-from runtime.linear.format import FORMATS, WeightFormat, quantized_format
+from runtime.linear.format import FORMATS, ROUNDED, WeightFormat, quantized_format
 
 Split = Literal["outputs", "inputs"]
 """Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
@@ -38,6 +38,7 @@ class LoadOptions:
         device: where they go.
         dtype: the float type that every weight is converted to; None keeps each as it is stored.
         format: what the matrices of linear maps are made into after that; None leaves them floats.
+        rounding: one of `ROUNDED`, to which they are rounded while they are read; "" leaves them floats.
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
@@ -51,6 +52,7 @@ class LoadOptions:
     device: Device = CPU
     dtype: DType | None = None
     format: WeightFormat | None = None
+    rounding: str = ""
     gemm: str = "auto"
     exact: bool = False
     communicator: Communicator | None = None
@@ -66,6 +68,8 @@ class LoadOptions:
                 raise InvalidArgumentError(
                     f"gemm is 'cublas', which reads no weights in {self.format.name}", param="gemm"
                 )
+        if self.rounding:
+            _check_rounding(self.rounding, self.device, self.gemm, self.num_ranks)
         if self.exact and SEGMENTS % self.num_ranks:
             raise InvalidArgumentError(
                 f"exact: sums are of {SEGMENTS} segments, which {self.num_ranks} ranks cannot share", param="exact"
@@ -75,11 +79,12 @@ class LoadOptions:
     @staticmethod
     def parse(**settings: Unpack[LoadSettings]) -> LoadOptions:
         """The options meant by a user's words; device "cpu", dtype "auto" and quantization "none" are the defaults."""
-        dtype = settings.get("dtype", "auto")
+        dtype, quantization = settings.get("dtype", "auto"), settings.get("quantization", "none")
         return LoadOptions(
             device=Device.parse(settings.get("device", "cpu")),
             dtype=None if dtype == "auto" else DType.parse(dtype),
-            format=quantized_format(settings.get("quantization", "none")),
+            format=quantized_format(quantization),
+            rounding=quantization if quantization in ROUNDED else "",
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
             communicator=settings.get("communicator"),
@@ -108,12 +113,24 @@ class LoadOptions:
 
     @property
     def quantization(self) -> str:
-        """The format's name, or "none"."""
-        return "none" if self.format is None else self.format.name
+        """As users name it, or "none"."""
+        return self.rounding or ("none" if self.format is None else self.format.name)
 
     def format_of(self, dtype: DType) -> WeightFormat:
         """The format in which a matrix of this float type is kept."""
         return self.format or FORMATS[(self.dtype or dtype).name]
+
+
+def _check_rounding(rounding: str, device: Device, gemm: str, num_ranks: int) -> None:
+    reason = ""
+    if device.kind == "cpu" and rounding == "fp8":
+        reason = "which is for GPUs: the cpu has no kernel for it, but for int8, int4 and mxfp4"
+    elif device.kind == "cpu" and num_ranks > 1:
+        reason = f"which the cpu keeps whole: {num_ranks} ranks, must be 1"
+    elif gemm == "cublas":
+        reason = "which cublas does not read"
+    if reason:
+        raise InvalidArgumentError(f"quantization is {rounding!r}, {reason}", param="quantization")
 
 
 def _check_gemm(gemm: str, device: Device, exact: bool) -> None:

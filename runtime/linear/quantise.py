@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.linear.quantized import NumberKind, QuantizedLayout, QuantizedMatrix, pack_halves
 from runtime.tensor.storage import NDArray
 
@@ -63,10 +65,15 @@ def quantise(weight: NDArray, rounding: Rounding) -> QuantizedMatrix:
     width, depth = weight.shape
     layout = QuantizedLayout(rounding.kind, (width, depth), rounding.block, rounding.scale)
     codes, scales = np.zeros(layout.code_shape, np.uint8), np.zeros(layout.scale_shape, rounding.scale)
-    for rows, places in _parts(layout):
+
+    def round_part(part: tuple[slice, slice]) -> None:
+        rows, places = part
         numbers, found = _rounded(weight[rows].astype(np.float32), layout)
         codes[rows] = pack_halves(numbers) if layout.kind in ("int4", "fp4") else numbers
         scales[places] = found
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:  # numpy holds no lock while it computes
+        list(threads.map(round_part, _parts(layout)))
     return QuantizedMatrix(layout, codes, scales)
 
 
@@ -109,16 +116,20 @@ def _int8(blocks: NDArray, largest: NDArray, kind: np.dtype[Any]) -> tuple[NDArr
 
 
 def _int4(blocks: NDArray, largest: NDArray, kind: np.dtype[Any]) -> tuple[NDArray, NDArray]:
-    best_error = np.full(largest.shape, np.inf, np.float32)
-    best = np.zeros(largest.shape, np.float32)
+    """Of a scale and its integers q, x . q / q . q is the best scale for these, and takes (x . q)^2 / q . q off the
+    error."""
+    best_gain, best = np.full(largest.shape, -1, np.float32), np.zeros(largest.shape, np.float32)
+    integers = np.empty_like(blocks)
     for share in _SHARES:
-        scale = np.maximum(largest, np.float32(1e-30)) * np.float32(share / 7.5)
-        integers = np.clip(np.rint(blocks / scale[..., None]), -8, 7)
-        products, squares = (blocks * integers).sum(axis=2), (integers * integers).sum(axis=2)
-        fitted = np.where(squares > 0, products / np.maximum(squares, 1), np.float32(0))
-        error = np.square(blocks - fitted[..., None] * integers).sum(axis=2)
-        is_better = error < best_error
-        best, best_error = np.where(is_better, fitted, best), np.where(is_better, error, best_error)
+        inverse = np.float32(7.5 / share) / np.maximum(largest, np.float32(1e-30))
+        np.multiply(blocks, inverse[..., None], out=integers)
+        np.rint(integers, out=integers)
+        np.clip(integers, -8, 7, out=integers)
+        products = np.einsum("ijk,ijk->ij", blocks, integers)
+        squares = np.maximum(np.einsum("ijk,ijk->ij", integers, integers), np.float32(1))
+        gain = products * products / squares
+        is_better = gain > best_gain
+        best, best_gain = np.where(is_better, products / squares, best), np.where(is_better, gain, best_gain)
     kept, used = _of_type(best, kind)
     return (np.clip(np.rint(blocks / used[..., None]), -8, 7) + 8).astype(np.uint8), kept
 

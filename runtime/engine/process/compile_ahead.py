@@ -29,8 +29,13 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
 from runtime.linear.format import GGML_FORMATS
+from runtime.linear.kept import kept_format
+from runtime.linear.options import LoadOptions
 from runtime.own_packages import python_module
 from runtime.progress import Reporter, Show
+
+ROUNDED_BLOCKS = {"int4": "Q4_0", "mxfp4": "MXFP4"}
+"""In which of ggml's blocks the cpu keeps what `--quantization` asks for."""
 
 logger = logging.getLogger("xserv.engine")
 
@@ -53,8 +58,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     if weights not in STORED:
         return
     arguments = [STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)]
-    if config.dtype == "auto" and config.quantization == "none" and path.is_file():  # in GGUF
-        arguments += sorted(open_model(path).checkpoint().bytes_by_format().keys() & GGML_FORMATS.keys())
+    arguments += sorted(_block_formats(path, config) & GGML_FORMATS.keys())
     done = marker(*arguments)
     if done is None or done.exists():
         return
@@ -62,6 +66,19 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     with reporter.shown("compiling for this processor, once") as show, locked(done):
         if not done.exists():
             _compile_elsewhere(arguments, show)
+
+
+def _block_formats(path: Path, config: EngineConfig) -> set[str]:
+    """Names of the formats that the cpu keeps matrices in, those of GGUF files among them."""
+    if config.quantization in ROUNDED_BLOCKS:
+        return {ROUNDED_BLOCKS[config.quantization]}
+    if config.dtype != "auto" or config.quantization != "none" or config.load_format == "dummy":
+        return set()
+    checkpoint = open_model(path).checkpoint()
+    if path.is_file():
+        return set(checkpoint.bytes_by_format())
+    layouts = [layout for name in checkpoint.names() if (layout := checkpoint.quantized(name))]
+    return {format.name for layout in layouts if (format := kept_format(layout, LoadOptions()))}
 
 
 def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Device, reporter: Reporter) -> None:

@@ -186,8 +186,8 @@ def test_available_memory_is_what_the_cgroup_leaves_and_files_that_were_read_do_
 
 def test_a_quantization_that_there_is_not_is_refused_by_name() -> None:
     assert (EngineConfig().quantization, EngineConfig(quantization="int8").quantization) == ("none", "int8")
-    with pytest.raises(RequestError, match="int4") as caught:
-        EngineConfig(quantization="int4")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="int3") as caught:
+        EngineConfig(quantization="int3")  # type: ignore[arg-type]
     assert caught.value.param == "quantization"
 
 
