@@ -120,11 +120,12 @@ def arrange_groups(x, depth, rows, target):
 
 
 @njit(nogil=True)
-def arrange_blocks(x, depth, rows, start, is_halved, target):
-    """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x."""
+def arrange_blocks(x, depth, length, rows, start, is_halved, target):
+    """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x: the
+    first ``length`` elements of rows of ``depth``."""
     quads = block_on_stack()
     line = LANES * 4
-    for element in range(0, depth, X_GROUP):
+    for element in range(0, length, X_GROUP):
         behind = target + X_WORDS * rows * 4
         for row in range(rows):
             place = target if rows == 1 else quads + row * line

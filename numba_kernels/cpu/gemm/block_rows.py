@@ -22,7 +22,7 @@ def row_reader(stored: str) -> Any:
     block = BLOCKS[stored]
     elements, group, zero = block.elements, block.group, block.zero
     block_bytes, vector_bytes = block.words * PANEL_COLUMNS * 4, block.words * _WORD_BYTES
-    scale_kind, minimum_field, is_bytes = block.scale, block.minimum, block.name == "Q8_0"
+    scale_kind, minimum_field, is_bytes = block.scale, block.minimum, block.is_bytes
     scale_at, minimum_at = block.places.get("d", 0), block.places.get(minimum_field or "", 0)
     bits_at = block.places.get("scales", block.places.get("exponent", 0))
     planes = tuple((block.places[each.field], each.bits, each.run) for each in block.planes)
@@ -59,6 +59,10 @@ def row_reader(stored: str) -> Any:
         if scale_kind == "e8m0":
             exponent = byte(at, bits_at + group)
             return float_of_bits(np.int32((0x200000 << exponent) if exponent < 2 else (exponent - 1) << 23))
+        if scale_kind == "float":
+            return float_of_bits(int32_at(at + (scale_at // 4 + group) * _WORD_BYTES, 1)[0])
+        if scale_kind == "bfloat":
+            return load_f32(np.uint16, at + (scale_at + 2 * group) // 4 * _WORD_BYTES, group % 2)
         return half(at, scale_at + 2 * group)
 
     @njit(nogil=True)
@@ -66,6 +70,8 @@ def row_reader(stored: str) -> Any:
     def minimum_of_group(at, group):
         if scale_kind == "six_bits":
             return half(at, minimum_at) * np.float32(six_bits(at, 4, 0, group))
+        if minimum_field == "z":
+            return scale_of_group(at, group) * np.float32(byte(at, minimum_at + group) - (zero if is_bytes else 0))
         return -half(at, minimum_at + 2 * group)
 
     @njit(nogil=True)

@@ -30,6 +30,7 @@ PART = LANES // 2 if DOT == "madd" else LANES  # columns that a register holds
 
 _CHUNK = 256  # elements of K that a register goes through at once
 _LINE_BYTES = 64
+_FEW_ROWS = 4  # fewer sums than an instruction takes cycles
 _MOST_SHORT = 32767
 _WORDS, _FLOATS = simd.vector(I32, PART), simd.vector(F32, PART)
 _PARTS_A_VECTOR = LANES // PART
@@ -80,50 +81,47 @@ class BlockSums:
         block_bytes = words * PANEL_COLUMNS * 4
         x_bytes = self.block.elements // X_GROUP * X_ROW_WORDS * self.height * 4
         chunks = builder.sdiv(builder.add(num_blocks, _i64(self.steps - 1)), _i64(self.steps))
-        parts = _PARTS_A_VECTOR * TILE_VECTORS
+        line_step = builder.sdiv(tile.step, _i64(PANEL_COLUMNS * 4 // _LINE_BYTES))
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:
             first = builder.mul(chunk.index, _i64(self.steps))
             left = builder.sub(num_blocks, first)
             count = builder.select(builder.icmp_signed("<", left, _i64(self.steps)), left, _i64(self.steps))
             x_at = builder.add(tile.x, builder.mul(first, _i64(x_bytes)))
-            ahead_bytes = builder.mul(builder.mul(count, _i64(words)), tile.step)  # of the chunk's share
-            with (
-                cgutils.for_range(builder, simd.not_unrolled(builder, tile.panels), intp=I64) as panel,
-                cgutils.for_range(builder, simd.not_unrolled(builder, parts), intp=I64) as part,
-            ):
-                moved = builder.mul(tile.panel_stride, panel.index)
-                ahead = builder.add(tile.ahead, builder.mul(builder.mul(first, _i64(words)), tile.step))
-                self._prefetch(builder, builder.add(ahead, moved), ahead_bytes, part.index, parts)
+            with cgutils.for_range(
+                builder, simd.not_unrolled(builder, _PARTS_A_VECTOR * TILE_VECTORS), intp=I64
+            ) as part:
                 vector, inside = part.index, _i64(0)
                 if _PARTS_A_VECTOR > 1:
                     vector = builder.sdiv(part.index, _i64(_PARTS_A_VECTOR))
                     inside = builder.mul(builder.srem(part.index, _i64(_PARTS_A_VECTOR)), _i64(PART * 4))
-                at = builder.add(builder.add(tile.panel, moved), builder.mul(first, _i64(block_bytes)))
+                at = builder.add(tile.panel, builder.mul(first, _i64(block_bytes)))
                 at = builder.add(at, builder.mul(vector, _i64(words * LANES * 4)))
-                column = builder.add(vector, builder.mul(panel.index, _i64(TILE_VECTORS)))
-                sums_at = builder.add(self.memory, builder.mul(column, _i64(self.height * LANES * 4)))
-                self._add_part(builder, count, builder.add(at, inside), x_at, x_bytes, builder.add(sums_at, inside))
+                sums_at = builder.add(self.memory, builder.mul(vector, _i64(self.height * LANES * 4)))
+                line = builder.add(builder.mul(first, _i64(words * PANEL_COLUMNS * 4 // _LINE_BYTES)), builder.mul(
+                    part.index, _i64(words * LANES * 4 // _LINE_BYTES // _PARTS_A_VECTOR)
+                ))  # fmt: skip
+                ahead = builder.add(tile.ahead, builder.mul(line, line_step))
+                self._add_part(
+                    builder, count, builder.add(at, inside), x_at, x_bytes, builder.add(sums_at, inside), ahead,
+                    line_step,
+                )  # fmt: skip
 
-    @staticmethod
-    def _prefetch(builder, ahead, num_bytes, part, parts):
-        share = builder.sdiv(num_bytes, _i64(parts))
-        start = builder.add(ahead, builder.mul(part, share))
-        lines = builder.sdiv(builder.add(share, _i64(_LINE_BYTES - 1)), _i64(_LINE_BYTES))
-        with cgutils.for_range(builder, lines, intp=I64) as line:
-            simd.prefetch(builder, builder.add(start, builder.mul(line.index, _i64(_LINE_BYTES))))
-
-    def _add_part(self, builder, count, weights_at, x_at, x_bytes, sums_at):
-        """``count`` blocks of one register of columns, for all rows."""
+    def _add_part(self, builder, count, weights_at, x_at, x_bytes, sums_at, ahead, line_step):
+        """``count`` blocks of one register of columns, for all rows. As many lines as that are prefetched from ``ahead``
+        on, ``line_step`` bytes apart."""
         places = [simd.offset(builder, sums_at, r * LANES * 4) for r in range(self.height)]
         for place, total in zip(places, self.totals, strict=True):
             builder.store(simd.load(builder, place, _FLOATS, 4), total)
         with cgutils.for_range(builder, count, intp=I64) as loop:
             at = builder.add(weights_at, builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4)))
-            self._add_block(builder, at, builder.add(x_at, builder.mul(loop.index, _i64(x_bytes))))
+            lines = builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4 // _LINE_BYTES))
+            lines_at = builder.add(ahead, builder.mul(lines, line_step))
+            x_block = builder.add(x_at, builder.mul(loop.index, _i64(x_bytes)))
+            self._add_block(builder, at, x_block, lines_at, line_step)
         for place, total in zip(places, self.totals, strict=True):
             simd.store(builder, builder.load(total), place)
 
-    def _add_block(self, builder, at, x_at):
+    def _add_block(self, builder, at, x_at, ahead, line_step):
         def load(word):
             return simd.load(builder, simd.offset(builder, at, word * LANES * 4), _WORDS, 4)
 
@@ -141,6 +139,11 @@ class BlockSums:
                 moved[plane] = (_i64(0), amount) if is_within else (amount, None)
             x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
             first_group = builder.mul(loop.index, _i64(unit // block.group))
+            lines = -(-self.block.words * unit // self.block.elements // _PARTS_A_VECTOR)
+            line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, _i64(lines)), line_step))
+            for _ in range(lines):
+                simd.prefetch(builder, line_at)
+                line_at = builder.add(line_at, line_step)
             for index in range(groups_of_x):
 
                 def weights(word, index=index, moved=moved):
@@ -175,7 +178,7 @@ class BlockSums:
                 self.block.table
             )  # fmt: skip
             return _look_up(builder, found, values)
-        if self.block.name == "Q8_0" and not self.is_signed:
+        if self.block.is_bytes and not self.is_signed:
             return builder.xor(found, _number(0x80808080))
         return found
 
@@ -213,19 +216,22 @@ class BlockSums:
     def _integers(self, builder, wholes, weights, row, words):
         """The sums ``wholes`` with the products of these words of x."""
         wholes, shorts = list(wholes), [None] * self.height
+        others = [None] * self.height  # a second chain of sums where there are few
         for number, word in enumerate(words, 1):
             weight = self._operand(builder, weights(word))
             for r in range(self.height):
                 value = simd.splat(builder, row(word, r, I32), PART)
                 if DOT == "madd":
                     shorts[r] = _add_pairs(builder, shorts[r], weight, value)
+                elif self.height < _FEW_ROWS and number % 2 == 0:
+                    others[r] = _dot(builder, others[r] or _number(0), weight, value)
                 else:
                     wholes[r] = _dot(builder, wholes[r], weight, value)
             if DOT == "madd" and (number % self.short_words == 0 or number == len(words)):
                 for r in range(self.height):
                     wholes[r] = builder.add(wholes[r], _joined(builder, shorts[r]))
                 shorts = [None] * self.height
-        return wholes
+        return [one if other is None else builder.add(one, other) for one, other in zip(wholes, others, strict=True)]
 
     def _operand(self, builder, word):
         """What a word of weights is multiplied as: itself, its magnitudes and signs, or four integers."""
@@ -251,11 +257,25 @@ def _scales(builder, block, load):
         place = block.places[field] + index
         return builder.and_(builder.lshr(load(place // 4), _number(place % 4 * 8 + shift)), _number(mask))
 
+    def whole(group):
+        """The scale of a group that has a float of its own."""
+        if block.scale == "half":
+            return half("d", group)
+        if block.scale == "float":
+            return builder.bitcast(load(block.places["d"] // 4 + group), _FLOATS)
+        words = load((block.places["d"] + 2 * group) // 4)
+        upper = builder.and_(words, _number(0xFFFF0000)) if group % 2 else builder.shl(words, _number(16))
+        return builder.bitcast(upper, _FLOATS)
+
     groups = range(block.num_groups)
-    if block.scale == "half":
-        yield [half("d", group) for group in groups]
-        if block.minimum:
+    if block.scale in ("half", "bfloat", "float"):
+        scales = [whole(group) for group in groups]
+        yield scales
+        if block.minimum == "m":
             yield [builder.fneg(half("m", group)) for group in groups]
+        elif block.minimum == "z":
+            zeros = [builder.sub(byte("z", group), _number(block.zero)) for group in groups]
+            yield [builder.fmul(scales[group], builder.sitofp(zeros[group], _FLOATS)) for group in groups]
     elif block.scale == "six_bits":
         for number, field in enumerate(("d", "dmin")):
             factor, own = half(field, 0), 4 * number

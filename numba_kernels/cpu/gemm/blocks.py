@@ -19,7 +19,7 @@ import numpy as np
 
 X_GROUP = 32  # elements of x that share a scale
 
-ScaleKind = Literal["half", "six_bits", "byte", "e8m0"]
+ScaleKind = Literal["half", "bfloat", "float", "six_bits", "byte", "e8m0"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Block:
     """One format.
 
     Attributes:
-        name: ggml's.
+        name: ggml's, or ours.
         elements: of a row in a block of panels.
         group: elements that share a scale, 16 or 32.
         planes: where the integers' bits lie.
         zero: the integer that stands for 0 (of a table: how much its stored values lie above what they mean).
-        scale: how groups' scales are kept: "half", float16 `d` for each; "six_bits", `d` times six bits, and `dmin`
-            times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved.
-        minimum: the field that minima come from, None: there are none. That of "half", `m`, is added.
+        scale: how groups' scales are kept: "half", "bfloat" and "float", `d` for each; "six_bits", `d` times six bits,
+            and `dmin` times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved.
+        minimum: the field that minima come from, None: there are none. `m` is a float16 that is added; `z` a byte, the
+            integer that stands for 0 in the group.
         table: what integers stand for, as unsigned bytes, `zero` above their meaning; None: themselves.
         fields: ggml's block, of which `pairs` make one here.
         pairs: 2 where two of ggml's blocks are joined, else 1.
@@ -126,6 +127,11 @@ class Block:
         return max(X_GROUP, self.planes[0].period)
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether integers are int8 in panels, and `zero` above them in registers."""
+        return self.planes[0].bits == 8
+
+    @property
     def largest(self) -> int:
         """The largest unsigned byte that is multiplied."""
         return max(self.table) if self.table else (1 << sum(plane.bits for plane in self.planes)) - 1
@@ -135,7 +141,7 @@ class Block:
         return depth // self.elements * self.words
 
 
-_ORDER = ("d", "dmin", "m", "exponent", "scales", "high", "q")
+_ORDER = ("d", "dmin", "m", "z", "exponent", "scales", "high", "q")
 _D, _M, _DMIN, _NIBBLES = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2"), ("q", "u1", 16)
 _K_SCALES = ("scales", "u1", 12)
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -148,6 +154,17 @@ def _of_32(name: str, planes: tuple[Plane, ...], zero: int, *fields: Any, **more
 
 def _of_256(name: str, group: int, planes: tuple[Plane, ...], zero: int, *fields: Any, **more: Any) -> Block:
     return Block(name, 256, group, planes, zero, more.pop("scale"), np.dtype(list(fields)), 1, **more)
+
+
+def _groups(number: str, scale: ScaleKind, has_zeros: bool) -> Block:
+    """Integers of a checkpoint in groups of 32 or more, halves in ggml's order."""
+    is_int4, kind = number == "int4", "<f4" if scale == "float" else "<u2"
+    fields: list[Any] = [("d", kind), ("z", "u1")] if has_zeros else [("d", kind)]
+    fields.append(("q", "u1", 16 if is_int4 else 32))
+    plane, zero = (Plane("q", 4, 16), 0 if has_zeros else 8) if is_int4 else (Plane("q", 8, 32), 128)
+    name = f"{number}_{scale}" + "_zeros" * has_zeros
+    minimum = "z" if has_zeros else None
+    return Block(name, 64, 32, (plane,), zero, scale, np.dtype(fields), 2, minimum)
 
 
 def _above(values: tuple[int, ...], zero: int) -> tuple[int, ...]:
@@ -177,7 +194,17 @@ BLOCKS: dict[str, Block] = {
             "Q6_K", 16, (Plane("q", 4, 64), Plane("high", 2, 32)), 32, ("q", "u1", 128), ("high", "u1", 64),
             ("scales", "i1", 16), _D, scale="byte",
         ),
+        *(
+            _groups(number, scale, has_zeros)
+            for number in ("int4", "int8") for scale in ("half", "bfloat", "float") for has_zeros in (False, True)
+            if scale != "half" or has_zeros
+        ),
+        Block(
+            "nvfp4", 64, 16, (Plane("q", 4, 8),), 12, "float", np.dtype([("d", "<f4", 4), ("q", "u1", 32)]), 1,
+            table=_above(_FP4_VALUES, 12),
+        ),
     )
 }  # fmt: skip
-"""By name. Q8_0's bytes are signed in the file and in panels; 5-bit integers' highest bits lie in panels as `_FIFTH`
-says, in files one after another."""
+"""By name. Integers of 8 bits are signed in rows of blocks and in panels; 5-bit integers' highest bits lie in panels as
+`_FIFTH` says, in files one after another. int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's
+scales are already divided by twice the matrix's divisor."""

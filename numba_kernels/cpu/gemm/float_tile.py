@@ -46,8 +46,10 @@ _MAX_PANELS = 4
 _WORDS = simd.vector(I32)
 
 
-def panels_at_once(rows: int) -> int:
-    """Panels that a lone tile of ``rows`` rows takes together, as far as its accumulators go round."""
+def panels_at_once(stored, rows: int) -> int:
+    """Panels that a lone tile of ``rows`` rows takes together, as far as its accumulators go round: one of blocks."""
+    if stored in BLOCKS:
+        return 1
     return max(1, min(_MAX_PANELS, GEMM_ROWS // rows))
 
 
@@ -59,7 +61,7 @@ def gemm_tile_of(stored):
         typingctx, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
         is_first, is_last, ahead, step, panels, rows,
     ):  # fmt: skip
-        """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once(rows)).
+        """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once).
 
         ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out``
         and ``partial`` are addresses; strides are bytes from row to row (from panel to panel), that of ``residual``
@@ -75,7 +77,11 @@ def gemm_tile_of(stored):
             names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
             operands = dict(zip(f"{names} ahead step".split(), args))
             done = builder.append_basic_block("tile.done")
-            shapes = {(height, count) for height in range(1, GEMM_ROWS + 1) for count in (1, panels_at_once(height))}
+            shapes = {
+                (height, count)
+                for height in range(1, GEMM_ROWS + 1)
+                for count in {1, panels_at_once(stored, height)}
+            }
             which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
             switch = builder.switch(which, done)
             for height, count in sorted(shapes):

@@ -41,16 +41,17 @@ from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
+BLOCK_STREAM_AHEAD_BYTES = 32768  # of blocks, whose lines are asked for a few at a time
 TICKET_ROWS = 128  # at most about so many
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
+_ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
-_AT_ONCE = (1, *(panels_at_once(rows) for rows in range(1, GEMM_ROWS + 1)))
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
     "*x *panels *scales *bias *residual *out *operands *partials num_rows depth width out_width num_segments "
-    "step_elements panels_a_ticket rows_a_ticket tile_rows num_arranging num_tickets arranged finished"
+    "step_elements panels_a_ticket rows_a_ticket tile_rows num_arranging arranging_parts num_tickets arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 
@@ -92,9 +93,9 @@ def linear_kernel(stored: Any) -> Kernel:
     """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
 
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
-    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each; the
-    others multiply some panels with some rows, a multiple of ``tile_rows``. Without arranging tickets ``operands`` has
-    been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
+    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each (for
+    blocks, one of ``arranging_parts`` of its K); the others multiply some panels with some rows, a multiple of
+    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
 
     K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
@@ -110,16 +111,23 @@ def linear_kernel(stored: Any) -> Kernel:
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
     start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_block else (0, False)
     gemm_tile = gemm_tile_of(stored)
+    at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
+    stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_block else STREAM_AHEAD_BYTES
 
     @njit(nogil=True)
     @name_by_content
-    def arrange(a, tile, words):
+    def arrange(a, ticket, words):
+        tile, part = ticket // a.arranging_parts, ticket % a.arranging_parts
         first = tile * a.tile_rows
         rows = min(a.tile_rows, a.num_rows - first)
         x = a.x + first * a.depth * 4
         target = a.operands + first * (-(-words // span)) * span_row_words * 4
         if is_block:
-            arrange_blocks(x, a.depth, rows, start, is_halved, target)
+            groups = a.depth // X_GROUP
+            begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
+            x += begin * X_GROUP * 4
+            target += begin * X_ROW_WORDS * rows * 4
+            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, target)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
@@ -154,7 +162,7 @@ def linear_kernel(stored: Any) -> Kernel:
         step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
         panel = first_panel
         while panel < last_panel:
-            panels = _AT_ONCE[rows] if is_lone and panel + _AT_ONCE[rows] <= last_panel else 1
+            panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
             column = panel * PANEL_COLUMNS
             columns = min(panels * PANEL_COLUMNS, a.width - column)
             for segment in range(a.num_segments + is_cut):
@@ -172,7 +180,7 @@ def linear_kernel(stored: Any) -> Kernel:
                         count = min(block_words, last - start)
                         weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
                         # all row tiles together prefetch the next block
-                        ahead = weight + (STREAM_AHEAD_BYTES if is_lone else count * _PANEL_ROW_BYTES)
+                        ahead = weight + (stream_ahead if is_lone else count * _PANEL_ROW_BYTES)
                         is_first = start == first and not is_end
                         is_last = is_end if is_cut else start + count >= last
                         partial = slot
@@ -227,16 +235,17 @@ def multiply(
         tickets = tickets_of(count, depth, width, num_workers)
         start = x + first * depth * 4
         if count == 1 and is_own_operand(stored, depth):
-            operands, num_arranging = start, 0
+            operands, num_arranging, parts = start, 0, 1
         else:
             memory = new_array((count * row_words,), np.float32)
-            operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows)
+            parts = _arranging_parts(count, depth, tickets) if stored in BLOCKS else 1
+            operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows) * parts
         total = num_arranging + tickets.count
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
             total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
             count, depth, width, out_width, num_segments, step_elements, tickets.panels, tickets.rows,
-            tickets.tile_rows, num_arranging, total, 0, 0,
+            tickets.tile_rows, num_arranging, parts, total, 0, 0,
         )  # fmt: skip
 
 
@@ -249,8 +258,14 @@ def add_partials(
     tickets = tickets_of(rows, num_partials, width, num_workers)
     linear_kernel(stored)(
         tickets.count, tickets.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width, out_width,
-        num_partials, 1, tickets.panels, tickets.rows, tickets.tile_rows, 0, tickets.count, 0, 0,
+        num_partials, 1, tickets.panels, tickets.rows, tickets.tile_rows, 0, 1, tickets.count, 0, 0,
     )  # fmt: skip
+
+
+def _arranging_parts(rows: int, depth: int, tickets: Tickets) -> int:
+    """Into how many parts a tile's K is cut, so that no thread waits for another that quantises few rows alone."""
+    tiles = -(-rows // tickets.tile_rows)
+    return max(1, min(-(-tickets.num_workers // tiles), rows * depth // _ARRANGED_ALONE))
 
 
 @functools.lru_cache(64)
