@@ -24,7 +24,7 @@ from numba_kernels.cuda.packing import Packing
 from runtime import ops
 from runtime.dtype import DType, float16, float32
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
-from runtime.linear.kept import can_be_kept, kept_format
+from runtime.linear.kept import kept_format
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
@@ -371,8 +371,7 @@ class LoadingMaker(Maker):
             if format is None:
                 return matrix(name, rows, columns)
             if self._source.quantized(f"{name}.weight") is not None:
-                stored = self._source.matrix(f"{name}.weight").cut(rows)
-                return stored if can_be_kept(stored) else matrix(name, rows, columns)
+                return self._source.matrix(f"{name}.weight").cut(rows)
             return BlockRows(self._source.blocks(f"{name}.weight")[rows], format, declaration.inputs)
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:

@@ -93,11 +93,17 @@ integers become 16 bits in registers, exactly, and the row's scale multiplies th
 A row has one scale for all of K: a rank that holds some of its inputs rounds them by the largest magnitude of the whole
 row. In exact mode the sum over groups is cut into segments of whole groups, and a row's scale multiplies the tree."""
 
-GGML_FORMATS = {
-    name: WeightFormat(
+
+
+def _blocks(name: str, elements: int, size_bytes: int) -> WeightFormat:
+    return WeightFormat(
         name, uint8, elements / size_bytes, activation=int8_type, activation_block=32, split=elements,
         has_gpu_kernels=False,
-    )
+    )  # fmt: skip
+
+
+GGML_FORMATS = {
+    name: _blocks(name, elements, size_bytes)
     for name, elements, size_bytes in (
         ("Q8_0", 64, 68), ("Q4_0", 64, 36), ("Q4_1", 64, 40), ("Q5_0", 64, 44), ("Q5_1", 64, 48), ("IQ4_NL", 64, 36),
         ("MXFP4", 64, 36), ("Q4_K", 256, 144), ("Q5_K", 256, 176), ("Q6_K", 256, 212),
@@ -106,6 +112,17 @@ GGML_FORMATS = {
 """Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A
 product rounds x by 32 elements of K: ``out = sum over groups of scale[x] * (scale[group] * float32(sum of integers) -
 sum of x * minimum[group]) + bias``, in float32 and in the order of K."""
+
+GROUP_FORMATS = {
+    name: _blocks(name, 64, size_bytes)
+    for name, size_bytes in (
+        ("int4_half_zeros", 40), ("int4_bfloat", 36), ("int4_bfloat_zeros", 40), ("int4_float", 40),
+        ("int4_float_zeros", 44), ("int8_half_zeros", 72), ("int8_bfloat", 68), ("int8_bfloat_zeros", 72),
+        ("int8_float", 72), ("int8_float_zeros", 76), ("nvfp4", 48),
+    )
+}  # fmt: skip
+"""The same for matrices of other checkpoints: integers with such scales, and zeros, of each 32 elements; NVFP4, e2m1 with
+float32 scales of 16. int4 and int8 with float16 scales alone are Q4_0 and Q8_0."""
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Ggml
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
-from runtime.linear.format import GGML_FORMATS
+from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
 from runtime.linear.options import LoadOptions
 from runtime.linear.weight import BlockRows, JoinedWeight, packed_bytes
 from tests.models.gguf.files import random_blocks
@@ -108,6 +108,12 @@ def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
     out = ops.linear(tensor(x), ops.prepare_linear([weight])).numpy()
     assert not np.isfinite(out[1]).any()
     np.testing.assert_allclose(out[::2], ggml_blocks.linear(x[::2], floats), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_that_formats_tell() -> None:
+    for format in (GGML_FORMATS | GROUP_FORMATS).values():
+        block = BLOCKS[format.name]
+        assert (format.split, format.size_bytes(1, block.elements)) == (block.elements, block.words * 4)
 
 
 def test_what_cannot_keep_blocks() -> None:

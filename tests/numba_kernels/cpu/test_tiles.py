@@ -34,9 +34,9 @@ _BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables
 _RANKS = "tests/runtime/linear/test_segments.py::test_many_sizes"
 TELLING = {
     "portable": [f"{_ROWS}[float16]", f"{_BLOCKS}[Q4_K]"],
-    "avx2": [f"{_ROWS}[float32]", f"{_RANKS}[int8]"],
+    "avx2": [f"{_ROWS}[float32]", f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]"],
     "avx512": [f"{_ROWS}[int8]", f"{_BLOCKS}[Q6_K]"],
-    "avx512_vnni": [f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]"],
+    "avx512_vnni": [f"{_RANKS}[int8]", f"{_BLOCKS}[IQ4_NL]"],
     "avx512_bf16": [f"{_ROWS}[bfloat16]", f"{_RANKS}[bfloat16]"],
     target.EMULATED_BF16: [f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]"],
 }
