@@ -121,8 +121,8 @@ GROUP_FORMATS = {
         ("int8_float", 72), ("int8_float_zeros", 76), ("nvfp4", 48),
     )
 }  # fmt: skip
-"""The same for matrices of other checkpoints: integers with such scales, and zeros, of each 32 elements; NVFP4, e2m1 with
-float32 scales of 16. int4 and int8 with float16 scales alone are Q4_0 and Q8_0."""
+"""The same for matrices of other checkpoints: integers with such scales, and zeros, of each 32 elements; NVFP4, e2m1
+with float32 scales of 16. int4 and int8 with float16 scales alone are Q4_0 and Q8_0."""
 
 
 @functools.cache

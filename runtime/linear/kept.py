@@ -3,7 +3,7 @@
 | matrix | is kept as |
 |---|---|
 | int8 without zeros, a scale a row or one for all | `INT8`: these integers, these scales |
-| int4 or int8, scales, and zeros, for groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …: scales are repeated |
+| int4 or int8, scales (and zeros) of groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …, scales repeated |
 | fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4` |
 | fp4 with e4m3 scales for groups of 16 and a divisor (NVFP4) | `nvfp4`: scales are divided |
 

@@ -107,8 +107,8 @@ class BlockSums:
                 )  # fmt: skip
 
     def _add_part(self, builder, count, weights_at, x_at, x_bytes, sums_at, ahead, line_step):
-        """``count`` blocks of one register of columns, for all rows. As many lines as that are prefetched from ``ahead``
-        on, ``line_step`` bytes apart."""
+        """``count`` blocks of one register of columns, for all rows. As many lines are prefetched from ``ahead`` on,
+        ``line_step`` bytes apart."""
         places = [simd.offset(builder, sums_at, r * LANES * 4) for r in range(self.height)]
         for place, total in zip(places, self.totals, strict=True):
             builder.store(simd.load(builder, place, _FLOATS, 4), total)

@@ -95,7 +95,8 @@ def linear_kernel(stored: Any) -> Kernel:
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
     may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each (for
     blocks, one of ``arranging_parts`` of its K); the others multiply some panels with some rows, a multiple of
-    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a launch and after it.
+    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a
+    launch and after it.
 
     K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
