@@ -63,7 +63,7 @@ ELSEWHERE = {
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
         "python tools/soak.py --minutes 10 --clients 8",
-        "python tools/fuzz_api.py --cases 20000 --clients 3 --seed 2010239144",
+        "python tools/fuzz_api.py --cases 20000 --clients 3 --seed 2010239145",
         "python tools/silent_connections.py --url http://127.0.0.1:8000",
         "xserv bench serve",
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
