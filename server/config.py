@@ -30,6 +30,8 @@ class ServerConfig:
     keep_alive_timeout_s     how long a connection without a request is kept
     write_buffer_bytes       of an answer held for a client that does not read; then the answer pauses
     slow_reader_timeout_s    how long an answer may pause; then the connection is cut and the request cancelled
+    max_kept_output_bytes    of one request's outputs, as they are in memory, that its client has not read: then the
+                             engine pauses it until half of them are read
     ping_interval_s          a stream that is silent for so long gets a comment, so that no proxy takes it for dead
 
     Bodies:
@@ -87,6 +89,7 @@ class ServerConfig:
     keep_alive_timeout_s: float = 30.0
     write_buffer_bytes: int = 64 * 1024
     slow_reader_timeout_s: float = 30.0
+    max_kept_output_bytes: int = 16 * 1024 * 1024
     ping_interval_s: float = 15.0
 
     max_body_bytes: int = 8 * 1024 * 1024

@@ -206,6 +206,7 @@ class Service:
         engine's field names to the request's."""
         exchange = Exchange.of(request)
         exchange.generation = generation
+        generation.max_kept_bytes = self.config.max_kept_output_bytes
         exchange.meter = generation.meter = RequestMeter(
             self.metrics.generation, generation.params, generation.arrival_time_s
         )

@@ -110,6 +110,12 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
             self.loop_ns = (before_ns + loop_ns()) / 2
             self.has_ended.set()
 
+        def pause(self, request_id: str) -> None:
+            """It goes on: whoever is not read is waited for by nobody."""
+
+        def resume(self, request_id: str) -> None:
+            """It was never paused."""
+
         def cancel(self, request_id: str, index: int | None = None) -> None:
             pass
 

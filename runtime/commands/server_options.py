@@ -49,6 +49,9 @@ class ServerOptions:
     slow_reader_timeout_s: Annotated[
         float, typer.Option(help="Seconds that an answer may pause; then its connection is cut.")
     ] = _CONFIG.slow_reader_timeout_s
+    max_kept_output_bytes: Annotated[
+        int, typer.Option(help="Bytes of a request's outputs that its client has not read; then it pauses.", min=1)
+    ] = _CONFIG.max_kept_output_bytes
     ping_interval_s: Annotated[float, typer.Option(help="Seconds until a silent stream gets a comment.")] = (
         _CONFIG.ping_interval_s
     )

@@ -171,6 +171,14 @@ class Engine:
         """
         return self.opened.cancel(request_id, index)
 
+    def pause(self, request_id: str) -> None:
+        """See ``EngineClient.pause``."""
+        self.opened.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See ``EngineClient.resume``."""
+        self.opened.resume(request_id)
+
     def cancel_all(self) -> list[EngineOutput]:
         """End every request."""
         return [output for request_id in list(self.requests) for output in self.cancel(request_id)]
@@ -267,6 +275,7 @@ class Engine:
             num_recorded_forwards=graphs.num_forwards,
             num_forward_steps=graphs.num_forward_steps,
             num_waiting_tokens=self.num_unscheduled_tokens,
+            num_paused=len(self.scheduler.paused),
             iteration_token_counts=tuple(counters.steps_by_tokens),
             iteration_tokens=counters.step_tokens,
         )
@@ -278,6 +287,7 @@ class Engine:
             assert self.requests.get(sequence.request.request_id) is sequence.request, "a closed request is queued"
         for request in self.requests.values():
             assert request.open_sequences, "an ended request is open"
+        assert self.scheduler.paused <= set(self.requests.values()), "an ended request is paused"
         unscheduled = sum(not request.was_scheduled for request in self.requests.values())
         assert unscheduled == self.num_unscheduled, "unscheduled requests are miscounted"
         tokens = sum(request.num_prompt_tokens for request in self.requests.values() if not request.was_scheduled)

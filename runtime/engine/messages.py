@@ -122,6 +122,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_graph_steps                 steps that ran as one of them, since the start
     num_recorded_forwards, num_forward_steps  recorded passes of other steps, as those with prompts; steps that ran so
     num_failed_graphs               recordings of either kind that failed
+    num_paused                      requests that hold still until their outputs are read
     num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
     iteration_token_counts          steps by their tokens: at most each of ``ITERATION_TOKEN_BOUNDS``, and more than the
                                     last; empty: not counted. iteration_tokens: their sum
@@ -156,6 +157,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_recorded_forwards: int = 0
     num_forward_steps: int = 0
     num_waiting_tokens: int = 0
+    num_paused: int = 0
     iteration_token_counts: tuple[int, ...] = ()
     iteration_tokens: int = 0
 

@@ -97,6 +97,23 @@ class OpenRequests:
             self._release_held(request)
         return outputs
 
+    def pause(self, request_id: str) -> None:
+        """From the next step on the request holds nothing but its output; unknown ids are ignored."""
+        if (request := self.by_id.get(request_id)) is not None:
+            self._scheduler.paused.add(request)
+
+    def resume(self, request_id: str) -> None:
+        """A paused request goes on; others are left as they are."""
+        request = self.by_id.get(request_id)
+        if request is None or request not in self._scheduler.paused:
+            return
+        self._scheduler.paused.discard(request)
+        first = request.sequences[0]
+        if first.is_finished or first.num_output_tokens:
+            self._release_held(request)
+        elif first.state is State.HELD and not request.awaits_grammar:
+            self._scheduler.add(first)
+
     def append(self, assembled: Assembled, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
         """Append and hand out the drawn tokens."""
         for request, entries in zip(assembled.prompt_requests, drawn.prompt_logprobs):
@@ -183,7 +200,7 @@ class OpenRequests:
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
     def _release_held(self, request: Request) -> None:
-        """Let the choices queue that waited for the first one to compute the prompt."""
+        """Let the choices queue that are held."""
         if request.awaits_grammar:
             return
         for sequence in request.sequences:
@@ -217,6 +234,7 @@ class OpenRequests:
         self._scheduler.finish(sequence)
         if not request.open_sequences:
             del self.by_id[request.request_id]
+            self._scheduler.paused.discard(request)
             self.mark_scheduled(request)
 
     def mark_scheduled(self, request: Request) -> None:

@@ -240,6 +240,9 @@ class Metrics(Collector):
     def _own_families(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("xserv:num_blocks", "KV blocks.", stats.num_blocks)
         yield self._gauge("xserv:num_free_blocks", "KV blocks that nobody uses.", stats.num_free_blocks)
+        yield self._gauge(
+            "xserv:num_requests_paused", "Requests that wait for their clients to read.", stats.num_paused
+        )
         yield self._gauge("xserv:num_cached_blocks", "Free KV blocks that can be found again.", stats.num_cached_blocks)
         for name, help_text, value in (
             ("num_steps", "Steps of the engine.", stats.num_steps),

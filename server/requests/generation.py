@@ -32,6 +32,17 @@ TURN_S = 5e-3
 OUTPUTS_AT_ONCE = 64
 """A request that many outputs have come for lets others have their turn after so long, looked at after so many."""
 
+OUTPUT_BYTES, ENTRY_BYTES, ALTERNATIVE_BYTES = 400, 300, 40
+"""What Python takes for an output of one token, for its log probability, and for each alternative to that."""
+
+
+def kept_bytes(output: EngineOutput) -> int:
+    """About what an output takes of memory until it is taken."""
+    entries = (output.logprobs or [])[:1] + (output.prompt_logprobs or [])[-1:]
+    num_entries = len(output.logprobs or ()) + len(output.prompt_logprobs or ())
+    width = max((len(entry.top_ids) for entry in entries if entry is not None), default=0)
+    return OUTPUT_BYTES + num_entries * (ENTRY_BYTES + ALTERNATIVE_BYTES * width)
+
 
 class GenerationError(Exception):
     """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
@@ -104,6 +115,8 @@ class Generation:
     reasoning, tools  what to look for in the answers: whether the model may think, and how it writes calls
     meter           is shown every output; `Service.admit` sets it
 
+    max_kept_bytes  of outputs that nobody has taken, about: then the engine pauses it until half of them are taken
+
     on_close        called once, by the first `close`
 
     `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had), `num_completion_tokens`
@@ -121,6 +134,7 @@ class Generation:
     reasoning: bool = False
     tools: ToolReading | None = None
     meter: RequestMeter | None = None
+    max_kept_bytes: int = 1 << 62
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
@@ -130,6 +144,8 @@ class Generation:
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: deque[tuple[_Prompt, EngineOutput]] = field(default_factory=deque)
     _arrived: Signal = field(default_factory=Signal)
+    _num_kept_bytes: int = 0
+    _is_paused: bool = False
 
     def __post_init__(self) -> None:
         """Takes time in proportion to the prompts (each choice's decoder begins where its prompt ends)."""
@@ -244,10 +260,16 @@ class Generation:
         pieces: list[Piece] = []
         for _ in range(min(len(self._outputs), OUTPUTS_AT_ONCE)):
             prompt, output = self._outputs.popleft()
+            self._num_kept_bytes -= kept_bytes(output)
             if output.index in prompt.open_choices:
                 pieces.append(self._push(prompt, output))
             else:  # it came before a stop string was found
                 self._meter_end(output)
+        if self._is_paused and self._num_kept_bytes <= self.max_kept_bytes // 2:
+            self._is_paused = False
+            for prompt in self._prompts:
+                if prompt.running_choices:
+                    self.client.resume(prompt.request_id)
         return pieces
 
     def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
@@ -260,6 +282,12 @@ class Generation:
             return
         self._outputs.append((prompt, output))
         self._arrived.set()
+        self._num_kept_bytes += kept_bytes(output)
+        if self._num_kept_bytes > self.max_kept_bytes and not self._is_paused:
+            self._is_paused = True
+            for each in self._prompts:
+                if each.running_choices:
+                    self.client.pause(each.request_id)
 
     def _meter_end(self, output: EngineOutput) -> None:
         """A choice's last output is metered when its text is known, or nobody wants it: a stop string may lie in it."""

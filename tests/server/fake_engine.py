@@ -145,6 +145,12 @@ class FakeEngineClient:
             self.requests.append(request)
         self._work.set()
 
+    def pause(self, request_id: str) -> None:
+        """It goes on: whoever is not read is waited for by nobody."""
+
+    def resume(self, request_id: str) -> None:
+        """It was never paused."""
+
     def cancel(self, request_id: str, index: int | None = None) -> None:
         with self._lock:
             self.cancelled.append(request_id)

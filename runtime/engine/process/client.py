@@ -77,6 +77,15 @@ class EngineClient(Protocol):
         ends gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
         ...
 
+    def pause(self, request_id: str) -> None:
+        """Let a request hold still, since nobody reads its outputs: within a step or two no more come, and it gives up
+        its blocks. It can be cancelled as ever. Unknown and finished ones are ignored."""
+        ...
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on as if it had never held still: its outputs are the same."""
+        ...
+
     @property
     def state(self) -> EngineState:
         """Whether requests are taken."""
@@ -114,7 +123,7 @@ class EngineClient(Protocol):
         ...
 
     def close(self, drain: bool = False) -> None:
-        """Stop the engine; with ``drain``, after the open requests have finished, else these end with
+        """Stop the engine; with ``drain``, after the open requests have finished, paused ones too, else these end with
         "abort". New requests are refused at once. Returns when the engine has stopped; may be called
         again."""
         ...
@@ -173,6 +182,14 @@ class ThreadEngineClient:
         with self._condition:
             if request_id in self._delivery:
                 self._enqueue(partial(self._engine.cancel, request_id, index))
+
+    def pause(self, request_id: str) -> None:
+        """See ``EngineClient.pause``."""
+        self._tell(self._engine.pause, request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See ``EngineClient.resume``."""
+        self._tell(self._engine.resume, request_id)
 
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``."""
@@ -250,6 +267,17 @@ class ThreadEngineClient:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _tell(self, command: Callable[[str], None], request_id: str) -> None:
+        """Have the engine's thread call it between two steps, if the request is open."""
+
+        def run() -> list[EngineOutput]:
+            command(request_id)
+            return []
+
+        with self._condition:
+            if request_id in self._delivery:
+                self._enqueue(run)
+
     def _compute(self, work: Callable[[], T]) -> Future[T]:
         """Have the engine's thread do this between two steps. Raises ``EngineDeadError``."""
         future: Future[T] = Future()
@@ -305,13 +333,18 @@ class ThreadEngineClient:
         """Sleep while there is nothing to do; False: stop."""
         with self._condition:
             was_idle = not self.has_work
-            while not (self.has_work or self._is_closing):
+            while not (self.has_work or (self._is_closing and not self._awaits_readers)):
                 self._condition.wait()
             if self._is_closing and not (self._drains and self.has_work):
                 return False
         if was_idle:
             self._await_burst()
         return True
+
+    @property
+    def _awaits_readers(self) -> bool:
+        """Whether a drain waits for paused requests, to be resumed or cancelled."""
+        return self._drains and bool(self._delivery)
 
     def _await_burst(self) -> None:
         end = time.monotonic() + BURST_MOST_S

@@ -41,6 +41,7 @@ from runtime.engine.process.wire import (
     FromEngine,
     LogLine,
     Outputs,
+    Pause,
     Pulse,
     Refused,
     Start,
@@ -220,6 +221,8 @@ class ProcessServer:
                 self._submit(client, message)
             case Cancel(request_id, index):
                 client.cancel(request_id, index)
+            case Pause(request_id, is_paused):
+                (client.pause if is_paused else client.resume)(request_id)
             case Call(call_id, name, arguments):
                 self._call(client, call_id, name, arguments)
             case CancelCall(call_id):

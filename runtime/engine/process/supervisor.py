@@ -40,6 +40,7 @@ from runtime.engine.process.wire import (
     FromEngine,
     LogLine,
     Outputs,
+    Pause,
     Pulse,
     Refused,
     Start,
@@ -197,9 +198,20 @@ class ProcessEngineClient:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """See ``EngineClient.cancel``."""
+        self._tell(request_id, Cancel(request_id, index))
+
+    def pause(self, request_id: str) -> None:
+        """See ``EngineClient.pause``."""
+        self._tell(request_id, Pause(request_id, True))
+
+    def resume(self, request_id: str) -> None:
+        """See ``EngineClient.resume``."""
+        self._tell(request_id, Pause(request_id, False))
+
+    def _tell(self, request_id: str, message: Cancel | Pause) -> None:
         with self._lock:
             if request_id in self._delivery and self._process is not None:
-                self._process.send(frame(Cancel(request_id, index)))
+                self._process.send(frame(message))
 
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``: the latest that came, at most a second old unless the engine is stuck."""

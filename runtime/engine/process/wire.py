@@ -56,6 +56,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     index: int | None
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """See ``EngineClient.pause``, and ``resume``."""
+
+    request_id: str
+    is_paused: bool
+
+
 class Watch(msgspec.Struct, frozen=True, tag=True):
     """Whether views of the steps are wanted."""
 
@@ -82,7 +89,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     drain: bool
 
 
-ToEngine = Start | EngineRequest | Cancel | Watch | Call | CancelCall | Close
+ToEngine = Start | EngineRequest | Cancel | Pause | Watch | Call | CancelCall | Close
 
 
 # From the engine

@@ -33,7 +33,7 @@ from runtime.engine.scheduling.placement import Placement
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.rotation import choose_rotation, is_at_switch, within_switch
-from runtime.engine.scheduling.sequence import Sequence, State
+from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import PreemptionWay, Step
 from runtime.engine.scheduling.windowed_pages import WindowedPages
 
@@ -45,6 +45,7 @@ class Scheduler:
     open_steps  planned and neither committed nor abandoned
     costs       what steps and transfers take, as far as ``observe`` was told
     drafts      proposals for the tokens behind the last of running sequences, for the next step that decodes them
+    paused      requests whose sequences are held from the next step on, until they are added again
     """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool, depth: int = 1) -> None:
@@ -60,6 +61,7 @@ class Scheduler:
         self.num_swaps = 0
         self.costs = CostModel()
         self.drafts: dict[Sequence, list[int]] = {}
+        self.paused: set[Request] = set()
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
         chunking = chunking_of(config, limits.max_num_batched_tokens)
@@ -84,6 +86,11 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks, its row and its host slots. What a planned step
         would still move for it is left out; its chunk is the engine's to drop (or ``extend``'s)."""
+        self._take_out(sequence)
+        sequence.state = State.FINISHED
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Out of its queue, without blocks, row and host slots."""
         slots = [slot for slots in sequence.host_slots for slot in slots]
         for step in self.open_steps:
             step.drop_transfers(sequence.held_blocks, slots)
@@ -92,12 +99,12 @@ class Scheduler:
             if slots:
                 assert self.pool.host_pool is not None
                 self.pool.host_pool.give(slots)
-                sequence.host_slots = []
+                sequence.host_slots, sequence.first_pages = [], []
+                sequence.num_computed = sequence.num_committed = 0
         elif sequence.state is State.RUNNING:
             _remove(self.running, sequence)
             self._release(sequence)
         self.drafts.pop(sequence, None)
-        sequence.state = State.FINISHED
 
     def schedule(self) -> Step:
         """Plan the next step: choose its chunks, reserve their blocks, count them as computed.
@@ -108,6 +115,8 @@ class Scheduler:
         assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
         self.num_steps += 1
+        if self.paused:
+            self._hold_paused()
         if self.limits.rotary_switch is not None:
             self._stop_outgrown(self.limits.rotary_switch)
         self._batching.fill(self, step)
@@ -279,6 +288,14 @@ class Scheduler:
             _remove(self.running, sequence)
             self._release(sequence)
             self.add(sequence)
+
+    def _hold_paused(self) -> None:
+        """Take the sequences of paused requests out of both queues: they hold nothing, so that others are never in
+        want of what they have. A running one goes when it is in no step that may still be started."""
+        for sequence in [*self._idle(), *self.waiting]:
+            if sequence.request in self.paused:
+                self._take_out(sequence)
+                sequence.state = State.HELD
 
     def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
         """Host slots for a victim's blocks; None: it shall be computed again."""

@@ -1,6 +1,6 @@
-"""The whole engine under random load, both loops: arrivals, cancellations, shared prefixes, a pool and a swap space far
-too small, a model that fails now and then. After each step all invariants hold and no page has changed that should not;
-every answer is that of a lone run."""
+"""The whole engine under random load, both loops: arrivals, cancellations, pauses, shared prefixes, a pool and a swap
+space far too small, a model that fails now and then. After each step all invariants hold and no page has changed that
+should not; every answer is that of a lone run."""
 
 from __future__ import annotations
 
@@ -130,6 +130,8 @@ def fuzz(
                 name = f"r{len(of_template)}"
                 of_template[name] = template
                 engine.add(msgspec.structs.replace(template, request_id=name, priority=rng.choice([0, 0, -1, 3])))
+        if engine.requests and not is_ending and rng.random() < 0.06:
+            rng.choice([engine.pause, engine.resume])(rng.choice(list(engine.requests)))
         if engine.requests and rng.random() < 0.03:
             return engine.cancel(rng.choice(list(engine.requests)), rng.choice([None, None, 0, 1]))
         return []
@@ -140,6 +142,8 @@ def fuzz(
         engine.check_invariants()
         pages.check()
     is_ending = True
+    for name in engine.requests:
+        engine.resume(name)
     while engine.has_work:
         collect(engine.step(happen), results)
         engine.check_invariants()

@@ -255,6 +255,47 @@ def test_close_aborts_and_drain_finishes() -> None:
         assert client._engine.pool.num_free == client._engine.pool.num_blocks
 
 
+def test_a_paused_request_holds_nothing_and_goes_on_as_if_nothing_had_been() -> None:
+    client = ThreadEngineClient(make_engine(num_blocks=32))
+    paused, other = Sink(2), Sink()
+    client.submit(request("paused", [1, 2, 3], n=2, max_tokens=100), paused)
+    wait_until(lambda: len(paused.outputs) > 20)
+    client.pause("paused")
+    wait_until(lambda: client.stats().num_paused == 1 and not client.has_work)
+    num_outputs = len(paused.outputs)
+    assert client.stats().num_free_blocks == client.stats().num_blocks
+    client.submit(request("other", [4], max_tokens=50), other)
+    assert other.wait().token_ids() == greedy([4], 50)
+    assert len(paused.outputs) == num_outputs < 200
+    client.resume("paused")
+    assert [paused.wait().token_ids(index) for index in range(2)] == [greedy([1, 2, 3], 100)] * 2
+    assert client.stats().num_paused == 0
+    client.pause("paused")  # it has ended
+    client.resume("nobody")
+    client.close()
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_closing_while_a_request_is_paused(drain: bool) -> None:
+    client = ThreadEngineClient(make_engine())
+    sinks = {name: Sink() for name in ("resumed", "cancelled")}
+    for name, sink in sinks.items():
+        client.submit(request(name, [1], max_tokens=100), sink)
+        client.pause(name)
+    wait_until(lambda: client.stats().num_paused == 2 and not client.has_work)
+    closer = threading.Thread(target=client.close, kwargs={"drain": drain})
+    closer.start()
+    if drain:
+        time.sleep(0.05)
+        assert client._thread.is_alive(), "a drain waits for it"
+        client.cancel("cancelled")
+        client.resume("resumed")
+    closer.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
+    assert sinks["cancelled"].wait().finish_reason() == "abort"
+    assert sinks["resumed"].wait().finish_reason() == ("length" if drain else "abort")
+
+
 def test_close_from_a_sink() -> None:
     client = ThreadEngineClient(make_engine())
     ended = Sink()
