@@ -3,7 +3,7 @@ memory.
 
 Matrices are uniform with a standard deviation of 0.02, which keeps logits finite at any depth; norms are
 one and biases zero, as a freshly initialised model has them. Each tensor's numbers depend on the seed and
-its name only.
+its name only. Quantised matrices are zero.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ _STD_OF_INT16 = 2.0**16 / 12**0.5  # of uniform 16-bit integers
 
 
 class DummyCheckpoint:
-    """Reads like a `Checkpoint` that fits the layout and stores every tensor as `dtype`."""
+    """Reads like a `Checkpoint` that fits the layout and stores every tensor as `dtype`, but for those that are
+    `quantized`."""
 
-    def __init__(self, layout: TensorLayout, seed: int, dtype: DType) -> None:
+    def __init__(
+        self, layout: TensorLayout, seed: int, dtype: DType, quantized: Mapping[str, QuantizedLayout] | None = None
+    ) -> None:
         self._shapes: Mapping[str, tuple[int, ...]] = layout.shapes
+        self._quantized = quantized or {}
         self._seed = seed
         self._dtype = dtype
 
@@ -59,12 +63,18 @@ class DummyCheckpoint:
         raise AssertionError(f"{name} is not stored in blocks")
 
     def quantized(self, name: str) -> QuantizedLayout | None:
-        """Elements are floats."""
-        return None
+        """How a matrix is quantised, in a model whose own are; None: its elements are floats."""
+        return self._quantized.get(name)
 
     def matrix(self, name: str) -> QuantizedMatrix:
-        """There is none."""
-        raise AssertionError(f"{name} is not quantised")
+        """A matrix of zeros, whose columns are in order."""
+        layout = self._quantized[name]
+        nothing = 0 if layout.has_zeros or layout.kind in ("fp8", "fp4") else 0x88 if layout.kind == "int4" else 0x80
+        codes = np.full(layout.code_shape, nothing, np.uint8)
+        zeros = np.zeros(layout.scale_shape, np.uint8) if layout.has_zeros else None
+        order = np.arange(layout.shape[1], dtype=np.int32) if layout.has_order else None
+        scales = np.ones(layout.scale_shape, np.float32).astype(layout.scale)
+        return QuantizedMatrix(layout, codes, scales, zeros, order)
 
     def release(self, name: str) -> None:
         """Nothing is held."""

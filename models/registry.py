@@ -213,13 +213,26 @@ def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) ->
     )  # fmt: skip
 
 
+def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, QuantizedLayout]:
+    """How the folder's own weights are quantised, if it has any: by name."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return {}
+    files = open_model(folder)
+    if read_quantization(files.config()) is None:
+        return {}
+    checkpoint = files.checkpoint()
+    stored = [name for name in layout.shapes if name in checkpoint.tensors]
+    return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
+
+
 def _source(
     folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
 ) -> TensorSource:
     """The tensors of the model, which fit its layout."""
     layout = tensor_layout(config)
     if load_format == "dummy":
-        return DummyCheckpoint(layout, seed, options.dtype or config.dtype or float32)
+        dtype = options.dtype or config.dtype or float32
+        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout))
     if load_format == "safetensors" and not Path(folder).is_dir():
         raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
     checkpoint = open_model(folder).checkpoint()

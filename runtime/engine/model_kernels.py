@@ -70,8 +70,12 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
 
 
 def shallow_copy(model: Path, folder: Path) -> Path:
-    """The model's config with fewer layers, where its layers are all of one kind."""
+    """The model's config with fewer layers, where its layers are all of one kind. Quantised weights are linked to, as
+    their headers say which kernels read them."""
     fields = open_model(model).config().values()
+    if "quantization_config" in fields:
+        for file in model.glob("*.safetensors*"):
+            (folder / file.name).symlink_to(file.resolve())
     if "layer_types" not in fields:
         for name in ("num_hidden_layers", "n_layer"):
             if name in fields:

@@ -28,6 +28,7 @@ from numba_kernels.cuda import (
     softmax,
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
+from numba_kernels.cuda.gemm import few_rows
 from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
@@ -154,7 +155,8 @@ def _packed_gemm(name: str, m: int, n: int, k: int) -> Case:
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
-    tiled_bytes = weight_bytes + -(-n // 32) * m * k * 2 + m * n * 2
+    columns = few_rows.COLUMNS * few_rows.BLOCK_WARPS // few_rows.split(n, k, name)  # of a block
+    tiled_bytes = weight_bytes + -(-n // columns) * m * k * 2 + m * n * 2
     return Case(f"gemm few_rows {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 

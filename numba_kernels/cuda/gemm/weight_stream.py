@@ -77,7 +77,7 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool) -> We
     packing = packing_of(weight)
     if packing is None:
         return _plain(is_gated)
-    is_tight = row_tiles == 4 and scale_words_of(packing, dtype) > MANY_SCALE_WORDS
+    is_tight = row_tiles == 4 and (packing.steps == 4 or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
     return _packed(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
 
 

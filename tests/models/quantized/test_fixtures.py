@@ -165,3 +165,15 @@ def test_how_activations_are_rounded(case: str) -> None:
     scale = {"ct_fp8_tensor": 0.030029296875, "fp8_tensor_static": np.float32(0.02), "ct_nvfp4": 20.0}.get(case)
     matrix = open_model(FIXTURES / case).checkpoint().matrix("model.layers.0.self_attn.q_proj.weight")
     assert matrix.input_scale == scale
+
+
+@pytest.mark.parametrize("case", ["gptq_w4_zeros", "ct_nvfp4", "ct_int8_channel"])
+def test_dummy_weights_are_quantised_as_the_stored_ones(case: str) -> None:
+    model = load_model(FIXTURES / case, load_format="dummy")
+    assert np.isfinite(logits_of(model, IDS)).all()
+    device = "emulated:sm_90a"
+    declared = declare_model(FIXTURES / case, device=device, load_format="dummy")
+    stored = declare_model(FIXTURES / case, device=device, dtype=model.dtype)
+    assert declared.weight_bytes == stored.weight_bytes
+    assert declared.layers[0].mlp.down_proj.format == stored.layers[0].mlp.down_proj.format
+    assert declared.layers[0].mlp.down_proj.format.packing

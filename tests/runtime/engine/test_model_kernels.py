@@ -51,6 +51,13 @@ def test_the_type_of_the_weights_is_chosen() -> None:
     assert not any("bf16" in name for name in found)
 
 
+@pytest.mark.exhaustive  # ptxas goes over all of them
+def test_a_quantised_models_kernels_are_those_of_its_layout() -> None:
+    folder = Path(__file__).parents[2] / "models" / "quantized" / "fixtures" / "gptq_w4"
+    found = [each.name for each in kernels_of_model(folder, "sm_90a", EngineConfig(max_model_len=32))]
+    assert any(name.startswith("gemm_few_rows_u4_g32_") for name in found)
+
+
 def test_layers_of_one_kind_are_not_repeated(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
