@@ -18,8 +18,10 @@ from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.packed_words import transpose_words
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import I8, I32
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, int32_at
 from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+
+_BUFFER_WORDS = 128  # of each of LANES rows, so that two buffers stay in the first-level cache
 
 FIELDS = Fields("*source row_bytes *panels blocks width first_column")
 
@@ -80,24 +82,32 @@ def pack_blocks_kernel(stored: str) -> Kernel:
     """Packs columns of one panel a ticket."""
     block = BLOCKS[stored]
     words, source_bytes = block.words, block.source_bytes
-    blocks_at_once = max(1, 64 // words)
-    line = blocks_at_once * words * 4  # of a row in the buffer
+    blocks_at_once = max(1, _BUFFER_WORDS // words)
+    row_words = -(-blocks_at_once * words // LANES) * LANES  # of a row in the buffer
+    line = row_words * 4
     copy_block = _copy_block_of(stored)
 
     @njit(nogil=True)
     @name_by_content
     def pack_columns(a, source, columns, target):
         """Neighbouring rows of the source, at most LANES, to the same columns of a panel."""
-        buffer = np.zeros(LANES * blocks_at_once * words, np.uint32)
-        at = address(buffer)
+        buffer, transposed = np.zeros(LANES * row_words, np.int32), np.empty(LANES * row_words, np.int32)
+        at, made = address(buffer), address(transposed)
         for first in range(0, a.blocks, blocks_at_once):
             count = min(blocks_at_once, a.blocks - first)
             for column in range(columns):
                 row = source + column * a.row_bytes + first * source_bytes
                 for index in range(count):
                     copy_block(row + index * source_bytes, at + column * line + index * words * 4)
+            if columns == LANES:  # whole transpositions, across blocks
+                for word in range(0, count * words, LANES):
+                    transpose_words(at + word * 4, line, LANES, LANES, made + word * LANES * 4, LANES * 4)
             for index in range(count):
                 place = target + (first + index) * words * PANEL_COLUMNS * 4
+                if columns == LANES:
+                    size = words * LANES
+                    int32_at(place, size)[:] = int32_at(made + index * size * 4, size)
+                    continue
                 for word in range(0, words, LANES):
                     transpose_words(
                         at + (index * words + word) * 4, line, columns, min(LANES, words - word),
