@@ -28,7 +28,7 @@ from runtime.dtype import STORED, DType, float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
-from runtime.linear.format import GGML_FORMATS
+from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions
 from runtime.own_packages import python_module
@@ -58,7 +58,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     if weights not in STORED:
         return
     arguments = [STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)]
-    arguments += sorted(_block_formats(path, config) & GGML_FORMATS.keys())
+    arguments += sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys()))
     done = marker(*arguments)
     if done is None or done.exists():
         return
