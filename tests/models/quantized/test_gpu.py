@@ -18,9 +18,10 @@ from tests.models.quantized.test_fixtures import CASES, FIXTURES, IDS, twin
 
 pytestmark = pytest.mark.emulator
 
-DEQUANTISED = ("ct_w4_reordered", "fp8_block_exponents", "gptq_w4_reordered", "gptq_w8_reordered")
+DEQUANTISED = ("ct_w4_reordered", "fp8_block_exponents")
 """An order of their columns; values as scales of 16 neighbours."""
-SOME = ("ct_mixed", "gptq_dynamic")  # neighbours that become one map differ
+SOME = ("ct_mixed", "fp8_block", "fp8_tensor_static", "gptq_dynamic", "gptq_w4_reordered", "gptq_w8_reordered")
+"""Some maps are so, or stored as floats, or made of neighbours that differ."""
 
 TELLING = [("gptq_w4_zeros", "bfloat16", "emulated:sm_90a"), ("ct_fp8_block", "float32", "emulated:sm_90a")]
 ALL = [
