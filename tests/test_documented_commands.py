@@ -65,6 +65,8 @@ ELSEWHERE = {
         "python tools/soak.py --minutes 10 --clients 8",
         "python tools/fuzz_api.py --cases 20000 --clients 3 --seed 2010239145",
         "python tools/silent_connections.py --url http://127.0.0.1:8000",
+        "python tools/big_messages.py --url http://127.0.0.1:8000 --pid PID",
+        "python tools/stalled_reader.py --url http://127.0.0.1:8000 --pid PID --seconds 60",
         "xserv bench serve",
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
         "xserv bench serve --base-url http://host:8000 --endpoint chat "

@@ -20,8 +20,8 @@ from tokenizer import IncrementalDecoder, Tokenizer
 LEAST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON lacks."""
 
-_AT_ONCE = 64
-"""Tokens of a prompt whose log probabilities are written in one go: a few milliseconds with twenty alternatives."""
+_AT_ONCE = 16
+"""Tokens of a prompt whose log probabilities are written in one go: a millisecond with twenty alternatives."""
 
 
 def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTokenLogprob]:

@@ -181,7 +181,7 @@ def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         return
     start = total = 0
     for place, item in enumerate(items):
-        size = weight(item, PIECE_BYTES)
+        size = len(item) + 2 if isinstance(item, str) else weight(item, PIECE_BYTES)
         if total + size > PIECE_BYTES and place > start:
             yield items[start:place]
             start, total = place, 0
