@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.maker import Maker
 from runtime.batch import Batch
 from runtime.dtype import DType
+from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
@@ -24,7 +25,8 @@ class Model(ABC):
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
         quantization: "none", or what the matrices of linear maps were made into: "int8", "int4" ... Tables that are
-            nothing else, and the KV cache, are of `dtype` then too.
+            nothing else are of `dtype` then too, and so is the KV cache.
+        kv_dtype: the type that the user asks of the KV cache; None: that of the weights.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
         logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
@@ -45,8 +47,14 @@ class Model(ABC):
         self.config = config
         self.dtype: DType = maker.dtype
         self.quantization = maker.options.quantization
+        self.kv_dtype = maker.options.kv_dtype
         self.device = maker.options.device
         self.max_positions = maker.max_positions
+        if self.device.kind != "cpu" and self.kv_dtype not in (None, self.dtype):
+            raise InvalidArgumentError(
+                f"kv_cache_dtype is {self.kv_dtype}: on {self.device} it must be auto, or the weights' {self.dtype}",
+                param="kv_cache_dtype",
+            )
 
     @abstractmethod
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -64,13 +72,14 @@ class Model(ABC):
         return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap)
 
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
-        """The KV cache in pages of `block_size` tokens; `dtype` None means the type of the weights."""
+        """The KV cache in pages of `block_size` tokens; `dtype` None means what the user asked for, or else the type of
+        the weights."""
         return KVCacheSpec(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
-            dtype=dtype or self.dtype,
+            dtype=dtype or self.kv_dtype or self.dtype,
             device=self.device,
             layer_windows=self.config.layer_windows,
         )

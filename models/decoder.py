@@ -167,7 +167,7 @@ class Attention:
         self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None
     ) -> Tensor:
         group = kv_cache.group_of(self.index)
-        k_cache, v_cache = kv_cache.layer(self.index)
+        k_cache, v_cache, *scales = kv_cache.layer(self.index)
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
             self.qkv_proj(x),
             batch.positions,
@@ -181,10 +181,12 @@ class Attention:
             k_cache=k_cache,
             v_cache=v_cache,
             slot_mapping=batch.slot_mappings[group],
+            scales=scales,
         )
         attended = ops.attention(
-            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, softcap=self.softcap
-        )
+            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, softcap=self.softcap,
+            scales=scales,
+        )  # fmt: skip
         return self.o_proj(attended, residual=residual)
 
 

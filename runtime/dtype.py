@@ -85,6 +85,14 @@ STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: n
 """The types of weights and pages, and what carries their bits in numba's code for the cpu, which knows neither of the
 16-bit ones as a number."""
 
+PAGES: dict[DType, Any] = {**STORED, int8: np.int8, float8_e4m3: np.uint8}
+"""The types of KV pages, and what carries their bits on the cpu. Those of a byte have a scale a token and head."""
+
+KV_DTYPES: dict[str, DType] = {
+    "float32": float32, "float16": float16, "bfloat16": bfloat16, "int8": int8, "fp8": float8_e4m3
+}  # fmt: skip
+"""The user's names of the types of KV pages."""
+
 _ALIASES = {
     "float": float32, "f32": float32, "fp32": float32,
     "half": float16, "f16": float16, "fp16": float16,

@@ -325,19 +325,22 @@ def qkv_prepare(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
     """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises and rotates q and k -> q ``[T, Hq, D]``.
 
     Norm weights ``[D]`` are those of each head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. K and V of token t
     are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere). The pages' layout
-    is the device's own (`runtime.kv.cache`).
+    is the device's own (`runtime.kv.cache`). Pages of int8 or fp8 come with ``scales``, of keys and of values: each
+    head's numbers are divided by their largest, so that it becomes 127 or 448, and rounded.
     """
     op, backend, device = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv), qkv.device
     check(op, "qkv", qkv, device, backend.ACTIVATIONS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
     tokens = qkv.shape[0]
     check(op, "positions", positions, device, int32, (tokens,))
     check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
-    _, heads, _ = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
+    _, heads, _ = shape = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
+    _check_page_scales(op, k_cache, shape, scales)
     if heads != num_kv_heads:
         raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
     if (q_norm is None) != (k_norm is None):
@@ -357,7 +360,7 @@ def qkv_prepare(
             check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
     return backend.qkv_prepare(  # type: ignore[no-any-return]
         qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norms_rows, norm_eps, k_cache,
-        v_cache, slot_mapping,
+        v_cache, slot_mapping, tuple(scales),
     )  # fmt: skip
 
 
@@ -372,18 +375,21 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
     ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
     behind it are not read. ``sinks`` (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and
     has no value, as gpt-oss learns them. With ``softcap`` c a score s becomes ``c tanh(s / c)``. A sequence longer than
-    its block table, or a table entry outside the pages, is an error.
+    its block table, or a table entry outside the pages, is an error. ``scales`` are those of pages of int8 or fp8, of
+    keys and of values (`qkv_prepare`).
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
     _, q_heads, head_dim = q.shape
     pages = backend.page_shape(op, k_cache, v_cache, q, head_dim)
+    _check_page_scales(op, k_cache, pages, scales)
     if q_heads % pages[1]:
         raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {pages[1]}")
     if window is not None and window < 1:
@@ -398,8 +404,17 @@ def attention(
         check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
         batch.plans["checked", group] = True
     return backend.attention(  # type: ignore[no-any-return]
-        q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap
+        q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales)
     )
+
+
+def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], scales: Sequence[Tensor]) -> None:
+    """Pages of a byte a number have a float32 scale for each token and head; others have none."""
+    wanted = 0 if k_cache.dtype in STORED else 2
+    if len(scales) != wanted:
+        raise fail(op, "scales", f"are {len(scales)} tensors, must be {wanted} for pages of {k_cache.dtype}")
+    for name, each in zip(("k_scale", "v_scale"), scales):
+        check(op, name, each, k_cache.device, float32, shape)
 
 
 # ------------------------------------------------------------------------------------------ sampling

@@ -89,7 +89,7 @@ class Block:
         self.c_fc = conv1d("mlp.c_fc", (inner,), hidden, "outputs")
         self.mlp_proj = conv1d("mlp.c_proj", (hidden,), inner, "inputs")
 
-    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
             self.c_attn(self.ln_1(x)),
@@ -104,8 +104,9 @@ class Block:
             k_cache=k_cache,
             v_cache=v_cache,
             slot_mapping=batch.slot_mappings[0],
+            scales=scales,
         )
-        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale)
+        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, scales=scales)
         x = self.attn_proj(attended, residual=x)
         inner = self.c_fc(self.ln_2(x))
         return self.mlp_proj(ops.gelu(inner, self.gelu_kind, out=inner), residual=x)

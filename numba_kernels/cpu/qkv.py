@@ -4,7 +4,8 @@ Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k are normali
 does, or over all heads together as OLMo 2 does) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864;
 the first ``rotary`` dimensions, as two halves or as interleaved pairs); q is multiplied by its position's scale; q goes
 out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim, token]``, V
-``[block, head, token, dim padded]``. A slot of -1 is not written.
+``[block, head, token, dim padded]``, quantised where pages are of int8 or fp8
+(`quantised_rows`). A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -18,10 +19,11 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.cpu.intrinsics.scalars import store_f32
+from numba_kernels.cpu.quantised_rows import is_quantised, largest_number, store_row
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 
 FIELDS = Fields(
-    "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *slots *q "
+    "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *k_scales *v_scales *slots *q "
     "num_tokens q_heads kv_heads head_dim norms_rows rotary interleaved num_positions num_blocks block_size "
     "value_stride tokens_a_ticket",
     "eps",
@@ -69,6 +71,7 @@ def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, in
 def qkv_kernel(stored: type) -> Kernel:
     """For pages of ``stored``; a ticket is some tokens."""
     itemsize = np.dtype(stored).itemsize
+    has_scales, largest = is_quantised(stored), largest_number(stored)
 
     def qkv(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -117,11 +120,18 @@ def qkv_kernel(stored: type) -> Kernel:
                 _prepare_head(source, key, weight, of_k, k_scale, eps, cos, sin, rotary, interleaved)
                 page = block * a.kv_heads + head
                 k_at = a.k_cache + (page * d * block_size + inside) * itemsize
-                for i in range(d):
-                    store_f32(stored, k_at, i * block_size, key[i])
+                scale_at = (page * block_size + inside) * 4
+                if has_scales:
+                    store_row(k_at, block_size, key, largest, a.k_scales + scale_at)
+                else:
+                    for i in range(d):
+                        store_f32(stored, k_at, i * block_size, key[i])
                 value = float32_at(row + (a.q_heads + a.kv_heads + head) * d * 4, d)
                 v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
-                for i in range(d):
-                    store_f32(stored, v_at, i, value[i])
+                if has_scales:
+                    store_row(v_at, 1, value, largest, a.v_scales + scale_at)
+                else:
+                    for i in range(d):
+                        store_f32(stored, v_at, i, value[i])
 
     return Kernel(qkv, FIELDS)

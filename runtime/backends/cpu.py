@@ -1,6 +1,7 @@
 """The operations of a model on the cpu, as `runtime.ops` describes them.
 
-Activations are float32; weights are float32, float16 or bfloat16 as stored, widened in the kernel; so is the KV cache.
+Activations are float32; weights are float32, float16 or bfloat16 as stored, widened in the kernel; so is the KV cache,
+which may be of int8 or fp8 with scales, too.
 Small inputs run on the calling thread, larger ones on the pool's threads; any Python thread may call. Results do not
 depend on the other rows of a batch, nor on the number of threads.
 """
@@ -23,7 +24,7 @@ from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.recording import current
 from runtime.backends.checks import check, fail
 from runtime.batch import Batch
-from runtime.dtype import STORED, DType, float32
+from runtime.dtype import PAGES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.weight import JoinedWeight, PanelWeight
 from runtime.rope_table import RopeTable
@@ -245,7 +246,7 @@ def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -
 def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
     """(blocks, KV heads, block size) of K ``[blocks, KV heads, head_dim, block size]`` and V ``[..., block size,
     head_dim rounded up to 16]``."""
-    check(op, "k_cache", k_cache, x.device, tuple(STORED), (None, None, head_dim, None))
+    check(op, "k_cache", k_cache, x.device, tuple(PAGES), (None, None, head_dim, None))
     blocks, heads, _, block_size = k_cache.shape
     if block_size % 8 or blocks == 0:
         raise fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
@@ -253,6 +254,11 @@ def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: i
     if v_cache.shape[3] != -(-head_dim // 16) * 16:
         raise fail(op, "v_cache", f"has rows of {v_cache.shape[3]}, must be head_dim {head_dim} rounded up to 16")
     return blocks, heads, block_size
+
+
+def _scale_addresses(scales: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Where the scales of keys and of values lie; 0 for pages without."""
+    return (scales[0].address, scales[1].address) if scales else (0, 0)
 
 
 def _as_float32(weight: Tensor | None) -> NDArray | None:
@@ -267,7 +273,7 @@ def _as_float32(weight: Tensor | None) -> NDArray | None:
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
     q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
     op, tokens, heads = "qkv_prepare", qkv.shape[0], num_q_heads + 2 * num_kv_heads
@@ -287,10 +293,10 @@ def qkv_prepare(
             return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
         return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {blocks * block_size - 1}")
 
-    _qkv.qkv_kernel(STORED[k_cache.dtype])(
+    _qkv.qkv_kernel(PAGES[k_cache.dtype])(
         tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
         *(0 if norm is None else address_of(norm) for norm in norms),
-        k_cache.address, v_cache.address, slot_mapping.address, result.address,
+        k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
         tokens, num_q_heads, num_kv_heads, head_dim, int(norms_rows), rotary, interleaved, num_positions,
         blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps, explain=explain,
     )  # fmt: skip
@@ -380,7 +386,7 @@ def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_widt
 
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
-    window: int | None, sinks: Tensor | None, softcap: float | None,
+    window: int | None, sinks: Tensor | None, softcap: float | None, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`."""
     op, (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = "attention", q.shape, pages
@@ -399,9 +405,10 @@ def attention(
     partial = new_array((partial_size,), np.float32)
     query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
-        q.address, k_cache.address, v_cache.address, query_start, seq_lens, table, group_starts, address_of(partial),
-        result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks, block_size, plan.table_width,
-        window or 0, plan.group_tokens, segments, 0 if sinks is None else sinks.address, scale, softcap or 0.0,
+        q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start, seq_lens, table,
+        group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks,
+        block_size, plan.table_width, window or 0, plan.group_tokens, segments,
+        0 if sinks is None else sinks.address, scale, softcap or 0.0,
     )  # fmt: skip
 
     def explain(status: int) -> Exception:
@@ -411,7 +418,7 @@ def attention(
         return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
 
     span = _attention.span_of(block_size)
-    _attention.attention_kernel(STORED[k_cache.dtype], span)(groups * segments, workers, *arguments, explain=explain)
+    _attention.attention_kernel(PAGES[k_cache.dtype], span)(groups * segments, workers, *arguments, explain=explain)
     if segments > 1:
         _attention.merge_kernel()(groups, workers, *arguments)
     return result

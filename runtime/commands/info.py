@@ -37,6 +37,7 @@ def info(
             "architecture": facts.architecture,
             "dtype": facts.dtype,
             "quantization": facts.quantization,
+            "kv_cache_dtype": facts.kv_cache_dtype,
             "device": facts.device,
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,

@@ -19,6 +19,7 @@ from runtime.engine.config import (
     DecodeGraphsMode,
     DecodeKernels,
     EngineConfig,
+    KVCacheDtype,
     Policy,
     Preemption,
     Quantization,
@@ -62,6 +63,9 @@ class EngineOptions:
     quantization: Annotated[
         Quantization, typer.Option(help="Of the weights while they are loaded.")
     ] = _CONFIG.quantization
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, typer.Option(help="Type of the KV cache; auto: the weights'. int8 and fp8 take a byte a number.")
+    ] = _CONFIG.kv_cache_dtype
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None

@@ -35,6 +35,7 @@ Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
+KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -69,6 +70,7 @@ class EngineSettings(TypedDict, total=False):
     dtype: str
     load_format: LoadFormat
     quantization: Quantization
+    kv_cache_dtype: KVCacheDtype
     gemm: str
 
 
@@ -124,6 +126,8 @@ class EngineConfig:
     load_format             "auto" (as stored), "safetensors", or "dummy": random weights, by the seed
     quantization            of linear maps while they are loaded: "none", "int8", "int4" (groups of 32),
                             "mxfp4", or on a GPU "fp8"; the output head is int8 beside the latter three
+    kv_cache_dtype          of the KV cache: "auto" (the weights'), "float32", "float16", "bfloat16", "int8", "fp8"; the
+                            last two with a scale for each token and head, on the cpu
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """
@@ -156,6 +160,7 @@ class EngineConfig:
     dtype: str = "auto"
     load_format: LoadFormat = "auto"
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDtype = "auto"
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
@@ -182,6 +187,11 @@ class EngineConfig:
                 param="decode",
             )
         check_one_of("quantization", self.quantization, get_args(Quantization))
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        if self.decode == "megakernel" and self.kv_cache_dtype in ("int8", "fp8"):
+            raise RequestError(
+                f"decode is 'megakernel', which reads no KV cache in {self.kv_cache_dtype}", param="decode"
+            )
         for name in ("enable_prefix_caching", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)

@@ -52,8 +52,8 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
 def load_settings(config: EngineConfig) -> LoadSettings:
     """The part of a config that says where weights go, and as what."""
     return LoadSettings(
-        device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization, gemm=config.gemm,
-        exact=config.exact,
+        device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype, gemm=config.gemm, exact=config.exact,
     )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits
         device=str(model.device),
         dtype=model.dtype.name,
         quantization=model.quantization,
+        kv_cache_dtype=spec.dtype.name,
         vocab_size=model.config.vocab_size,
         eos_token_ids=_eos_token_ids(folder, model.config.vocab_size),
         max_model_len=limits.max_model_len,

@@ -179,8 +179,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids   of the generation config, else of the config
     max_waiting, max_waiting_tokens  most requests that wait, and most prompt tokens of them together
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
-    quantization    of the weights while they were loaded, or "none"; ``dtype`` is that of the KV cache and of what is
-                    not quantised
+    quantization    of the weights while they were loaded, or "none"; ``dtype`` is that of what is not quantised
+    kv_cache_dtype  of the KV pages
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
     """
@@ -203,6 +203,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     scheduling_policy: str = "priority"
     max_waiting_tokens: int = 2**63 - 1
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
 
 

@@ -7,6 +7,10 @@ the page and ``q . K`` needs no horizontal sums, and the values' rows are padded
 - K ``[num_blocks, num_kv_heads, head_dim, block_size]``
 - V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
 
+Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, float32
+``[num_blocks, num_kv_heads, block_size]``: what each token's numbers in each head are multiplied by. They are written
+with the token, so that nothing has to be calibrated.
+
 On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
 part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
@@ -28,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.device import CPU, Device
-from runtime.dtype import DType, bfloat16, float16, float32
+from runtime.dtype import PAGES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.groups import CacheGroup, cut_layers
 from runtime.tensor.tensor import Tensor
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from runtime.device.stream import Event
 
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
-_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type
+_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type that is no byte; 8 of bytes
 _GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
 
@@ -65,7 +69,8 @@ class KVCacheSpec:
         planes: of one block of one layer.
 
     Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, a ``block_size``
-    that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16 and bfloat16.
+    that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16, bfloat16, int8
+    and float8_e4m3.
     """
 
     num_layers: int
@@ -93,9 +98,10 @@ class KVCacheSpec:
                 f"KVCacheSpec: block_size is {self.block_size}, must be 8, 16 or 32 on {self.device}",
                 param="block_size",
             )
-        if self.dtype not in (float32, float16, bfloat16):
+        if self.dtype not in PAGES:
+            names = ", ".join(dtype.name for dtype in PAGES)
             raise InvalidArgumentError(
-                f"KVCacheSpec: dtype is {self.dtype.name}, must be float32, float16 or bfloat16", param="dtype"
+                f"KVCacheSpec: dtype is {self.dtype.name}, must be one of {names}", param="dtype"
             )
 
         windows = self.layer_windows or (None,) * self.num_layers
@@ -109,14 +115,16 @@ class KVCacheSpec:
         object.__setattr__(self, "planes", self._make_planes())
 
     def _make_planes(self) -> tuple[Plane, ...]:
+        tokens = self.num_kv_heads, self.block_size
         if self.device.kind == "cpu":
-            value_row = _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE)
-            return (
-                Plane("k", (self.num_kv_heads, self.head_dim, self.block_size), self.dtype),
-                Plane("v", (self.num_kv_heads, self.block_size, value_row), self.dtype),
-            )
-        shape = (self.num_kv_heads, self.block_size, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
-        return Plane("k", shape, self.dtype), Plane("v", shape, self.dtype)
+            k_shape: tuple[int, ...] = (self.num_kv_heads, self.head_dim, self.block_size)
+            v_shape: tuple[int, ...] = (*tokens, _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE))
+        else:
+            k_shape = v_shape = (*tokens, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
+        pages = Plane("k", k_shape, self.dtype), Plane("v", v_shape, self.dtype)
+        if self.dtype in STORED:
+            return pages
+        return *pages, Plane("k_scale", tokens, float32), Plane("v_scale", tokens, float32)
 
     @property
     def num_storages(self) -> int:
@@ -177,7 +185,8 @@ class KVCache:
         return self._places[layer][0]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Layer ``index``'s pages, plane by plane: K and V, each ``[num_blocks, ...]`` as the spec's `planes` say.
+        """Layer ``index``'s pages, plane by plane: K, V, and where they are quantised the scales of both, each
+        ``[num_blocks, ...]`` as the spec's `planes` say.
 
         What the device's current stream does from now on comes after the copies of these pages that are under way. A
         recorded graph does not come by here: see `wait_for_arrivals`.

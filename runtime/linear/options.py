@@ -1,4 +1,4 @@
-"""What the user asks of weights while they are loaded: one value instead of an argument for each."""
+"""What the user asks of a model while it is loaded: one value instead of an argument for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack
 from numba_kernels.segments import SEGMENTS
 from runtime.communicator import Communicator
 from runtime.device.device import CPU, Device
-from runtime.dtype import STORED, DType
+from runtime.dtype import KV_DTYPES, STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, ROUNDED, WeightFormat, quantized_format
 
@@ -25,6 +25,7 @@ class LoadSettings(TypedDict, total=False):
     device: Device | str
     dtype: DType | str
     quantization: str
+    kv_cache_dtype: str
     gemm: str
     exact: bool
     communicator: Communicator | None
@@ -39,20 +40,23 @@ class LoadOptions:
         dtype: the float type that every weight is converted to; None keeps each as it is stored.
         format: what the matrices of linear maps are made into after that; None leaves them floats.
         rounding: one of `ROUNDED`, to which they are rounded while they are read; "" leaves them floats.
+        kv_dtype: the type of the KV pages; None: that of the weights.
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
         communicator: the rank that this is, of several that the model is split over; None: there is one alone.
 
     Raises:
-        InvalidArgumentError: for a dtype that is none of the three float types, a format or kernel that the device has
-            not, for cublas in the exact mode, and in that mode for another number of ranks than 1, 2, 4 or 8.
+        InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
+            the device has not, for cublas in the exact mode, and in that mode for another number of ranks than 1, 2,
+            4 or 8.
     """
 
     device: Device = CPU
     dtype: DType | None = None
     format: WeightFormat | None = None
     rounding: str = ""
+    kv_dtype: DType | None = None
     gemm: str = "auto"
     exact: bool = False
     communicator: Communicator | None = None
@@ -61,6 +65,12 @@ class LoadOptions:
         if self.dtype is not None and self.dtype not in STORED:
             raise InvalidArgumentError(
                 f"dtype must be auto, float32, float16 or bfloat16, not {self.dtype.name!r}", param="dtype"
+            )
+        if self.kv_dtype is not None and self.kv_dtype not in STORED and self.device.kind != "cpu":
+            raise InvalidArgumentError(
+                f"kv_cache_dtype is {self.kv_dtype.name!r}, which kernels read on the cpu alone: on {self.device} it "
+                "must be auto",
+                param="kv_cache_dtype",
             )
         if self.format is not None:
             self.format.check(self.device.kind)
@@ -78,13 +88,20 @@ class LoadOptions:
 
     @staticmethod
     def parse(**settings: Unpack[LoadSettings]) -> LoadOptions:
-        """The options meant by a user's words; device "cpu", dtype "auto" and quantization "none" are the defaults."""
+        """The options meant by a user's words; device "cpu", dtype and kv_cache_dtype "auto" and quantization "none"
+        are the defaults."""
         dtype, quantization = settings.get("dtype", "auto"), settings.get("quantization", "none")
+        kv_dtype = settings.get("kv_cache_dtype", "auto")
+        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+            raise InvalidArgumentError(
+                f"kv_cache_dtype is {kv_dtype!r}, must be one of auto, {', '.join(KV_DTYPES)}", param="kv_cache_dtype"
+            )
         return LoadOptions(
             device=Device.parse(settings.get("device", "cpu")),
             dtype=None if dtype == "auto" else DType.parse(dtype),
             format=quantized_format(quantization),
             rounding=quantization if quantization in ROUNDED else "",
+            kv_dtype=KV_DTYPES.get(kv_dtype),
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
             communicator=settings.get("communicator"),

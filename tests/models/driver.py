@@ -55,7 +55,7 @@ class ModelDriver:
         self.kv_cache = KVCache(spec, num_blocks)
         for planes in self.kv_cache.storages:
             for plane in planes:
-                plane[NO_BLOCK : NO_BLOCK + 1] = float("nan")
+                plane[NO_BLOCK : NO_BLOCK + 1] = float("nan") if plane.dtype.is_floating else 127
         free = np.random.default_rng(seed).permutation(np.arange(NO_BLOCK + 1, num_blocks, dtype=np.int32))
         self.block_tables = free[: np.prod(shape)].reshape(shape)
         self.num_tokens = [0] * num_sequences  # in the cache

@@ -14,7 +14,7 @@ import pytest
 
 from runtime import ops
 from runtime.device.device import Device
-from runtime.dtype import bfloat16, float32, int8
+from runtime.dtype import bfloat16, float32, uint8
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor import arithmetic
@@ -157,8 +157,8 @@ def test_kv_cache_spec_counts_its_bytes_and_refuses():
         fields = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 8, "dtype": float32}
         with pytest.raises(InvalidArgumentError, match=words):
             KVCacheSpec(**(fields | change))
-    with pytest.raises(InvalidArgumentError, match="dtype is int8"):
-        KVCacheSpec(1, 1, 8, 8, int8)
+    with pytest.raises(InvalidArgumentError, match="dtype is uint8"):
+        KVCacheSpec(1, 1, 8, 8, uint8)
     with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
         KVCache(spec, 0)
 

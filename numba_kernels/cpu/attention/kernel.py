@@ -8,6 +8,9 @@ read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged
 batch has too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel
 merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
+Pages of int8 and fp8 are widened as a tile loads them; their scales, one a token and head, multiply scores and
+weights instead of keys and values.
+
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
 https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages behind a window are not read. A row that may
 attend to nothing gives zeros.
@@ -23,6 +26,7 @@ from numba import carray, njit
 
 from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
 from numba_kernels.cpu.intrinsics.scalars import exp_f32
+from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.scaling import cap_floats
 from numba_kernels.cpu.target import LANES, TILE_ROWS
@@ -33,7 +37,7 @@ BAD_BLOCK, BAD_LENGTH = 1, 2
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
-    "*q *k_cache *v_cache *query_start *seq_lens *block_table *group_starts *partial *out "
+    "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
     "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
     "*sinks",
     "scale softcap",
@@ -146,6 +150,16 @@ def _find_sequence(group_starts, num_seqs, group):
     return low
 
 
+@njit(nogil=True)
+def _scale_columns(scores_at, rows, scales_at):
+    """Multiplies the columns of ``scores [rows, CHUNK_TOKENS]`` by ``scales [CHUNK_TOKENS]`` (addresses)."""
+    scales = float32_at(scales_at, CHUNK_TOKENS)
+    for row in range(rows):
+        scores = float32_at(scores_at + row * CHUNK_TOKENS * 4, CHUNK_TOKENS)
+        for token in range(CHUNK_TOKENS):
+            scores[token] *= scales[token]
+
+
 @functools.cache
 def group_starts_kernel() -> Kernel:
     """Writes ``group_starts [num_seqs + 1]``: row groups of up to ``group_tokens`` tokens before each sequence of the
@@ -178,6 +192,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
     ``partial [tickets, group_tokens * share, value_width + 2]``.
     """
     itemsize = np.dtype(stored).itemsize
+    has_scales, factor = is_quantised(stored), read_factor(stored)
 
     def attention(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -206,13 +221,16 @@ def attention_kernel(stored: type, span: int) -> Kernel:
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
-        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity, np.float32)
+        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS, np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
         maxima_at = out_at + 2 * sizes[2] * 4
         sums_at = maxima_at + capacity * 4
         factors_at = sums_at + capacity * 4
+        k_scales_at = factors_at + 3 * capacity * 4  # of the chunk's tokens
+        v_scales_at = k_scales_at + CHUNK_TOKENS * 4
+        k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
         tables = np.empty(3 * _HALVES + capacity, np.int64)
         keys_at = address(tables)  # where the keys of each half of a chunk begin
@@ -253,6 +271,12 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     page = block * a.kv_heads + head
                     tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
                     tables[_HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
+                    if has_scales:
+                        of_keys = float32_at(a.k_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
+                        of_values = float32_at(a.v_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
+                        for i in range(HALF_TOKENS):
+                            k_scales[half * HALF_TOKENS + i] = of_keys[i] * factor
+                            v_scales[half * HALF_TOKENS + i] = of_values[i] * factor
                     inside += HALF_TOKENS
                     if inside == a.block_size:
                         entry, inside = entry + 1, 0
@@ -278,12 +302,16 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         stored, span, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim,
                         tile_scores, min(CHUNK_TOKENS, tile_last), values_at, height,
                     )  # fmt: skip
+                    if has_scales:
+                        _scale_columns(tile_scores, tile_rows, k_scales_at)
                     if a.softcap > 0.0:
                         cap_floats(tile_scores, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
                     softmax_tile(
                         tile_scores, ends_at + tile * 8, chunk, a.window, maxima_at + tile * 4, sums_at + tile * 4,
                         factors_at + tile * 4, tile_rows,
                     )  # fmt: skip
+                    if has_scales:
+                        _scale_columns(tile_scores, tile_rows, v_scales_at)
                 for tile in range(0, rows, TILE_ROWS):
                     height = _height(rows - tile)
                     tile_rows = min(height, rows - tile)

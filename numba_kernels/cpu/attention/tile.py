@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I64
+from numba_kernels.cpu.quantised_rows import load_page
 from numba_kernels.cpu.target import LANES, TILE_ROWS, TILE_VECTORS
 
 CHUNK_TOKENS = 64
@@ -104,7 +105,7 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
                         half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
                         _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), kind)
                     lanes = LANES if is_whole else HALF_TOKENS
-                    vectors = [simd.load_wide(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
+                    vectors = [load_page(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
                     if not is_whole:
                         pairs = zip(vectors[::2], vectors[1::2])
                         vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
@@ -250,7 +251,7 @@ def value_tile(
                     page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
                     _fetch(builder, _entry(builder, next_keys, page), builder.udiv(turn, _constant(_HALVES // 2)), kind)
                 vectors = [
-                    simd.load_wide(builder, simd.offset(builder, at, c * vector_bytes), kind) for c in range(width)
+                    load_page(builder, simd.offset(builder, at, c * vector_bytes), kind, LANES) for c in range(width)
                 ]
                 weight_at = builder.add(weights, builder.mul(token, _constant(4)))
                 for r, registers in enumerate(sums):

@@ -9,13 +9,14 @@ import numpy as np
 
 
 def kernels_of(
-    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = ()
+    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = (), pages: str = ""
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use.
 
-    stored      what carries the bits of its weights and pages: "float32", "uint16" (bfloat16), "int16" (float16)
+    stored      what carries the bits of its weights: "float32", "uint16" (bfloat16), "int16" (float16)
     is_int8     whether its matrices are made into int8
     block_size  tokens in a page
+    pages       what carries the bits of its pages, if not `stored`; also "int8", and "uint8" (fp8)
     formats     ggml's, in whose blocks matrices are kept
     """
     from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes kernels
@@ -23,6 +24,7 @@ def kernels_of(
     from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
 
     kind = np.dtype(stored).type
+    paged = np.dtype(pages or stored).type
     matrices = np.uint8 if is_int8 else kind
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
@@ -32,10 +34,10 @@ def kernels_of(
         yield block_panels.pack_blocks_kernel, (each,)
     for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
-    yield attention.attention_kernel, (kind, attention.span_of(block_size))
+    yield attention.attention_kernel, (paged, attention.span_of(block_size))
     yield attention.group_starts_kernel, ()
     yield attention.merge_kernel, ()
-    yield qkv.qkv_kernel, (kind,)
+    yield qkv.qkv_kernel, (paged,)
     yield norm.rms_norm_kernel, (np.float32,)  # norms are widened when they are loaded
     yield norm.layer_norm_kernel, (np.float32,)
     for name in activation.NAMES:

@@ -120,6 +120,11 @@ def float32_at(address, size):
 
 
 @njit
+def int8_at(address, size):
+    return carray(_pointer(address), (size,), np.int8)
+
+
+@njit
 def int32_at(address, size):
     return carray(_pointer(address), (size,), np.int32)
 

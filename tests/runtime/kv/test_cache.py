@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from runtime.dtype import bfloat16, float32, int8
+from runtime.dtype import bfloat16, float32, uint8
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv import cache as module
 from runtime.kv.cache import HostPages, KVCache, KVCacheSpec
@@ -32,7 +32,7 @@ def test_sizes_are_those_of_the_arrays() -> None:
 
 @pytest.mark.parametrize("name", [*SIZES, "dtype", "num_blocks", "num_slots"])
 def test_sizes_must_be_positive_and_fit(name: str) -> None:
-    wrong = {**SIZES, "dtype": float32, "num_blocks": 1, "num_slots": 1, name: int8 if name == "dtype" else 0}
+    wrong = {**SIZES, "dtype": float32, "num_blocks": 1, "num_slots": 1, name: uint8 if name == "dtype" else 0}
     num_blocks, num_slots = wrong.pop("num_blocks"), wrong.pop("num_slots")
 
     def build() -> None:

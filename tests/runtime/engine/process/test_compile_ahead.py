@@ -83,7 +83,7 @@ def test_from_an_empty_cache(tmp_path: Path) -> None:
         "from runtime.engine.config import EngineConfig\n"
         "from runtime.progress import SILENT\n"
         "compile_ahead(None, EngineConfig(device='cpu', dtype='float32'), SILENT)\n"
-        "print(marker('float32', '0', '16').exists())"
+        "print(marker('float32', '0', '16', 'float32').exists())"
     )
     assert python(ahead_of) == "True\n"
     tokenizers = [str(MODELS / "stories260K")] if MODELS.is_dir() else []

@@ -1,0 +1,68 @@
+"""Engines whose KV pages are of int8 and fp8: close to pages of float32, and the same under every schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.registry import load_model
+from runtime.bench.scheduling.engines import local
+from runtime.bench.scheduling.exact import SCHEDULES, bench_exact, engine_maker
+from runtime.engine.config import EngineConfig
+from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import build_engine, describe_engine
+from runtime.errors import InvalidArgumentError
+from runtime.linear.options import LoadOptions
+from tests.models.driver import logits_of
+from tests.models.folders import load_golden, write_model
+
+IDS = np.random.default_rng(0).integers(0, 97, 90).tolist()
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("llama_tied_gqa4", None), ("qwen3_tied_gqa4", [50, 1, 39])])
+def test_models_are_close_to_what_they_are_with_pages_of_floats(name, chunks, tmp_path):
+    """The weights are random, so that logits lose more than a trained model's do."""
+    folder = write_model(tmp_path, load_golden(name))
+    exact = logits_of(load_model(folder, device="cpu", dtype="float32"), IDS)
+    errors = []
+    for kind in ("bfloat16", "int8", "fp8"):
+        model = load_model(folder, device="cpu", dtype="float32", kv_cache_dtype=kind)
+        found = logits_of(model, IDS, chunks)
+        errors.append(float(np.linalg.norm(found - exact) / np.linalg.norm(exact)))
+    assert 0 < errors[0] < errors[1] < errors[2] < 0.05
+
+
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.exhaustive)])
+def test_the_same_bits_under_every_schedule(kind: str) -> None:
+    make = engine_maker({"device": "cpu", "seed": 0, "kv_cache_dtype": kind}, exact=True)
+    report = bench_exact(make, make, num_requests=48, num_schedules=5, num_rounds=0, max_model_len=64)
+    assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
+    assert [row["name"] for row in report["schedules"]] == [each.name for each in SCHEDULES[:5]]
+    assert sum(row["num_preemptions"] for row in report["schedules"]) >= 2
+
+
+def test_bytes_are_those_of_the_planes() -> None:
+    sizes = {}
+    for kind in ("bfloat16", "int8", "fp8"):
+        config = EngineConfig(device="cpu", num_blocks=64, kv_cache_dtype=kind)
+        info = describe_engine(None, config)
+        cache = local(build_engine(device="cpu", num_blocks=64, kv_cache_dtype=kind)).kv_cache
+        planes = [plane.array for storage in cache.storages for plane in storage]
+        assert info.kv_cache_bytes == sum(plane.nbytes for plane in planes)
+        assert info.kv_cache_dtype == {"fp8": "float8_e4m3"}.get(kind, kind)
+        sizes[kind] = info.kv_cache_bytes
+    assert sizes["int8"] == sizes["fp8"] < 0.6 * sizes["bfloat16"]
+
+
+def test_refusals() -> None:
+    with pytest.raises(RequestError, match="kv_cache_dtype") as caught:
+        EngineConfig(kv_cache_dtype="int4")  # type: ignore[arg-type]
+    assert caught.value.param == "kv_cache_dtype"
+    with pytest.raises(RequestError, match="megakernel', which reads no KV cache in fp8"):
+        EngineConfig(decode="megakernel", kv_cache_dtype="fp8")
+    for kind in ("int8", "fp8"):
+        with pytest.raises(InvalidArgumentError, match="on the cpu alone") as refused:
+            LoadOptions.parse(device="emulated:sm_80", kv_cache_dtype=kind)
+        assert refused.value.param == "kv_cache_dtype"
+    with pytest.raises(InvalidArgumentError, match="must be auto, or the weights' bfloat16"):
+        describe_engine(None, EngineConfig(device="emulated:sm_80", kv_cache_dtype="float16"))
