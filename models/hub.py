@@ -36,6 +36,20 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
     Raises `ModelNotFoundError`, `GatedModelError`, `HubOfflineError` or `HubError`, each naming what was
     asked for.
     """
+    path = local_model(name_or_path)
+    if path is not None:
+        return path
+    name = str(name_or_path)
+    repository, colon, tag = name.partition(":")
+    if not colon:
+        return _download(name, reporter, _WANTED_FILES, _UNWANTED_FILES)
+    patterns = _gguf_patterns(tag)
+    return _only_gguf(name, _download(repository, reporter, patterns), patterns)
+
+
+def local_model(name_or_path: str | Path | None) -> Path | None:
+    """`resolve_model` of what lies on this machine; None for a hub id. Raises `ModelNotFoundError` for what is neither.
+    Nothing is downloaded."""
     if name_or_path is None:
         return BUNDLED_MODEL
     name, path = str(name_or_path), _local_path(name_or_path)
@@ -49,10 +63,7 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
     is_id = _REPOSITORY_ID.fullmatch(repository) and ".." not in repository and "--" not in repository
     if isinstance(name_or_path, Path) or not is_id or (colon and not _TAG.fullmatch(tag)):
         raise ModelNotFoundError(f"{name!r}: there is no such file or folder, and it is no hub id (owner/name)")
-    if not colon:
-        return _download(name, reporter, _WANTED_FILES, _UNWANTED_FILES)
-    patterns = _gguf_patterns(tag)
-    return _only_gguf(name, _download(repository, reporter, patterns), patterns)
+    return None
 
 
 def model_name(name_or_path: str | Path | None) -> str:

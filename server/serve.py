@@ -27,7 +27,7 @@ from typing import Any
 
 import uvicorn
 
-from models.hub import model_name
+from models.hub import local_model, model_name
 from models.model_files import open_model
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
@@ -81,7 +81,7 @@ def serve(
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
     Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise: for
-    the address and wrong options before the port is open, for the model after that.
+    the address, wrong options and a model that is nowhere before the port is open, else for the model after that.
     """
     config = config or ServerConfig()
     config = replace(
@@ -94,6 +94,7 @@ def serve(
         stack.callback(close_log, writer)
         check_files(config)
         listener = stack.enter_context(closing(listen(host, port)))
+        local_model(model)
         allow_connections(config.max_connections)
         template = read_chat_template(chat_template)
         is_textless = model is not None and Path(model).exists() and not open_model(model).has_tokenizer()
