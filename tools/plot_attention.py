@@ -66,6 +66,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
     def observe(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, *, scale: float,
         window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
+        scales: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
         tokens, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = k_cache.shape

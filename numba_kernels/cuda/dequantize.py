@@ -49,15 +49,17 @@ def _scale_loader(packing: Packing, dtype: str) -> Any:
     return load_power
 
 
+def _scale_index(packing: Packing, step: int) -> int:
+    """Which of a thread's scales, in the order in which they lie, the elements of a step have."""
+    return step if packing.halves == 2 else step * packing.lane_scales // packing.steps
+
+
 @functools.cache
-def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
-    """A device function that leaves a thread's 8 elements of a step of 32."""
-    element, group = packing.element, packing.group
-    unpack = unpack_all(element, "f16", ((0, packing.lane_words * step, -1, -1),), False)
-    load_scale, unpack_pair, store = _scale_loader(packing, dtype), convert.unpack_f16, elements_storer(dtype, width)
-    load_zero, has_zeros = element_loader(dtype), packing.has_zeros
-    index = (step if packing.halves == 2 else step * packing.lane_scales // packing.steps) if group else 0
-    scale_at, zero_at = 2 * index * packing.scale_bytes(dtype), 2 * index * ITEM_BYTES[dtype]
+def _scales_loader(packing: Packing, dtype: str) -> tuple[Any, int]:
+    """A device function that reads each of a thread's scales and zero points once, and how many there are."""
+    load_scale, load_zero = _scale_loader(packing, dtype), element_loader(dtype)
+    element, group, has_zeros = packing.element, packing.group, packing.has_zeros
+    scale_step, zero_step = 2 * packing.scale_bytes(dtype), 2 * ITEM_BYTES[dtype]
     lacking = SHIFTS.get((element, "f16"), 0)
     if packing.scale in ("value", "exponent"):
         lacking -= SHIFTS.get((element, dtype), 0)
@@ -66,6 +68,27 @@ def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
     factor = 2.0**lacking
     middle = 1 << (BITS[element] - 1)
     from_zero = middle - offset_of(element, dtype if dtype != "f32" else "f16", 0) if element in INTEGERS else 0.0
+    count = _scale_index(packing, packing.steps - 1) + 1 if group else 1
+
+    @device_function
+    def load_scales(scales_at, zeros_at, scales, zeros):
+        for i in range(count):
+            scale, zero = float32(factor), float32(0.0)
+            if group > 0:
+                scale = load_scale(scales_at + uint64(i * scale_step)) * float32(factor)
+            if has_zeros:
+                zero = load_zero(zeros_at + uint64(i * zero_step)) + float32(from_zero)
+            scales[i], zeros[i] = scale, zero
+
+    return load_scales, count
+
+
+@functools.cache
+def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
+    """A device function that leaves a thread's 8 elements of a step of 32."""
+    unpack = unpack_all(packing.element, "f16", ((0, packing.lane_words * step, -1, -1),), False)
+    unpack_pair, store = convert.unpack_f16, elements_storer(dtype, width)
+    index = _scale_index(packing, step) if packing.group else 0
     item_bytes, count = ITEM_BYTES[dtype], 8 // width
 
     @device_function
@@ -74,11 +97,7 @@ def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
         values = cuda.local.array(8, float32)
         part = cuda.local.array(width, float32)
         unpack(pairs, words, words, words)
-        scale, zero = float32(factor), float32(0.0)
-        if group > 0:
-            scale = load_scale(scales + uint64(scale_at)) * float32(factor)
-        if has_zeros:
-            zero = load_zero(zeros + uint64(zero_at)) + float32(from_zero)
+        scale, zero = scales[index], zeros[index]
         for i in range(4):
             low, high = unpack_pair(pairs[i])
             values[2 * i] = (low + zero) * scale * row_scale
@@ -113,6 +132,7 @@ def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specia
     """Arguments: packed, ids, out, flag addresses; rows of out, of the matrix; k; multiplier."""
     find = sections_of(packing, dtype)
     leave_steps = in_turn([_step(packing, dtype, width, step) for step in range(packing.steps)])
+    load_scales, num_scales = _scales_loader(packing, dtype)
     load, load_row_scale, store_flag = memory.stream_4xb32, memory.load_f32, memory.store_b32
     load_id, halves = memory.load_b32, packing.halves
     chunk, zeros_chunk = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
@@ -130,6 +150,7 @@ def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specia
             inside, slot = slot & uint32(TILE_ROWS - 1), slot >> uint32(3)
         target = uint32(uint32(cuda.blockIdx.y) * uint32(rows_at_once) + inside)
         words = cuda.local.array(4, uint32)
+        scales, zeros = cuda.local.array(num_scales, float32), cuda.local.array(num_scales, float32)
         while target < num_rows and slot < slots:
             row = target
             if is_lookup:
@@ -152,7 +173,8 @@ def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specia
                 row_scale *= multiplier
             column = uint32(slot * uint32(slot_elements) + t * uint32(8))
             at = out + uint64(target) * uint64(k) * uint64(item_bytes)
-            leave_steps(words, scale_at, zero_at, row_scale, column, k, at)
+            load_scales(scale_at, zero_at, scales, zeros)
+            leave_steps(words, scales, zeros, row_scale, column, k, at)
             target = uint32(target + uint32(cuda.gridDim.y) * uint32(rows_at_once))
 
     return Specialisation(

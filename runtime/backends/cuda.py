@@ -154,9 +154,10 @@ def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: i
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
     q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
-    """See `ops.qkv_prepare`."""
+    """See `ops.qkv_prepare`. `page_shape` refuses pages of other numbers than activations, so no scales come."""
+    assert not page_scales
     gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
     norms = [0 if norm is None else norm.address for norm in (q_norm, k_norm)]
     cos = sin = rotary = q_scales = norm_scales = 0
@@ -188,9 +189,10 @@ def qkv_prepare(
 
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
-    window: int | None, sinks: Tensor | None, softcap: float | None,
+    window: int | None, sinks: Tensor | None, softcap: float | None, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
+    assert not page_scales
     op, gpu = "attention", Gpu.of(q.device)
     (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
     seqs = batch.num_seqs

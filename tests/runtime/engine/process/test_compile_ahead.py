@@ -34,7 +34,7 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"), SILENT)
     program = python_module("runtime.engine.process.compile_ahead")
-    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16"]]
+    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16", "uint16"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
     refused = EngineConfig(device="cpu", dtype="int32")  # when the model is loaded
     ahead.compile_ahead(None, refused, SILENT)
