@@ -2,18 +2,27 @@
 
 Needs no GPU: NVVM makes the PTX, which the cache of kernels keeps, and nvJitLink, which is ptxas, the machine code.
 nvdisasm shows what ptxas has moved: loads that shall run before the kernel in front has ended, and how blocks of a
-cluster meet. Work is spread over processes by specialisation.
+cluster meet. Work is spread over processes by specialisation, and what was found is kept on disk, by the PTX, what
+assembles and reads it, and the files of this folder:
+
+    <XDG_CACHE_HOME or ~/.cache>/xserv/examined/<digest of the sources>/<digest>.facts
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 import multiprocessing
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+from numba_kernels.cache import sources_digest
+from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import few_rows, hopper, tensor_core
@@ -23,6 +32,7 @@ from runtime.device.assemble import assemble
 from runtime.device.emulator.driver.architectures import model_of
 from runtime.device.emulator.driver.occupancy import blocks_per_sm
 from runtime.device.kernel_cache import KernelCache, is_meant_for
+from runtime.device.kernel_key import tool_versions
 from tools.kernel_costs.machine_code import MachineInstruction, disassemble
 
 QWEN_VOCABULARY = 151_936
@@ -34,6 +44,7 @@ _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
 _LOAD = re.compile(r"\bld\.global\b")
 _WAIT = "griddepcontrol.wait"
+_MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
@@ -222,20 +233,57 @@ def examine(
         text = cache.get(specialisation, arch, is_ptx=True).image.rstrip(b"\0").decode()
         if bool(_DYNAMIC.search(text)) != bool(dynamic):
             raise RuntimeError(f"{specialisation.name}: {dynamic} bytes of dynamic shared memory, its PTX disagrees")
-        code = assemble(text, arch)
-        model, threads = model_of(arch), specialisation.max_threads
-        shared = code.static_shared_bytes + dynamic
-        blocks = blocks_per_sm(model, threads, code.num_registers, shared)
-        found.append(
-            StaticFacts(
-                specialisation.name, arch, threads, code.num_registers, code.stack_bytes,
-                code.spill_store_bytes + code.spill_load_bytes, shared, blocks,
-                blocks * threads / model.threads_per_sm, tuple(_PTXAS.findall(code.log)),
-                _DOUBLE.search(text) is not None, _LOCAL.search(text) is not None,
-                machine_facts(text, disassemble(code.cubin, nvdisasm)) if nvdisasm else None,
-            )
-        )  # fmt: skip
+        path = _path_of(specialisation, arch, text, dynamic, nvdisasm)
+        facts = _read(path)
+        if facts is None:
+            with locked(path):
+                facts = _read(path)  # by another process, which held the lock
+                if facts is None:
+                    facts = _examine(specialisation, arch, text, dynamic, nvdisasm)
+                    write_entry(path, dataclasses.asdict(facts), b"")
+        found.append(facts)
     return found
+
+
+def _examine(
+    specialisation: Specialisation, arch: str, text: str, dynamic_bytes: int, nvdisasm: str | None
+) -> StaticFacts:
+    code = assemble(text, arch)
+    model, threads = model_of(arch), specialisation.max_threads
+    shared = code.static_shared_bytes + dynamic_bytes
+    blocks = blocks_per_sm(model, threads, code.num_registers, shared)
+    machine = None
+    if nvdisasm is not None:
+        tells_more = _MEETS_OR_SWAPS.search(text) or (_WAIT in text and num_early_loads(text))
+        machine = machine_facts(text, disassemble(code.cubin, nvdisasm)) if tells_more else MachineFacts()
+    return StaticFacts(
+        specialisation.name, arch, threads, code.num_registers, code.stack_bytes,
+        code.spill_store_bytes + code.spill_load_bytes, shared, blocks, blocks * threads / model.threads_per_sm,
+        tuple(_PTXAS.findall(code.log)), _DOUBLE.search(text) is not None, _LOCAL.search(text) is not None, machine,
+    )  # fmt: skip
+
+
+def _path_of(specialisation: Specialisation, arch: str, text: str, dynamic_bytes: int, nvdisasm: str | None) -> Path:
+    """Where the facts are kept. `nvdisasm` is told from another one by its bytes' number and time."""
+    program = "" if nvdisasm is None else f"{(status := Path(nvdisasm).stat()).st_size} {status.st_mtime_ns}"
+    words = specialisation.name, str(specialisation.max_threads), arch, text, str(dynamic_bytes), tool_versions()
+    key = hashlib.sha256("\0".join((*words, program)).encode()).hexdigest()[:24]
+    return cache_root("examined") / _sources()[:16] / f"{key}.facts"
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of this file and of all that it imports from this project."""
+    return sources_digest(Path(__file__))
+
+
+def _read(path: Path) -> StaticFacts | None:
+    entry = read_entry(path)
+    if entry is None:
+        return None
+    kept = entry[0]
+    machine = kept["machine"] and MachineFacts(**kept["machine"])
+    return StaticFacts(**kept | {"messages": tuple(kept["messages"]), "machine": machine})
 
 
 def _examine_named(names: Sequence[str], archs: Sequence[str], nvdisasm: str) -> list[StaticFacts]:
