@@ -89,7 +89,7 @@ _WITHIN = {
     "StructuredOutputs": "disable_any_whitespace disable_additional_properties whitespace_pattern disable_fallback",
     "InputMessage": "parsed cache_control created_at created_by name metadata",
     "InputPart": "parsed cache_control id citations",
-    "InputFunctionCall": "parsed_arguments namespace caller created_by agent thought_signature",
+    "InputFunctionCall": "parsed_arguments caller created_by agent thought_signature",
     "InputFunctionCallOutput": "created_by name namespace caller agent cache_control",
     "InputReasoning": "created_by agent signature format",
     "Turn": "id type model stop_reason stop_sequence stop_details usage container",

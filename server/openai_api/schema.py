@@ -20,7 +20,9 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Prompt = str | list[str | Int | list[Int]]
 """A text, texts, the ids of one prompt, or those of several. A mixture passes here and is refused later."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
+MAX_NAME_CHARACTERS = 128
+
+Name = Annotated[str, msgspec.Meta(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARACTERS}}}$(?!\n)")]
 """The name of a function or a format: as long as Anthropic's may be. (Python's `$` would pass a last newline, JSON
 Schema's does not.)"""
 

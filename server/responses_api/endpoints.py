@@ -23,6 +23,7 @@ from server.openai_api.schema import Message
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
 from server.responses_api.input import input_messages
+from server.responses_api.namespaces import flat_tools
 from server.responses_api.objects import (
     ErrorEvent,
     Event,
@@ -147,7 +148,8 @@ def _prepare(
     conversation = [*before, *input_messages(asked.input)]
     response_id = f"resp_{uuid4().hex}"
     try:
-        chat = prepare_chat(service, chat_request(asked, conversation), response_id, arrival_time_s)
+        tools, namespaced = flat_tools(asked.tools or ())
+        chat = prepare_chat(service, chat_request(asked, conversation, tools), response_id, arrival_time_s)
     except ApiError as error:
         raise in_own_names(error) from None
     params = chat.generation.params
@@ -158,7 +160,7 @@ def _prepare(
         response=begun_response(
             asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p
         ),
-        output=ResponseOutput(),
+        output=ResponseOutput(namespaced),
         input_items=[{"id": f"{_kind(item)}_{uuid4().hex}", **item} for item in given],
         conversation=conversation,
         has_logprobs=LOGPROBS in (asked.include or ()),

@@ -9,6 +9,7 @@ import msgspec
 
 from server.errors import below, invalid
 from server.openai_api.schema import FunctionCall, Message, ToolCall
+from server.responses_api.namespaces import flat_name
 from server.responses_api.schema import (
     InputFunctionCall,
     InputFunctionCallOutput,
@@ -62,7 +63,7 @@ def _append(messages: list[Message], item: Item, path: str) -> None:
         if text := "".join(part.text for part in item.content or item.summary):
             messages.append(Message(role="assistant", reasoning_content=text))
     elif isinstance(item, InputFunctionCall):
-        call = ToolCall(function=FunctionCall(item.name, item.arguments), id=item.call_id)
+        call = ToolCall(function=FunctionCall(flat_name(item.namespace, item.name), item.arguments), id=item.call_id)
         turn = _open_turn(messages)
         turn.tool_calls = [*(turn.tool_calls or ()), call]
     elif item.role == "assistant":

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.openai_api.answers import ChatTokenLogprob
-from server.responses_api.schema import FunctionTool, Status, TextOptions, ToolChoice
+from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -44,6 +44,7 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str = ""
     status: Status = "in_progress"
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
@@ -108,7 +109,7 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextOptions
     tool_choice: ToolChoice
-    tools: list[FunctionTool]
+    tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
+from msgspec import UNSET
+
 from runtime.text.pipeline import TextDelta
 from server.openai_api.answers import ChatTokenLogprob
+from server.responses_api.namespaces import Names
 from server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -37,12 +40,16 @@ from server.responses_api.objects import (
 
 class ResponseOutput:
     """The items so far. `push` and `finish` give events that are to be encoded at once: they hold the items
-    themselves, which go on to change."""
+    themselves, which go on to change.
 
-    def __init__(self) -> None:
+    namespaced  functions of the request that stand in namespaces, by the model's names for them
+    """
+
+    def __init__(self, namespaced: Names) -> None:
         self.items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._open_call = -1
+        self._namespaced = namespaced
 
     def push(self, delta: TextDelta, logprobs: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
         """What a delta adds. `logprobs` belong to its text."""
@@ -53,9 +60,9 @@ class ResponseOutput:
         for call in delta.tool_calls:
             if call.index != self._open_call or not isinstance(self._open, OutputFunctionCall):
                 yield from self._close()
-                yield from self._begin(
-                    OutputFunctionCall(id=_new_id("fc"), call_id=call.id or _new_id("call"), name=call.name or "")
-                )
+                namespace, name = self._namespaced.get(call.name or "", (UNSET, call.name or ""))
+                item = OutputFunctionCall(_new_id("fc"), call.id or _new_id("call"), name, namespace=namespace)
+                yield from self._begin(item)
                 self._open_call = call.index
             assert isinstance(self._open, OutputFunctionCall)
             if call.arguments:

@@ -21,6 +21,7 @@ from server.openai_api.schema import (
     ToolCall,
 )
 from server.openai_api.schema import ToolChoice as ChatToolChoice
+from server.responses_api.namespaces import flat_name
 from server.responses_api.objects import (
     OutputFunctionCall,
     OutputItem,
@@ -32,7 +33,6 @@ from server.responses_api.schema import (
     SAME_AS_IN_A_CHAT,
     AllowedFunctionsChoice,
     FunctionChoice,
-    FunctionTool,
     NamedJsonSchemaFormat,
     ResponsesRequest,
     TextOptions,
@@ -51,8 +51,10 @@ RENAMED = {
 """A chat's fields by the names that they have here."""
 
 
-def chat_request(asked: ResponsesRequest, conversation: Sequence[Message]) -> ChatCompletionRequest:
-    """The chat's request. Raises `ApiError` 400."""
+def chat_request(
+    asked: ResponsesRequest, conversation: Sequence[Message], tools: list[dict[str, Any]]
+) -> ChatCompletionRequest:
+    """The chat's request with its own form of the tools. Raises `ApiError` 400."""
     if asked.stream_options is not None:
         if not asked.stream:
             raise invalid("stream_options", "stream_options is only for stream: true.")
@@ -71,7 +73,7 @@ def chat_request(asked: ResponsesRequest, conversation: Sequence[Message]) -> Ch
         top_logprobs=asked.top_logprobs if has_logprobs else None,
         response_format=_response_format(asked.text),
         reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-        tools=[_tool(tool) for tool in asked.tools] if asked.tools else None,
+        tools=tools or None,
         tool_choice=_tool_choice(asked.tool_choice),
         **{name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT},
     )
@@ -86,16 +88,11 @@ def _response_format(text: TextOptions | None) -> Any:
 
 def _tool_choice(choice: ToolChoice | None) -> ChatToolChoice | None:
     if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(NamedFunction(choice.name))
+        return NamedToolChoice(NamedFunction(flat_name(choice.namespace, choice.name)))
     if isinstance(choice, AllowedFunctionsChoice):
-        tools = [AllowedTool("function", NamedFunction(tool.name)) for tool in choice.tools]
+        tools = [AllowedTool("function", NamedFunction(flat_name(tool.namespace, tool.name))) for tool in choice.tools]
         return AllowedToolsChoice(AllowedTools(choice.mode, tools))
     return choice
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def in_own_names(error: ApiError) -> ApiError:
@@ -134,7 +131,7 @@ def output_messages(items: Sequence[OutputItem]) -> list[Message]:
     """The assistant's turn as the next request's conversation has it: what was thought is not repeated."""
     text = "".join(part.text for item in items if isinstance(item, OutputMessage) for part in item.content)
     calls = [
-        ToolCall(function=FunctionCall(item.name, item.arguments), id=item.call_id)
+        ToolCall(function=FunctionCall(flat_name(item.namespace or None, item.name), item.arguments), id=item.call_id)
         for item in items
         if isinstance(item, OutputFunctionCall)
     ]

@@ -47,20 +47,39 @@ class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function of the client's; the other kinds of OpenAI's tools are run by OpenAI."""
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A function of the client's."""
 
-    type: Literal["function"]
     name: Name
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
 
 
-class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """The one function that must be called, or one that may be."""
+MAX_TOOLS = 128
+"""Functions of a request, those in namespaces included."""
+
+
+class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
+    """Functions of the client's under a name of their own; `server.responses_api.namespaces` shows them to the
+    model."""
 
     name: Name
+    description: str
+    tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+ResponsesTool = FunctionTool | NamespaceTool
+"""The other kinds of OpenAI's tools are run by OpenAI."""
+
+
+class FunctionChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="function"
+):
+    """The one function that must be called, or one that may be. namespace: where it stands."""
+
+    name: Name
+    namespace: Name | None = None
 
 
 class AllowedFunctionsChoice(
@@ -69,7 +88,7 @@ class AllowedFunctionsChoice(
     """Only these of the request's tools may be called ("auto"); one of them must be ("required")."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], msgspec.Meta(min_length=1, max_length=128)]
+    tools: Annotated[list[FunctionChoice], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice
@@ -117,7 +136,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     top_logprobs: Int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=128)] | None = None
+    tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -168,6 +187,7 @@ class InputFunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     call_id: str
     name: Name
     arguments: str
+    namespace: Name | None = None
     id: str | None = None
     status: Status | None = None
 

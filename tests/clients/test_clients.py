@@ -53,9 +53,6 @@ web_search = "disabled"
 name = "xserv"
 base_url = "{url}/v1"
 wire_api = "responses"
-
-[features]
-multi_agent = false
 """
 
 

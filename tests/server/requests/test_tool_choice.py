@@ -145,6 +145,59 @@ def test_allowed_tools(client: openai.OpenAI) -> None:
         client.responses.create(model="xserv-demo", input="Hello!", tools=FLAT, tool_choice=choice)
 
 
+def namespace(name: str, *tools: Any) -> Any:
+    return {"type": "namespace", "name": name, "description": f"Functions of {name}.", "tools": list(tools)}
+
+
+def test_functions_in_namespaces(client: openai.OpenAI) -> None:
+    """A call has the two names that its tool has, however OpenAI's SDK gets it, and goes back as it came."""
+    tools = [namespace("sky", flat("get_weather")), namespace("clock", flat("get__time"))]
+    asked: Any = {"model": "xserv-demo", "input": "Hello!", "tools": tools, "parallel_tool_calls": False}
+    choice = {"type": "function", "name": "get__time", "namespace": "clock"}
+    answer = client.responses.create(**asked, tool_choice=choice)
+    (first,) = answer.output
+    assert first.type == "function_call"
+    assert (first.namespace, first.name) == ("clock", "get__time")
+    jsonschema.validate(json.loads(first.arguments), CLOSED)
+    assert [tool.to_dict() for tool in answer.tools] == [
+        {**tool, "tools": [{**each, "strict": None, "description": None} for each in tool["tools"]]} for tool in tools
+    ]
+    with client.responses.stream(**asked, tool_choice="required") as events:
+        (call,) = events.get_final_response().output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name) in {("sky", "get_weather"), ("clock", "get__time")}
+
+    def num_tokens(*items: Any, **fields: Any) -> int:
+        usage = client.responses.create(**{**asked, **fields, "input": items}, max_output_tokens=1).usage
+        assert usage is not None
+        return usage.input_tokens
+
+    hello = {"role": "user", "content": "Hello!"}
+    output = {"type": "function_call_output", "call_id": first.call_id, "output": "9"}
+    as_seen = {**first.to_dict(), "name": "clock__get__time", "namespace": None}
+    expected = num_tokens(hello, as_seen, output)
+    assert num_tokens(hello, first.to_dict(), output) == expected
+    assert num_tokens(output, previous_response_id=answer.id) == expected
+
+
+def test_the_names_of_namespaces_and_functions_together(client: openai.OpenAI) -> None:
+    def refused(*tools: Any) -> openai.BadRequestError:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="xserv-demo", input="Hello!", tools=tools)
+        return caught.value
+
+    error = refused(flat("sky__look"), namespace("sky", flat("look")))
+    assert error.param == "tools[1].tools[0].name"
+    assert "two functions that the model sees as 'sky__look'" in error.message
+    error = refused(namespace("n" * 100, flat("f" * 27)))
+    assert error.param == "tools[0].tools[0].name"
+    assert "at most 128" in error.message
+    error = refused(*(namespace(f"n{i}", *(flat(f"f{j}") for j in range(65))) for i in range(2)))
+    assert "at most 128 functions, got 130" in error.message
+    assert refused({**namespace("sky", flat("look")), "tools": []}).param == "tools[0].tools"
+    assert refused(namespace("sky", {"type": "custom", "name": "look"})).param == "tools[0].tools[0].type"
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "no"]}}}
 
 
