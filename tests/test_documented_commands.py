@@ -69,6 +69,8 @@ ELSEWHERE = {
         "python tools/stalled_reader.py --url http://127.0.0.1:8000 --pid PID --seconds 60",
         "xserv bench serve",
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
+        "xserv bench accuracy --url http://host:8000 --gsm8k test.jsonl --shots train.jsonl --records answers.jsonl",
+        "xserv bench accuracy --url http://host:8000 --perplexity text.txt",
         "xserv bench serve --base-url http://host:8000 --endpoint chat "
         "--num-prompts 500 --request-rate 20 --burstiness 0.5",
         "xserv bench serve --prefix-len 512 --num-prefixes 4 --max-concurrency 64 --api-key KEY --base-url …",

@@ -13,7 +13,7 @@ from runtime.commands.report import ReportOptions, listing
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: latency, throughput, serve, streaming, peers, allocator, exact, overhead, loading.",
+    help="Measure: latency, throughput, serve, streaming, accuracy, peers, allocator, exact, overhead, loading.",
     rich_markup_mode=None,
     add_completion=False,
 )

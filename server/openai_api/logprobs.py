@@ -77,13 +77,18 @@ class Echo:
 
     @classmethod
     def of(cls, token_ids: list[int], text: str | None, tokenizer: Tokenizer, *, has_offsets: bool) -> Echo:
-        """`text` is None for a prompt that was given as ids: then it is what they decode to."""
+        """`text` is None for a prompt that was given as ids: then it is what they decode to, without special tokens. A
+        text shows those that it spells, not those that the tokenizer puts in front."""
+        is_given = text is not None
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
         offsets: list[int] = []
         if has_offsets:
-            decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-            ends = accumulate(len(decoder.push([token_id])) for token_id in token_ids)
+            added = _num_added(token_ids, text, tokenizer) if is_given else 0
+            decoder = IncrementalDecoder(tokenizer, skip_special_tokens=not is_given)
+            ends = accumulate(
+                len(decoder.push([token_id])) if place >= added else 0 for place, token_id in enumerate(token_ids)
+            )
             places = TokenPlaces(tokenizer)
             offsets = [min(places.next(*each), len(text)) for each in zip(token_ids, ends, strict=True)]
         return cls(tokenizer, text, token_ids, offsets)
@@ -94,6 +99,14 @@ class Echo:
         for token_id, offset, entry in zip(self.token_ids, self.token_offsets, entries, strict=True):
             _append(result, token_id, entry, offset, self.tokenizer)
         return result
+
+
+def _num_added(token_ids: list[int], text: str, tokenizer: Tokenizer) -> int:
+    """How many special tokens stand in front that the text does not spell."""
+    for place, token_id in enumerate(token_ids):
+        if token_id not in tokenizer.all_special_ids or text.startswith(tokenizer.id_to_token(token_id) or "\0"):
+            return place
+    return len(token_ids)
 
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

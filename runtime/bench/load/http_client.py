@@ -177,13 +177,34 @@ async def request(
 
 async def get_json(origin: Origin, path: str, api_key: str | None) -> dict[str, Any]:
     """The whole answer of a GET, as JSON."""
+    return await _json(origin, "GET", path, None, api_key)
+
+
+async def post_json(origin: Origin, path: str, payload: dict[str, Any], api_key: str | None) -> dict[str, Any]:
+    """The whole answer of a POST, as JSON."""
+    return await _json(origin, "POST", path, payload, api_key)
+
+
+async def _json(
+    origin: Origin, method: str, path: str, payload: dict[str, Any] | None, api_key: str | None
+) -> dict[str, Any]:
     pieces: list[bytes] = []
-    await request(origin, "GET", path, None, api_key, pieces.append)
+    await request(origin, method, path, payload, api_key, pieces.append)
     try:
-        answer: dict[str, Any] = json.loads(b"".join(pieces))
+        answer = json.loads(b"".join(pieces))
     except ValueError as error:
         raise BenchmarkError(f"{origin}{path} answered no JSON") from error
+    if not isinstance(answer, dict):
+        raise BenchmarkError(f"{origin}{path} answered no JSON object")
     return answer
+
+
+async def first_model(origin: Origin, api_key: str | None) -> str:
+    """The first model that the server lists."""
+    models = (await get_json(origin, "/v1/models", api_key)).get("data") or []
+    if not models:
+        raise BenchmarkError(f"{origin}/v1/models lists no model: name one with --model")
+    return str(models[0]["id"])
 
 
 async def stream_events(

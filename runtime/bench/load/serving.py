@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.bench.environment import describe_machine
-from runtime.bench.load.http_client import Event, Origin, Usage, get_json, stream_events
+from runtime.bench.load.http_client import Event, Origin, Usage, first_model, stream_events
 from runtime.bench.load.report import GOALS, METRICS, Answer, details, summary
 from runtime.bench.load.samples import Sample
 from runtime.bench.metrics import BenchmarkError, check_finite
@@ -105,7 +105,7 @@ async def bench_serve(
         if name not in GOALS or not 0 < most_ms < math.inf:
             raise BenchmarkError(f"--goodput {name}:{most_ms:g} is not ttft, tpot or e2el and milliseconds above 0")
     origin = Origin.parse(base_url)
-    model = model or await _first_model(origin, api_key)
+    model = model or await first_model(origin, api_key)
     start = time.perf_counter()
     for sample in warmups:
         warmup = await _ask(origin, model, sample, load, api_key, start)
@@ -153,13 +153,6 @@ async def bench_serve(
     report["environment"] = describe_machine()
     check_finite(report)
     return report
-
-
-async def _first_model(origin: Origin, api_key: str | None) -> str:
-    models = (await get_json(origin, "/v1/models", api_key)).get("data") or []
-    if not models:
-        raise BenchmarkError(f"{origin}/v1/models lists no model: name one with --model")
-    return str(models[0]["id"])
 
 
 async def _ask(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from models.hub import BUNDLED_MODEL
 from runtime.engine.messages import EngineRequest
+from runtime.text.load import load_tokenizer
+from server.openai_api.logprobs import Echo
 from server.openai_api.schema import CompletionRequest
 from server.requests.sampling import completion_params
 from tests.server.byte_tokenizer import END_OF_TURN
@@ -121,6 +125,17 @@ def test_echo(served: Served, prompt: Any) -> None:
     for index, answer in enumerate((ANSWER, f"{ANSWER} 1")):
         text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == index)
         assert text == f"aü{answer}"
+
+
+def test_places_in_an_echoed_prompt_with_special_tokens() -> None:
+    """Those that the text spells are part of it; one that the tokenizer puts in front is not."""
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    text = "<|user|>Hi<|end|>\n<|assistant|>"
+    ids = tokenizer.encode(text)
+    for in_front in ([], [tokenizer.token_to_id("<|pad|>")]):
+        echo = Echo.of([*in_front, *ids], text, tokenizer, has_offsets=True)
+        pieces = [text[a:b] for a, b in pairwise([*echo.token_offsets, len(text)])]
+        assert pieces == ["" for _ in in_front] + [tokenizer.decode([each]) for each in ids]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,173 @@
+"""`xserv bench accuracy`: right answers to word problems, and perplexity, of any running OpenAI server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.bench.accuracy import text_scores
+from runtime.bench.accuracy.gsm8k import STOP, Problem, as_messages, as_text, flexible_number, strict_number
+from runtime.bench.accuracy.records import Records
+from runtime.bench.accuracy.text_scores import Scores, pieces_of
+from runtime.bench.environment import describe_machine
+from runtime.bench.load.http_client import Origin, first_model, post_json
+from runtime.bench.metrics import BenchmarkError
+from runtime.progress import Reporter, Show
+
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyRun:
+    """What is asked, and how.
+
+    Attributes:
+        problems, shots: word problems, and the worked ones in front of each; no problems: none are asked.
+        text: to be scored, if any; `context` and `scored` are the characters of its pieces (`text_scores`).
+        concurrency: most requests that are open at once.
+        model: None means the first that the server lists.
+    """
+
+    url: str
+    problems: Sequence[Problem] = ()
+    shots: Sequence[Problem] = ()
+    endpoint: Literal["completions", "chat"] = "completions"
+    max_tokens: int = 320
+    text: str = ""
+    context: int = 512
+    scored: int = 512
+    concurrency: int = 8
+    timeout_s: float = 600.0
+    model: str | None = None
+    api_key: str | None = None
+
+
+async def measure(run: AccuracyRun, records_path: Path | None, reporter: Reporter) -> dict[str, Any]:
+    """The report. A request that fails is sent three times.
+
+    Raises:
+        BenchmarkError: for a server that cannot be reached, refuses, or scores no prompt.
+        InvalidArgumentError: for a text that is too short, and for records of another run.
+    """
+    origin = Origin.parse(run.url)
+    model = run.model or await first_model(origin, run.api_key)
+    settings = {
+        "model": model, "endpoint": run.endpoint, "num_shots": len(run.shots), "max_tokens": run.max_tokens,
+        "shots": _digest([shot.question + shot.answer for shot in run.shots]), "text": _digest([run.text]),
+        "context": run.context, "scored": run.scored,
+    }  # fmt: skip
+    records = Records(records_path, settings)
+    report: dict[str, Any] = {"base_url": str(origin), "model_id": model}
+    if run.problems:
+        with reporter.shown("word problems") as show:
+            report["gsm8k"] = await _problems(run, origin, model, records, show)
+    if run.text:
+        with reporter.shown("scoring the text") as show:
+            report["perplexity"] = await _text(run, origin, model, records, show)
+    return {**report, "environment": describe_machine()}
+
+
+async def _problems(run: AccuracyRun, origin: Origin, model: str, records: Records, show: Show) -> dict[str, Any]:
+    keys = [f"problem {_digest([problem.question])[:16]}" for problem in run.problems]
+
+    async def ask(number: int) -> dict[str, Any]:
+        problem = run.problems[number]
+        text, why = await _answer(run, origin, model, problem)
+        strict, flexible = strict_number(text), flexible_number(text)
+        return {
+            "strict": strict == problem.number, "flexible": flexible == problem.number, "finish_reason": why,
+            "question": problem.question, "wanted": str(problem.number), "answer": text,
+        }  # fmt: skip
+
+    await _all(run, keys, ask, records, show)
+    found = [records.found[key] for key in keys]
+    right = {rule: sum(entry[rule] for entry in found) for rule in ("strict", "flexible")}
+    return {
+        "num_problems": len(found),
+        "num_shots": len(run.shots),
+        "endpoint": run.endpoint,
+        "max_tokens": run.max_tokens,
+        **{f"num_right_{rule}": count for rule, count in right.items()},
+        **{f"exact_match_{rule}": count / len(found) for rule, count in right.items()},
+        "finish_reasons": dict(Counter(str(entry["finish_reason"]) for entry in found)),
+        "problems_sha256": _digest([problem.question + problem.answer for problem in run.problems]),
+    }
+
+
+async def _answer(run: AccuracyRun, origin: Origin, model: str, problem: Problem) -> tuple[str, str | None]:
+    payload: dict[str, Any] = {"model": model, "max_tokens": run.max_tokens, "temperature": 0.0}
+    if run.endpoint == "chat":
+        path = "/v1/chat/completions"
+        payload["messages"] = as_messages(problem, run.shots)
+    else:
+        path = "/v1/completions"
+        payload |= {"prompt": as_text(problem, run.shots), "stop": list(STOP)}
+    answer = await post_json(origin, path, payload, run.api_key)
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if run.endpoint == "chat" else choice["text"]
+        return str(text or ""), choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise BenchmarkError(f"{origin}{path} answered without a choice's text") from error
+
+
+async def _text(run: AccuracyRun, origin: Origin, model: str, records: Records, show: Show) -> dict[str, Any]:
+    pieces = pieces_of(run.text, run.context, run.scored)
+    way = await text_scores.way_of(origin, model, run.api_key)
+    keys = [f"piece {number}" for number in range(len(pieces))]
+
+    async def ask(number: int) -> dict[str, Any]:
+        scores = await text_scores.score(origin, model, run.api_key, pieces[number], way)
+        return {"total": scores.total, "num_tokens": scores.num_tokens}
+
+    await _all(run, keys, ask, records, show)
+    found = [Scores(records.found[key]["total"], records.found[key]["num_tokens"]) for key in keys]
+    return {
+        **text_scores.summary(found, pieces, run.text),
+        "way": way, "context_characters": run.context, "scored_characters": run.scored,
+    }  # fmt: skip
+
+
+async def _all(
+    run: AccuracyRun, keys: Sequence[str], ask: Callable[[int], Awaitable[dict[str, Any]]], records: Records,
+    show: Show,
+) -> None:  # fmt: skip
+    """Asks for what the records lack, so many at once; what is found is kept before the next is asked for."""
+    missing = [number for number, key in enumerate(keys) if key not in records.found]
+    done = len(keys) - len(missing)
+    show(done, len(keys))
+    queue = iter(missing)
+
+    async def work() -> None:
+        nonlocal done
+        for number in queue:
+            for attempt in range(ATTEMPTS):
+                try:
+                    async with asyncio.timeout(run.timeout_s):
+                        values = await ask(number)
+                    break
+                except (BenchmarkError, TimeoutError) as error:
+                    if attempt == ATTEMPTS - 1:
+                        late = f"no answer within {run.timeout_s:g} s"
+                        said = late if isinstance(error, TimeoutError) else error
+                        raise BenchmarkError(f"{keys[number]}: {said}") from None
+            records.add(keys[number], values)
+            done += 1
+            show(done, len(keys))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(run.concurrency, len(missing))):
+                group.create_task(work())
+    except* BenchmarkError as errors:
+        first = errors.exceptions[0]
+        raise BenchmarkError(str(first)) from None
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
