@@ -70,7 +70,8 @@ ELSEWHERE = {
         "xserv bench serve",
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
         "xserv bench accuracy --url http://host:8000 --gsm8k test.jsonl --shots train.jsonl --records answers.jsonl",
-        "xserv bench accuracy --url http://host:8000 --perplexity text.txt",
+        "xserv bench accuracy --url http://host:8000 --perplexity text.txt", "xserv bench accuracy",
+        "xserv bench accuracy --url URL",
         "xserv bench serve --base-url http://host:8000 --endpoint chat "
         "--num-prompts 500 --request-rate 20 --burstiness 0.5",
         "xserv bench serve --prefix-len 512 --num-prefixes 4 --max-concurrency 64 --api-key KEY --base-url …",

@@ -1,12 +1,12 @@
 """Perplexity of a text on any OpenAI server, without its tokenizer: the text goes in pieces, the server scores tokens.
 
 A piece is some context and some scored text behind it, cut where a space begins, so that every server gets the same
-characters and tokens are scored whose first character lies behind the context. Two servers with the same tokenizer score
-the same tokens; with different ones `nats_per_character` compares them.
+characters and tokens are scored whose first character lies behind the context. Two servers with the same tokenizer
+score the same tokens; with different ones `nats_per_character` compares them.
 
 A server gives scores of a prompt in one of two ways, tried in this order:
 
-    echo              POST /v1/completions {"echo": true, "logprobs": 1}: OpenAI's legacy form; vLLM, SGLang, llama-cpp-python
+    echo              POST /v1/completions {"echo": true, "logprobs": 1}: OpenAI's legacy form
     prompt_logprobs   the same with {"prompt_logprobs": 0}: vLLM's, of which each entry names its token's text
 """
 

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from models.hub import BUNDLED_MODEL
 from runtime import LLM, SamplingParams
 from runtime.bench.accuracy.gsm8k import (
-    SAMPLE, SHOTS, Problem, as_messages, as_text, flexible_number, read_problems, strict_number,
+    SAMPLE,
+    SHOTS,
+    Problem,
+    as_messages,
+    as_text,
+    flexible_number,
+    read_problems,
+    strict_number,
 )  # fmt: skip
 from runtime.bench.accuracy.text_scores import pieces_of
 from tests.runtime.bench.running import bench
