@@ -48,7 +48,7 @@ def _scripted(folder: Path) -> Iterator[str]:
     """Qwen3's template, tokens that are bytes, and answers as a model gives them that understands its prompt."""
     write_byte_tokenizer(folder, has_template=False)
     shutil.copy(QWEN3, folder / "chat_template.jinja")
-    engine = FakeEngineClient(_scripted_answer, max_model_len=30_000, model_name="scripted")
+    engine = FakeEngineClient(_scripted_answer, max_model_len=40_000, model_name="scripted")
     try:
         with running(create_app(engine, load_tokenizer(folder))) as url:
             yield url
