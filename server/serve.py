@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -53,6 +54,10 @@ logger = logging.getLogger("xserv.server")
 class ServerStartError(XservError):
     """The address cannot be listened on, or the model cannot run."""
 
+
+SWITCH_INTERVAL_S = 0.001
+"""After which a thread that prepares a large request gives Python's lock to one that waits for it. The event loop waits
+after each call of the system: by default for 5 ms each time."""
 
 GRACE_S = 3
 """For what is left when all requests are over or were told to end: last bytes, streams that only watch."""
@@ -183,6 +188,7 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             return
         self.app.take_up(client, tokenizer, default_sampling)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.collect()
         gc.freeze()  # what lives as long as the server is not gone through again by each collection
         name = self.app.model_names[0]

@@ -2,7 +2,8 @@
 
 Every connection that keeps the server waiting stands in one of five queues, the one that has waited longest in front.
 When one comes too many, one of them is closed: the first of the first queue whose patience is over; else, of those that
-have not sent a whole head yet, the one that has waited longest. Who is being answered stands in none."""
+have not sent a whole head yet or have not had their turn, the one that has waited longest. Who is being answered stands
+in none."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Wait(IntEnum):
 
     SILENT = 0  # the first byte of its first request
     IDLE = 1  # its next request
-    HEAD = 2  # the rest of a request's line and headers
+    HEAD = 2  # the rest of a request's line and headers, or its turn to begin (`turns`)
     BODY = 3  # the rest of a body
     READER = 4  # that the client reads
 

@@ -7,7 +7,8 @@ connection has limits:
 - of an answer that is not read only so much is held: then the answer pauses (whoever sends it waits), and when it has
   paused for so long, the connection is cut, which cancels the request;
 - there are at most so many connections; a further one takes the place of one that keeps the server waiting (`crowd`),
-  else it is told so, but for the probes, and beyond a few not even heard.
+  else it is told so, but for the probes, and beyond a few not even heard;
+- requests whose bodies are not whole begin a few at a time (`turns`).
 
 The other way, uvicorn on h11 with its limit of incomplete events, was measured too: docs/server.md has the numbers."""
 
@@ -21,7 +22,7 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerConfig
@@ -29,6 +30,7 @@ from server.errors import ApiError
 from server.transport.crowd import Crowd, Wait
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
+from server.transport.turns import Turns
 
 logger = logging.getLogger("xserv.server")
 
@@ -55,16 +57,18 @@ class _Unbounded(int):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. `limits` and `crowd` belong to the class that `limited` makes.
+    """One connection. `limits`, `crowd` and `turns` belong to the class that `limited` makes.
 
     A head is a request's line and headers. It is being read from the connection's beginning or the end of the request
     before, until the headers are complete."""
 
     limits: ServerConfig
     crowd: Crowd
+    turns: Turns[LimitedHttpProtocol]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._whole_app, self.app = self.app, self._begin_in_turn
         self._is_reading_head = True
         self._num_head_bytes = 0  # received for this head, in chunks that may reach beyond it
         self._num_parsed_bytes = 0  # of its line and fields
@@ -91,6 +95,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_slow_timer()
         self.crowd.put(self, None)
         super().connection_lost(exc)
+        self.turns.release(self)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -145,11 +150,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.chunked_encoding = False  # chunks came with HTTP/1.1: here a body ends with its connection
             self.cycle.expected_content_length = _Unbounded()
 
+    async def _begin_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, when what has come of the request has been read."""
+        if self.cycle.scope is scope and self.cycle.more_body and self.crowd.wait_of(self) is Wait.BODY:
+            self.crowd.put(self, Wait.HEAD)  # nothing is done for it yet, so it may still give way to others
+            await self.turns.wait(self)
+            if self.crowd.wait_of(self) is Wait.HEAD:
+                self.crowd.put(self, Wait.BODY)
+        await self._whole_app(scope, receive, send)
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.turns.release(self)
         self._is_reading_head = True
         self._num_head_bytes = 0
-        if self.crowd.wait_of(self) is Wait.BODY:
+        if self.crowd.wait_of(self) in (Wait.HEAD, Wait.BODY):
             self.crowd.put(self, None)
 
     def on_response_complete(self) -> None:
@@ -283,6 +298,7 @@ def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
     class Protocol(LimitedHttpProtocol):
         limits = config
         crowd = Crowd()
+        turns: Turns[LimitedHttpProtocol] = Turns()
 
     return Protocol
 

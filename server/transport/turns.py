@@ -1,0 +1,53 @@
+"""Requests whose bodies are not whole begin a few at a time.
+
+A request costs half a millisecond before it waits for the rest of its body. When thousands of them come at once, those
+that are whole must not stand behind them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+PER_TICK = 4
+TICK_S = 0.002
+
+
+class Turns(Generic[T]):
+    """The requests of one server that wait for their turn, the first in front. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[T, asyncio.Future[None]] = {}
+        self._order: deque[T] = deque()
+        self._is_ticking = False
+
+    async def wait(self, one: T) -> None:
+        """Returns when it is the request's turn, or it need not wait any longer."""
+        loop = asyncio.get_running_loop()
+        turn = self._waiting[one] = loop.create_future()
+        self._order.append(one)
+        if not self._is_ticking:
+            self._tick(loop)
+        try:
+            await turn
+        finally:
+            self._waiting.pop(one, None)
+
+    def release(self, one: T) -> None:
+        """The request need not wait: its body is whole, or its client has gone."""
+        turn = self._waiting.pop(one, None)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        num_begun = 0
+        while self._order and num_begun < PER_TICK:
+            one = self._order.popleft()
+            if one in self._waiting:
+                self.release(one)
+                num_begun += 1
+        self._is_ticking = num_begun > 0
+        if self._is_ticking:
+            loop.call_later(TICK_S, self._tick, loop)
