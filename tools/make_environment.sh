@@ -1,40 +1,67 @@
 #!/bin/sh
 # make_environment.sh PYTHON VENV REQUIREMENT: makes (or brings up to date) the virtual environment and installs
 # this checkout into it, editable, with uv where there is one. All output goes to stderr: stdout belongs to the
-# command that make runs next. On a terminal one line shows what is being done; elsewhere there are a few lines.
+# command that make runs next. On a terminal one line shows what is being done, and for how long; elsewhere there are
+# a few lines.
 set -eu
 exec 1>&2
 python=$1 venv=$2 requirement=$3
-log=
-trap '[ -z "$log" ] || rm -f "$log"' EXIT
+log=$(mktemp)
+ticker=
+trap 'calm; rm -f "$log" "$log.doing"' EXIT
 
 fail() { echo "xserv: $*"; exit 1; }
 
+# Says what is being done from now on; on a terminal again each second, with the seconds that have gone.
+doing() {
+    [ -t 2 ] || return 0
+    printf '%s\n' "$1" > "$log.doing"
+    printf '\r\033[Kxserv: %.70s' "$1"
+    [ -z "$ticker" ] || return 0
+    (
+        trap 'exit 0' TERM
+        seconds=0
+        while sleep 1 > /dev/null 2>&1 & wait $! && kill -0 $$ 2> /dev/null; do  # $$: the script, which may be stopped
+            seconds=$((seconds + 1))
+            read -r words < "$log.doing"
+            printf '\r\033[Kxserv: %.70s, %s s' "$words" "$seconds"
+        done
+    ) &
+    ticker=$!
+}
+
+# Ends that, and clears the line.
+calm() {
+    [ -n "$ticker" ] || return 0
+    kill "$ticker" 2>/dev/null || :
+    wait "$ticker" 2>/dev/null || :
+    ticker=
+    printf '\r\033[K'
+}
+
 # Runs a command that prints a line for each thing that it does. Its whole output is shown if it fails.
 watched() {
-    log=$(mktemp)
     { "$@" 2>&1 || echo "xserv-failed"; } | {
+        doing "asking for packages"
         count=0
         while IFS= read -r line; do
             printf '%s\n' "$line" >> "$log"
             case $line in
-                Collecting*|"Requirement already"*) count=$((count + 1)); doing="$count packages found: ${line#* }" ;;
-                *Downloading*|*Using\ cached*) doing="$count packages found: ${line#"${line%%[! ]*}"}" ;;
-                *Building*|*Preparing*) doing="building xserv" ;;
-                Installing\ collected*) doing="installing $(printf '%s\n' "$line" | tr ',' '\n' | wc -l) packages" ;;
+                Collecting*|"Requirement already"*) count=$((count + 1)); now="$count packages found: ${line#* }" ;;
+                *Downloading*|*Using\ cached*) now="$count packages found: ${line#"${line%%[! ]*}"}" ;;
+                *Building*|*Preparing*) now="building xserv" ;;
+                Installing\ collected*) now="installing $(printf '%s\n' "$line" | tr ',' '\n' | wc -l) packages" ;;
                 *) continue ;;
             esac
-            if [ -t 2 ]; then printf '\r\033[Kxserv: %.70s' "$doing"
-            elif [ "${doing#installing}" != "$doing" ]; then echo "xserv: $doing"; fi
+            doing "$now"
+            if [ ! -t 2 ] && [ "${now#installing}" != "$now" ]; then echo "xserv: $now"; fi
         done
-        [ ! -t 2 ] || printf '\r\033[K'
+        calm
     }
     if grep -q '^xserv-failed$' "$log"; then
         grep -v '^xserv-failed$' "$log"
         fail "installing $requirement into $venv failed; the lines above say why"
     fi
-    rm -f "$log"
-    log=
 }
 
 command -v "$python" >/dev/null 2>&1 || fail "no '$python' on PATH: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"
@@ -50,7 +77,9 @@ else
         || fail "'$python' lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or install uv"
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or half made
         echo "xserv: making $venv with $("$python" --version)"
+        doing "making $venv"
         "$python" -m venv --clear "$venv"
+        calm
     fi
     watched "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --editable "$requirement"
 fi

@@ -3,8 +3,9 @@ token ids, echo, and log probabilities of the prompt."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from runtime.text.pipeline import TextDelta
 from server.errors import invalid
-from server.openai_api.answers import Completion, CompletionChoice, Usage
+from server.openai_api.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai_api.logprobs import (
     Echo,
     EncodedLogprobs,
@@ -25,7 +26,7 @@ from server.openai_api.logprobs import (
 )
 from server.openai_api.schema import CompletionRequest, Prompt
 from server.requests.collect import take_whole
-from server.requests.generation import Generation, GenerationError, Scheduling
+from server.requests.generation import Generation, GenerationError, Piece, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
 from server.requests.structured import answer_grammar, grammar_field
@@ -167,25 +168,32 @@ class _ChoiceStream:
     places: TokenPlaces | None = None
     is_begun: bool = False
 
-    def chunk(self, delta: TextDelta) -> CompletionChoice:
-        """What `delta` adds; with `echo` the first chunk begins with the prompt."""
+    def chunks(self, delta: TextDelta) -> Iterator[CompletionChoice]:
+        """What `delta` adds, in one chunk. With `echo` the first begins with the prompt; a long prompt with log
+        probabilities takes chunks of its own before."""
         completion, tokenizer = self.completion, self.completion.service.tokenizer
         number = self.index // completion.generation.params.n
-        choice = CompletionChoice(index=self.index, text="", finish_reason=delta.finish_reason)
-        parts = []
+        choice = CompletionChoice(index=self.index, text="", finish_reason=None)
+        parts: list[CompletionLogprobs] = []
         if not self.is_begun:
             self.is_begun = True
             if completion.has_token_ids:
                 choice.prompt_token_ids = completion.prompts[number]
             if completion.echoes is not None:
                 echo = completion.echoes[number]
-                choice.text = echo.text
                 if completion.has_logprobs:
-                    parts.append(echo.logprobs(completion.generation.prompt_logprobs(number)))
+                    for text, logprobs in echo.parts(completion.generation.prompt_logprobs(number)):
+                        if parts:
+                            yield self._ended(choice, parts)
+                            choice = CompletionChoice(index=self.index, text="", finish_reason=None)
+                        choice.text, parts = text, [logprobs]
+                else:
+                    choice.text = echo.text
+        choice.finish_reason = delta.finish_reason
         if not completion.drops_output:
             if completion.has_logprobs:
                 if self.places is None:
-                    self.places, self.text_start = TokenPlaces(tokenizer), len(choice.text)
+                    self.places, self.text_start = TokenPlaces(tokenizer), self.num_characters + len(choice.text)
                 end = self.num_characters + len(choice.text) + len(delta.text)
                 parts.append(legacy_logprobs(delta, self.places, self.text_start, end, tokenizer))
             choice.text += delta.text
@@ -193,10 +201,16 @@ class _ChoiceStream:
                 choice.stop_reason = delta.stop_reason
         elif delta.finish_reason is not None:
             choice.finish_reason = "length"
-        if completion.has_logprobs:
+        if completion.has_token_ids and not completion.drops_output:
+            choice.token_ids = delta.token_ids
+        yield self._ended(choice, parts)
+
+    def _ended(self, choice: CompletionChoice, parts: list[CompletionLogprobs]) -> CompletionChoice:
+        """The chunk with all that it holds."""
+        if self.completion.has_logprobs:
             choice.logprobs = join_logprobs(parts)
-        if completion.has_token_ids:
-            choice.token_ids = [] if completion.drops_output else delta.token_ids
+        if self.completion.has_token_ids and choice.token_ids is UNSET:
+            choice.token_ids = []
         self.num_characters += len(choice.text)
         return choice
 
@@ -237,10 +251,15 @@ async def _whole_answer(request: Request, completion: PreparedCompletion) -> Com
     generation = completion.generation
     streams = completion.streams()
     choices = [_WholeChoice(CompletionChoice(index=stream.index, text="")) for stream in streams]
+
+    async def take(piece: Piece) -> None:
+        for number, chunk in enumerate(streams[piece.choice].chunks(piece.delta)):
+            if number:
+                await asyncio.sleep(0)
+            choices[piece.choice].add(chunk)
+
     try:
-        await take_whole(
-            request, generation, lambda piece: choices[piece.choice].add(streams[piece.choice].chunk(piece.delta))
-        )
+        await take_whole(request, generation, take)
     except GenerationError as error:
         raise completion.service.failure(completion.request_id, error) from None
     answers = [choice.choice(completion) for choice in choices]
@@ -258,11 +277,16 @@ async def _events(completion: PreparedCompletion) -> AsyncGenerator[bytes, None]
     streams = completion.streams()
     try:
         async for pieces in completion.generation:
-            yield b"".join(
-                frame(completion.envelope([choice], has_usage=completion.has_running_usage))
-                for piece in pieces
-                if _says_something(choice := streams[piece.choice].chunk(piece.delta))
-            )
+            data = bytearray()
+            for piece in pieces:
+                for number, choice in enumerate(streams[piece.choice].chunks(piece.delta)):
+                    if number:
+                        yield bytes(data)
+                        data.clear()
+                        await asyncio.sleep(0)
+                    if _says_something(choice):
+                        data += frame(completion.envelope([choice], has_usage=completion.has_running_usage))
+            yield bytes(data)
     except GenerationError as error:
         yield frame(completion.service.failure(completion.request_id, error).body())
         return

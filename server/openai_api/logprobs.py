@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -93,12 +93,18 @@ class Echo:
             offsets = [min(places.next(*each), len(text)) for each in zip(token_ids, ends, strict=True)]
         return cls(tokenizer, text, token_ids, offsets)
 
-    def logprobs(self, entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The legacy form of the prompt's log probabilities; the first token has none."""
-        result = CompletionLogprobs()
-        for token_id, offset, entry in zip(self.token_ids, self.token_offsets, entries, strict=True):
-            _append(result, token_id, entry, offset, self.tokenizer)
-        return result
+    def parts(self, entries: Sequence[TokenLogprobs | None]) -> Iterator[tuple[str, CompletionLogprobs]]:
+        """The text and the legacy form of its log probabilities, of a few tokens each; the first token has none. At
+        least one part."""
+        for start in range(0, max(1, len(self.token_ids)), _AT_ONCE):
+            end = start + _AT_ONCE
+            ids, offsets = self.token_ids[start:end], self.token_offsets[start:end]
+            result = CompletionLogprobs()
+            for token_id, offset, entry in zip(ids, offsets, entries[start:end], strict=True):
+                _append(result, token_id, entry, offset, self.tokenizer)
+            text_start = offsets[0] if start else 0
+            text_end = self.token_offsets[end] if end < len(self.token_ids) else len(self.text)
+            yield self.text[text_start:text_end], result
 
 
 def _num_added(token_ids: list[int], text: str, tokenizer: Tokenizer) -> int:

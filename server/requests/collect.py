@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,13 +11,17 @@ from server.requests.generation import Generation, Piece
 from server.transport.sse import watch_disconnect
 
 
-async def take_whole(request: Request, generation: Generation, take: Callable[[Piece], object]) -> None:
-    """Gives `take` every piece, in order. Raises `GenerationError`, and `ClientDisconnect` when the client has left;
-    in every end the generation is closed."""
+async def take_whole(
+    request: Request, generation: Generation, take: Callable[[Piece], Awaitable[None] | object]
+) -> None:
+    """Gives `take`, which may be a coroutine function, every piece, in order. Raises `GenerationError`, and
+    `ClientDisconnect` when the client has left; in every end the generation is closed."""
     with closing(generation):
         async with watch_disconnect(request.receive, generation.leave):
             async for pieces in generation:
                 for piece in pieces:
-                    take(piece)
+                    taken = take(piece)
+                    if isinstance(taken, Awaitable):
+                        await taken
     if generation.has_left:
         raise ClientDisconnect

@@ -20,6 +20,7 @@ case "$*" in
         echo "Collecting numpy>=2.1"
         echo "  Downloading numpy-2.4.0.whl (16.0 MB)"
         echo "Collecting numba"
+        [ -z "$PIP_PAUSES" ] || sleep "$PIP_PAUSES"
         [ -z "$PIP_FAILS" ] || { echo "ERROR: No matching distribution found for numba" >&2; exit 1; }
         echo "Installing collected packages: numpy, numba, xserv" ;;
 esac
@@ -34,7 +35,7 @@ def venv(tmp_path: Path) -> Path:
     python.chmod(0o755)
     tools = tmp_path / "tools"  # no uv among them
     tools.mkdir()
-    for name in ("grep", "mktemp", "rm", "tr", "wc"):
+    for name in ("grep", "mktemp", "rm", "sleep", "tr", "wc"):
         found = next(Path(folder, name) for folder in ("/usr/bin", "/bin") if Path(folder, name).exists())
         (tools / name).symlink_to(found)
     return tmp_path / "venv"
@@ -65,7 +66,7 @@ def test_a_failure_is_shown_in_whole(venv: Path) -> None:
 
 def test_on_a_terminal_one_line_changes(venv: Path) -> None:
     ours, theirs = pty.openpty()
-    done = install(venv, stdout=subprocess.DEVNULL, stderr=theirs)
+    done = install(venv, stdout=subprocess.DEVNULL, stderr=theirs, env={"PIP_PAUSES": "2.5"})
     os.close(theirs)
     shown = b""
     with os.fdopen(ours, "rb", buffering=0) as terminal:
@@ -79,5 +80,6 @@ def test_on_a_terminal_one_line_changes(venv: Path) -> None:
                 break
     assert done.returncode == 0
     assert shown.count(b"\n") == 2  # the first words, and the last
-    for words in (b"building xserv", b"1 packages found: numpy>=2.1", b"installing 3 packages", b"xserv: installed"):
+    said = (b"building xserv", b"1 packages found: numpy>=2.1", b"installing 3 packages", b"xserv: installed", b", 2 s")
+    for words in said:
         assert words in shown

@@ -138,6 +138,26 @@ def test_places_in_an_echoed_prompt_with_special_tokens() -> None:
         assert pieces == ["" for _ in in_front] + [tokenizer.decode([each]) for each in ids]
 
 
+def test_a_long_echo_with_logprobs_comes_in_parts(served: Served) -> None:
+    """Nobody waits for all of it: a stream has several chunks of it, which are the whole answer's."""
+    prompt = "aü ß€ " * 20
+    fields: Any = {"echo": True, "logprobs": 1, "max_tokens": 2, "n": 2, "extra_body": {"return_token_ids": True}}
+    whole = complete(served, prompt, **fields).choices
+    chunks = [chunk.choices[0] for chunk in streamed(served, prompt, **fields)]
+    for choice in whole:
+        parts = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert len(parts) > 10
+        assert max(len(part.logprobs.tokens) for part in parts) < 32
+        assert "".join(part.text for part in parts) == choice.text
+        assert choice.text.startswith(prompt)
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [each for part in parts for each in getattr(part.logprobs, name)] == getattr(choice.logprobs, name)
+        assert len(choice.logprobs.tokens) == len(prompt.encode()) + 2
+        assert parts[0].prompt_token_ids == choice.prompt_token_ids == list(prompt.encode())
+        assert [each for part in parts for each in part.token_ids] == choice.token_ids
+        assert len(choice.token_ids) == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs_has_those_of_the_prompt(served: Served, stream: bool) -> None:
     if stream:
