@@ -117,8 +117,7 @@ class Decoder(Model):
     def _input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
         if not name:
             return None
-        weight = maker.vector(f"{name}.weight", self.config.hidden_size, add=self.norm_offset)
-        return RmsNorm(weight, self.config.norm_eps)
+        return maker.rms_norm(f"{name}.weight", self.config.hidden_size, self.config.norm_eps, add=self.norm_offset)
 
 
 class Attention:

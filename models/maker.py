@@ -222,6 +222,11 @@ class Maker(ABC):
         self._count(4 * size)
         return made
 
+    def rms_norm(self, name: str, size: int, eps: float, *, add: float = 0.0) -> RmsNorm:
+        """The norm in front of a linear map, whose weight is the `vector` of that name."""
+        median = self._median(self._prefix + name, add)
+        return RmsNorm(self.vector(name, size, add=add), eps, median)
+
     def table(self, name: str, rows: int, columns: int) -> Tensor:
         """`name [rows, columns]` in the weights' type, for looking rows up."""
         made = self._table(self._prefix + name, (rows, columns))
@@ -272,6 +277,10 @@ class Maker(ABC):
 
     @abstractmethod
     def _vector(self, name: str, size: int, add: float) -> Tensor: ...
+
+    @abstractmethod
+    def _median(self, name: str, add: float) -> float:
+        """The median of a vector's magnitudes."""
 
     @abstractmethod
     def _table(self, name: str, shape: tuple[int, int]) -> Tensor: ...
@@ -331,6 +340,9 @@ class DeclaringMaker(Maker):
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         self._stored(name, (size,))
         return _nothing((size,), float32)
+
+    def _median(self, name: str, add: float) -> float:
+        return 1.0
 
     def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
         return _nothing(shape, self._dtype_of(self._stored(name, shape)))
@@ -422,6 +434,9 @@ class LoadingMaker(Maker):
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         return self._keep(self._rounded(name) + np.float32(add), name)
+
+    def _median(self, name: str, add: float) -> float:
+        return float(np.median(np.abs(self._rounded(name) + np.float32(add))))
 
     def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
         array = self._array(name)

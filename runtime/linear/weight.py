@@ -290,7 +290,7 @@ def prepare_linear(
     ranks' inputs.
 
     ``norm`` is what products normalise their rows by. On a GPU its weights are multiplied into the matrix's columns,
-    unless another library multiplies with it.
+    unless another library multiplies with it, or they would lose bits there.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.
 
@@ -327,7 +327,8 @@ def prepare_linear(
     if options.format is not None:
         whole = _whole_rows(weights, whole_rows, options) if split == "inputs" and options.num_ranks > 1 else None
         return _packed(floats, whole, device_bias, options, settings)
-    return _in_rows(floats, device_bias, options, settings, norm if options.gemm != "cublas" else None)
+    joins = norm is not None and options.gemm != "cublas" and norm.can_join(floats[0].dtype)
+    return _in_rows(floats, device_bias, options, settings, norm if joins else None)
 
 
 def _in_rows(

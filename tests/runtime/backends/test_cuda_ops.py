@@ -12,8 +12,10 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
+from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
@@ -197,7 +199,7 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
     )
     x, first, second, residual = (tensor.to("bfloat16") for tensor in (x, first, second, residual))
     options = LoadOptions(device=device, exact=exact)
-    norm = RmsNorm(weights.to(device), 1e-5)
+    norm = RmsNorm(weights.to(device), 1e-5, median=1.0)
     ours = ops.prepare_linear(first, options=options, split="inputs")
     behind = ops.prepare_linear(second, options=options, norm=norm)
 
@@ -228,6 +230,28 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
     with pytest.raises(InvalidArgumentError, match="norm_eps is None, but a norm's weights are multiplied"):
         ops.linear(hidden, behind)
+
+
+@pytest.mark.parametrize(("dtype", "median", "joins"), [
+    ("float16", 0.04, True), ("float16", 0.004, False), ("bfloat16", 0.004, True),
+])  # fmt: skip
+def test_a_norm_of_small_weights_stays_apart_in_float16(
+    launched: list[str], dtype: str, median: float, joins: bool
+) -> None:
+    """Multiplied into the matrix, most of its numbers would be subnormal there, and results twice as far off."""
+    rng, device = np.random.default_rng(7), Device("emulated:sm_90a")
+    x, matrix = (Tensor.from_numpy(rng.standard_normal(size, np.float32)) for size in ((2, 256), (64, 256)))
+    x, matrix = x.to(dtype), (matrix * 0.004).to(dtype)
+    weights = Tensor.from_numpy((median * np.exp(0.5 * rng.standard_normal(256))).astype(np.float32))
+    norm = RmsNorm(weights.to(device), 1e-5, float(np.median(weights.array)))
+    assert norm.can_join(DType.parse(dtype)) == joins
+    linear = Linear(ops.prepare_linear(matrix, options=LoadOptions(device=device), norm=norm), norm=norm)
+    launched.clear()
+    actual = linear(x.to(device)).to("cpu").to("float32").array
+    assert any(name.startswith("rms_norm") for name in launched) == (not joins)
+    wide = x.array.astype(np.float64)
+    scaled = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weights.array
+    assert relative_error(actual, scaled @ matrix.array.astype(np.float64).T) <= (6e-4 if dtype == "float16" else 1e-2)
 
 
 def test_a_tier_that_the_device_has_not() -> None:
