@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import numpy as np
 
 from models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from models.errors import ModelLoadError, WeightsError
+from models.families import known_architectures
 from models.model_files import ModelFolder
+from models.quantized.calibrate import Folded, calibrate
 from models.quantized.parts import refusal
 from models.quantized.scheme import FIELD
-from models.registry import quantisable_matrices
+from models.registry import load_config, quantisable_matrices
 from models.safetensors_file import write_tensors
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
@@ -99,20 +101,30 @@ OUTPUT_FORMATS: dict[str, OutputFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `quantize_folder` did: counts of matrices, and bytes of all tensors."""
+    """What `quantize_folder` did: counts of matrices, and bytes of all tensors; `gains` are `Folded`'s."""
 
     num_quantised: int
     num_kept: int
     bytes_before: int
     bytes_after: int
+    gains: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A text's ids, on whose activations scales are found (`calibrate`)."""
+
+    token_ids: Sequence[int]
 
 
 def quantize_folder(
-    source: Path, target: Path, format: str, show: Callable[[int, int], None] = lambda done, total: None
-) -> Written:
+    source: Path, target: Path, format: str, show: Callable[[int, int], None] = lambda done, total: None,
+    calibration: Calibration | None = None,
+) -> Written:  # fmt: skip
     """Writes `source` to the new folder `target`: its linear maps in `format`, but the output head, all else as it is.
 
-    Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are.
+    Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are;
+    with a calibration the maps that are searched for scales come first.
 
     Raises:
         ModelLoadError: naming file, tensor or field, for a model that cannot be read, is quantised already, or stores
@@ -121,11 +133,16 @@ def quantize_folder(
     """
     if format not in OUTPUT_FORMATS:
         raise InvalidArgumentError(f"format is {format!r}, must be one of {', '.join(OUTPUT_FORMATS)}", param="format")
+    output = OUTPUT_FORMATS[format]
     if target.exists():
         raise InvalidArgumentError(f"{target} exists: give a folder that does not", param="target")
+    if calibration is not None and output.kind not in ("int4", "fp4"):
+        raise InvalidArgumentError(
+            f"calibration is for int4, int4-g32 and mxfp4: {format} rounds activations, too", param="calibration"
+        )
     if not source.is_dir():
         raise ModelLoadError(f"{source} is no folder: a GGUF file is quantised by llama.cpp's tools")
-    files, output = ModelFolder(source), OUTPUT_FORMATS[format]
+    files = ModelFolder(source)
     config = files.config()
     if config.has(FIELD):
         raise ModelLoadError(f"{config.where}: has a {FIELD}: give the model that it was made from")
@@ -134,11 +151,20 @@ def quantize_folder(
     names = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
     taken = {name for name in matrices if output.rounding(float32).takes(checkpoint.tensors[name].shape[1])}
     ignored = ["lm_head", *sorted(names[name].removesuffix(".weight") for name in matrices - taken)]
+    folded = None
+    if calibration is not None:
+        model_config = load_config(source)
+        folded = calibrate(
+            model_config, known_architectures()[model_config.architecture].model_class, checkpoint,
+            calibration.token_ids,
+            lambda name: output.rounding(checkpoint.dtype(name)) if name in taken else None,
+            lambda done, total: show(done, total + len(names)),
+        )  # fmt: skip
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        written = _write(checkpoint, names, taken, output, partial, show)
+        written = _write(checkpoint, names, taken, output, partial, show, folded or Folded())
         for pattern in _COPIED:
             for path in source.glob(pattern):
                 if path.name not in ("config.json", INDEX_FILE):
@@ -150,12 +176,12 @@ def quantize_folder(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     before = sum(stored.size_bytes for stored in checkpoint.tensors.values())
-    return Written(len(taken), len(matrices) - len(taken), before, written)
+    return Written(len(taken), len(matrices) - len(taken), before, written, {} if folded is None else folded.gains)
 
 
 def _write(
     checkpoint: Checkpoint, names: dict[str, str], taken: set[str], output: OutputFormat, folder: Path,
-    show: Callable[[int, int], None],
+    show: Callable[[int, int], None], folded: Folded,
 ) -> int:  # fmt: skip
     """One file of all tensors; returns their bytes."""
     plan: list[Stored] = []
@@ -167,20 +193,27 @@ def _write(
             plan.append((stored_name, checkpoint.dtype(name).numpy, stored.shape))
 
     def arrays() -> Iterator[Array]:
-        for done, name in enumerate(names):
-            show(done, len(names))
+        searched = len(folded.gains)
+        for done, name in enumerate(names, searched):
+            show(done, searched + len(names))
             array = checkpoint.array(name)
             if name in taken:
                 values = cast_array(array, float32)
                 if not np.isfinite(values).all():
                     raise refusal(checkpoint.tensors[name], "has a number that is not finite")
+                if folded.changes(name):
+                    array = folded.apply(name, values)
                 matrix = quantise(array, output.rounding(checkpoint.dtype(name)))
                 yield from _arrays_of(matrix)
+            elif folded.changes(name):
+                yield folded.apply(name, cast_array(array, float32)).astype(array.dtype)
+            elif name in folded.vectors:
+                yield folded.vectors[name]
             else:
                 yield array
             with suppress(WeightsError):
                 checkpoint.release(name)
-        show(len(names), len(names))
+        show(searched + len(names), searched + len(names))
 
     write_tensors(folder / SINGLE_FILE, plan, arrays())
     return sum(int(np.prod(shape)) * dtype.itemsize for _, dtype, shape in plan)

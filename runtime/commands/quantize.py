@@ -15,25 +15,34 @@ def quantize(
         Literal["fp8", "fp8-block", "int8", "int4", "int4-g32", "mxfp4"],
         typer.Option(help="fp8 and int8 have a scale a row, fp8-block one for 128 x 128, int4 one for 128 or 32."),
     ] = "int4-g32",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="With int4, int4-g32 and mxfp4: a text whose activations choose scales of channels (AWQ)."),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="So much of it.", min=1)] = 4096,
 ) -> None:
     """Write a model with quantised matrices, as compressed-tensors: for xserv, vLLM, SGLang and transformers."""
     from models.hub import resolve_model
-    from models.quantized.write import quantize_folder
+    from models.quantized.write import Calibration, quantize_folder
     from runtime.commands.info import size
-    from runtime.llm.progress import progress
+    from runtime.progress import ON_STDERR
+    from runtime.text.load import read_tokenizer
 
-    with progress(f"quantising to {format}", 1000, True) as advance:
-        shown = 0
-
-        def show(done: int, total: int) -> None:
-            nonlocal shown
-            while shown < 1000 * done // total:
-                shown += 1
-                advance()
-
-        written = quantize_folder(resolve_model(model), out, format, show)
+    folder, chosen = resolve_model(model), None
+    if calibration is not None:
+        try:
+            text = calibration.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"{calibration} is no text in UTF-8: {error}") from None
+        chosen = Calibration(read_tokenizer(folder).encode(text)[:calibration_tokens])
+    with ON_STDERR.shown(f"quantising to {format}") as show:
+        written = quantize_folder(folder, out, format, show, chosen)
     kept = f", {written.num_kept} stay floats" if written.num_kept else ""
+    lost = ""
+    if written.gains:
+        mean = sum(written.gains.values()) / len(written.gains)
+        lost = f"; on the text {len(written.gains)} maps lose {mean:.0%} of what they would uncalibrated"
     print(
         f"{out}: {written.num_quantised} matrices in {format}{kept}; {size(written.bytes_before)} became"
-        f" {size(written.bytes_after)}"
+        f" {size(written.bytes_after)}{lost}"
     )

@@ -33,7 +33,7 @@ from tests.runtime.commands.running import invoke
 from tests.server.real_server import Real, serving_real
 from tools.demo_model import tasks
 
-TEXT = "<|user|>What is 17 plus 25?<|end|>\n<|assistant|>17 plus 25 is 42.<|end|>\n" * 12
+TEXT = "<|user|>What is 17 plus 25?<|end|><|assistant|>17 plus 25 is 42.<|end|>\n" * 12
 
 
 @pytest.fixture(scope="module")
