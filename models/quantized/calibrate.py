@@ -295,9 +295,14 @@ class _Search:
                 assert rounding is not None
                 lost = quantise(matrix * scales, rounding).dequantise(float32) / scales - matrix
                 losses[power] += float(np.square(lost @ some).sum(dtype=np.float64))
-        best = min(POWERS, key=lambda power: losses[power])
+        best = _least(losses)
         folded.gains[names[0]] = losses[best] / losses[0.0] if losses[0.0] else 1.0
         return None if best == 0.0 else _scales(size, best)
+
+
+def _least(losses: dict[float, float]) -> float:
+    """The power that loses least."""
+    return min(losses, key=lambda power: losses[power])
 
 
 def _scales(size: Array, power: float) -> Array:
