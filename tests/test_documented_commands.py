@@ -71,7 +71,7 @@ ELSEWHERE = {
         "xserv bench serve --trace conversation.jsonl --trace-rate 2 --goodput ttft:500 --goodput tpot:50",
         "xserv bench accuracy --url http://host:8000 --gsm8k test.jsonl --shots train.jsonl --records answers.jsonl",
         "xserv bench accuracy --url http://host:8000 --perplexity text.txt", "xserv bench accuracy",
-        "xserv bench accuracy --url URL",
+        "xserv bench accuracy --url URL", "xserv bench accuracy --url URL --perplexity TEXT --context 256 --piece 256",
         "xserv bench serve --base-url http://host:8000 --endpoint chat "
         "--num-prompts 500 --request-rate 20 --burstiness 0.5",
         "xserv bench serve --prefix-len 512 --num-prefixes 4 --max-concurrency 64 --api-key KEY --base-url …",
@@ -80,6 +80,7 @@ ELSEWHERE = {
     ),
     "other engines beside this one": (
         "xserv bench peers", "xserv bench tokenizer", "python -m runtime.cli bench peers --num-rounds 5 --json",
+        "python -m llama_cpp.server --logits_all true",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",
@@ -107,14 +108,14 @@ ELSEWHERE = {
         "xserv bench simulation --output-json simulation.json",
         "xserv bench stalls --num-rounds 3 --output-json stalls.json",
         "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",
-        "python -m tools.eval_demo_model --num 200 [--quantization int8]",
+        "python -m tools.eval_demo_model --num 200 [--quantization int8]", "python -m tools.quality",
         "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
         "xserv kernels build",
         "python -m tools.kernel_costs.packed_products",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
     "it writes into the checkout, or the user's home": (
-        "python -m tools.make_python_page", "xserv --install-completion",
+        "python -m tools.make_python_page", "xserv --install-completion", "xserv quantize MODEL OUT --format …",
     ),
     "the same as others, without arguments": ("make chat", "python -m xserv"),
 }  # fmt: skip

@@ -75,7 +75,7 @@ def measured(args: argparse.Namespace, folder: Path, options: dict[str, Any], ha
         report = perplexity(llm)
         if args.text is None:
             texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
-            right = sum(score.num_right for score in tasks.score(turns, texts))
+            right = tasks.score(turns, texts)[-1].num_right
             report |= {"num_questions": len(turns), "num_right": right, "exact_match": right / len(turns)}
     if has_twin:
         with LLM(str(folder), **settings, dtype="float32") as llm:
