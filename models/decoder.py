@@ -53,6 +53,12 @@ class Layer(Protocol):
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor: ...
 
 
+class FeedForward(Protocol):
+    """What a layer has behind its attention: `[num_tokens, hidden_size]` in and out, plus the residual."""
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor: ...
+
+
 class Decoder(Model):
     """A decoder whose layers a family makes.
 
@@ -113,6 +119,10 @@ class Decoder(Model):
         `GatedMlp`'s."""
         norm = self._input_norm(maker, input_norm)
         return GatedMlp(self.config, maker.under("mlp"), input_norm=norm, **choices)
+
+    def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
+        """What stands behind the attention of a layer: the MLP, unless a family has experts there."""
+        return self.mlp(maker, input_norm=input_norm, **choices)
 
     def _input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
         if not name:
@@ -221,7 +231,7 @@ class PreNormLayer:
     ) -> None:
         """`attention` and `mlp` are choices of these parts."""
         self.attention = model.attention(index, maker, input_norm="input_layernorm", **attention)
-        self.mlp = model.mlp(maker, input_norm="post_attention_layernorm", **mlp)
+        self.mlp = model.feed_forward(index, maker, input_norm="post_attention_layernorm", **mlp)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.attention(x, batch, kv_cache, residual=x)

@@ -23,7 +23,8 @@ _TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "classifier_bias",
     "classifier_dropout", "classifier_dropout_prob", "dropout", "embd_pdrop", "embedding_dropout", "ffn_dropout",
     "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "loss_type",
-    "resid_dropout", "resid_pdrop", "tf_legacy_loss", "use_liger_kernel",
+    "output_router_logits", "resid_dropout", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "tf_legacy_loss", "use_liger_kernel",
 }  # fmt: skip
 
 # How transformers, or another engine, runs the model.

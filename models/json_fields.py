@@ -176,6 +176,14 @@ class Fields:
         entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
         return tuple(entries.number(f"{name}[{i}]", least=least, most=most) for i in range(len(values)))
 
+    def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
+        """A list of integers from `least` on; absent gives none."""
+        values = self._get(name, [])
+        if not isinstance(values, list):
+            raise self.error(name, f"must be a list of integers, not {values!r:.80}")
+        entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
+        return tuple(entries.integer(f"{name}[{i}]", least=least) for i in range(len(values)))
+
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
         if value is not default and not isinstance(value, bool):

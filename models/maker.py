@@ -23,6 +23,7 @@ from models.rope_config import RopeConfig
 from numba_kernels.cuda.packing import Packing
 from runtime import ops
 from runtime.dtype import DType, float16, float32
+from runtime.linear.experts import ExpertsWeight
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
 from runtime.linear.kept import kept_format
 from runtime.linear.linear import Linear
@@ -139,6 +140,7 @@ class Maker(ABC):
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of what is both
+        self._is_quantisable = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
 
     def under(self, name: str) -> Self:
@@ -195,6 +197,28 @@ class Maker(ABC):
                 f" at multiples of {unit}{mode}"
             )
         return Linear(weight, self.options.communicator if is_added else None, norm)
+
+    def experts(
+        self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int, has_bias: bool = False
+    ) -> ExpertsWeight:
+        """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
+
+        Raises ModelLoadError where the options' device has no kernels for experts, or ranks would share them.
+        """
+        if self.options.device.kind != "cpu" or self.options.num_ranks > 1:
+            where = f"on {self.options.device}" if self.options.device.kind != "cpu" else "over several ranks"
+            raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run {where} yet: use --device cpu")
+        under = (self.under(f"experts.{number}") for number in range(count))
+        return ExpertsWeight(
+            [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in under]
+        )
+
+    def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
+        """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
+        inner = copy.copy(self)
+        inner.options = replace(self.options, format=None, rounding="")
+        inner._is_quantisable = False
+        return inner.linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
@@ -318,7 +342,8 @@ class DeclaringMaker(Maker):
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
-        self.matrices |= {f"{name}.weight" for name in declaration.names}
+        if self._is_quantisable:
+            self.matrices |= {f"{name}.weight" for name in declaration.names}
         if declaration.is_transposed:
             self.transposed |= {f"{name}.weight" for name in declaration.names}
         kept = [

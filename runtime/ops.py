@@ -26,8 +26,10 @@ from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, chec
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32, int32, int64
+from runtime.linear.experts import ExpertsWeight
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
+from runtime.routing import Routing, RoutingRule
 from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import arithmetic
 from runtime.tensor.storage import NDArray
@@ -35,8 +37,8 @@ from runtime.tensor.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids",
-    "draw", "embedding", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "sample", "silu",
+    "draw", "embedding", "experts", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "silu",
     "take_decode_inputs",
 ]  # fmt: skip
 
@@ -306,6 +308,54 @@ def _check_glu(op: str, argument: str, both: int, activation: str) -> None:
         raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
     if both % 2:
         raise fail(op, argument, f"gives {both} columns, must be an even number")
+
+
+# ------------------------------------------------------------------------------------------ experts
+
+
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+    """The experts that each row of ``logits [T, E]`` chooses by the rule, and their weights.
+
+    ``bias [E]`` float32 is added to scores for the choice alone.
+    """
+    op, backend = "route", _backend("route", "logits", logits)
+    check(op, "logits", logits, logits.device, float32, (None, rule.num_experts))
+    if bias is not None:
+        check(op, "bias", bias, logits.device, float32, (rule.num_experts,))
+    return backend.route(logits, rule, bias)  # type: ignore[no-any-return]
+
+
+def experts(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: GluActivation, *,
+    shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of what each row's experts make of it, ``x [T, H]`` -> ``[T, H]``.
+
+    An expert is ``down(f(gate(x)) * up(x))``; ``gate_up [E, 2 I, H]``, gate first, and ``down [E, H, I]``. Added to it
+    are ``shared [T, H]``, times ``sigmoid(shared_gate [T, 1])`` if there is one, and ``residual [T, H]``.
+    """
+    op, backend = "experts", _backend("experts", "x", x)
+    tokens, hidden = x.shape[0], down.shape[1]
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
+    check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
+    check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
+    _check_glu(op, "gate_up", gate_up.shape[1], activation)
+    for name, found, wanted in (
+        ("gate_up", gate_up.shape[0], routing.rule.num_experts), ("down", down.shape[0], routing.rule.num_experts),
+    ):  # fmt: skip
+        if found != wanted:
+            raise fail(op, name, f"has {found} experts, must have num_experts = {wanted}")
+    if 2 * down.shape[2] != gate_up.shape[1]:
+        raise fail(op, "down", f"has {down.shape[2]} inputs, must have {gate_up.shape[1] // 2}")
+    for name, added, shape in (
+        ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
+        ("residual", residual, (tokens, hidden)),
+    ):  # fmt: skip
+        if added is not None:
+            check(op, name, added, x.device, x.dtype, shape)
+    return backend.experts(  # type: ignore[no-any-return]
+        x, routing, gate_up, down, activation, shared, shared_gate, residual
+    )
 
 
 # ------------------------------------------------------------------------------------------ attention

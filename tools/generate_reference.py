@@ -30,6 +30,7 @@ from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16  # no
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
+LEAST_ROUTER_MARGIN = 0.03
 BEAM_MODEL = "llama_default"
 ROPE_POSITIONS = [1, 777, 40_959, 131_071]
 
@@ -291,6 +292,31 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         "phi3_longrope_crossing": (
             small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16), 9
         ),
+        "mixtral_odd": (small("Mixtral", 45, 37, **heads(5, 1), head_dim=10, num_local_experts=3), 23),
+        "mixtral_all": (small("Mixtral", 48, 20, **heads(4, 2), num_local_experts=2, sliding_window=6), 17),
+        "qwen2_moe_shared": (
+            small(
+                "Qwen2Moe", 56, 30, **heads(4, 4), num_hidden_layers=4, num_experts=7, num_experts_per_tok=3,
+                moe_intermediate_size=21, shared_expert_intermediate_size=33, decoder_sparse_step=2,
+                mlp_only_layers=[3],
+            ),
+            19,
+        ),
+        "qwen3_moe_odd": (
+            small(
+                "Qwen3Moe", 44, 30, **heads(6, 3), head_dim=14, num_experts=11, num_experts_per_tok=4,
+                moe_intermediate_size=19, norm_topk_prob=True,
+            ),
+            25,
+        ),
+        "qwen3_moe_one": (
+            small(
+                "Qwen3Moe", 40, 30, **heads(2, 1), head_dim=20, num_experts=5, num_experts_per_tok=1,
+                moe_intermediate_size=24, attention_bias=True,
+            ),
+            18,
+        ),
+        "olmoe_odd": (small("Olmoe", 42, 27, **heads(3, 3), num_experts=6, num_experts_per_tok=2), 21),
     }
 
 
@@ -324,13 +350,32 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
 def load(config: Any, seed: int, is_rounded: bool) -> Any:
     """The transformers model of a config with the golden weights of a seed, in float32."""
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
+    is_mixtral = config.model_type == "mixtral"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            array = golden_tensor(name, tuple(parameter.shape), seed)
-            parameter.copy_(torch.from_numpy(rounded_to_bfloat16(array) if is_rounded else array))
+            for stored, place in stored_tensors(name, parameter, is_mixtral):
+                array = golden_tensor(stored, tuple(place.shape), seed)
+                place.copy_(torch.from_numpy(rounded_to_bfloat16(array) if is_rounded else array))
     return model.eval()
+
+
+def stored_tensors(name: str, parameter: torch.Tensor, is_mixtral: bool) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that a parameter is made of, and their places in it: transformers keeps all experts'
+    matrices in one, `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`."""
+    under, _, kind = name.rpartition(".")
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if is_mixtral:
+        under = under.replace(".mlp.", ".block_sparse_moe.").replace(".mlp", ".block_sparse_moe")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if not under.endswith(".experts"):
+        return [(f"{under}.{kind}", parameter)]
+    return [
+        (f"{under}.{number}.{part}.weight", place)
+        for number, expert in enumerate(parameter)
+        for part, place in zip(names[kind], expert.chunk(len(names[kind])), strict=True)
+    ]
 
 
 def run(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
@@ -350,6 +395,29 @@ def run(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
     return logits, output[0, len(prompt) :].tolist()
 
 
+def random_prompt(config: Any, num_tokens: int, seed: int) -> list[int]:
+    raw = np.random.PCG64(seed).random_raw(num_tokens)
+    prompt: list[int] = (raw % np.uint64(config.vocab_size)).tolist()
+    return prompt
+
+
+def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
+    """By how much the logit of an expert that is just chosen is above that of one that is just not, at least, with
+    either kind of weights: rounding to bfloat16 must not choose another one. Infinite for a model without experts."""
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if top_k is None:
+        return float("inf")
+    least = float("inf")
+    for is_rounded in (False, True):
+        with torch.no_grad():
+            found = load(config, seed, is_rounded)(torch.tensor([prompt]), output_router_logits=True).router_logits
+        for logits in found:
+            top = logits.sort(dim=-1, descending=True).values
+            if top.shape[-1] > top_k:
+                least = min(least, float((top[:, top_k - 1] - top[:, top_k]).min()))
+    return least
+
+
 def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None:
     folder = GOLDENS / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -365,8 +433,11 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
     (folder / "config_older.json").write_text(json.dumps(older_spelling(fields), indent=1) + "\n")
 
-    raw = np.random.PCG64(seed).random_raw(num_prompt_tokens)
-    prompt = (raw % np.uint64(config.vocab_size)).tolist()
+    prompt = random_prompt(config, num_prompt_tokens, seed)
+    for attempt in range(1, 1000):
+        if least_router_margin(config, prompt, seed) > LEAST_ROUTER_MARGIN:
+            break
+        prompt = random_prompt(config, num_prompt_tokens, seed + 1000 * attempt)
     logits, greedy = {}, {}
     for weights in ("float32", "bfloat16"):
         spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
@@ -382,7 +453,11 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "prompt_ids": prompt,
         "greedy_ids": greedy,
-        "tensors": {key: list(tensor.shape) for key, tensor in model.named_parameters()},
+        "tensors": {
+            key: list(place.shape)
+            for name, parameter in model.named_parameters()
+            for key, place in stored_tensors(name, parameter, model.config.model_type == "mixtral")
+        },
     }
     (folder / "golden.json").write_text(json.dumps(golden) + "\n")
     np.savez(folder / "logits.npz", allow_pickle=False, **logits)

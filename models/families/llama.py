@@ -62,7 +62,7 @@ def read_qwen2(fields: Fields) -> LlamaConfig:
     """Its query, key and value always have biases, its output never."""
     fields.expect("attention_bias", True)
     _expect_no_bias(fields, "mlp_bias")
-    return _config(fields, attention_bias=True, windows=_windows_of_qwen(fields))
+    return _config(fields, attention_bias=True, windows=windows_of_qwen(fields))
 
 
 def read_qwen3(fields: Fields) -> LlamaConfig:
@@ -75,7 +75,7 @@ def read_qwen3(fields: Fields) -> LlamaConfig:
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         qk_norm=True,
-        windows=_windows_of_qwen(fields),
+        windows=windows_of_qwen(fields),
     )
 
 
@@ -86,11 +86,22 @@ def _config(
     default_head_dim: int | None = None,
     **own: Any,
 ) -> LlamaConfig:
-    common = read_common(fields, default_head_dim=default_head_dim)
+    return LlamaConfig(**read_decoder(fields, windows=windows, default_head_dim=default_head_dim), **own)
+
+
+def read_decoder(
+    fields: Fields,
+    *,
+    windows: Callable[[int], int | None] = lambda layer: None,
+    default_head_dim: int | None = None,
+    **defaults: Any,
+) -> dict[str, Any]:
+    """The fields of `DecoderConfig` without biases, as keyword arguments; `defaults` are `read_common`'s."""
+    common = read_common(fields, default_head_dim=default_head_dim, **defaults)
     common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
     kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
-    return LlamaConfig(**common, **own, layer_ropes=(rope,) * common["num_layers"])
+    return {**common, "layer_ropes": (rope,) * common["num_layers"]}
 
 
 def _expect_no_bias(fields: Fields, *names: str) -> None:
@@ -98,11 +109,11 @@ def _expect_no_bias(fields: Fields, *names: str) -> None:
         fields.expect(name, False)
 
 
-def _windows_of_qwen(fields: Fields) -> Callable[[int], int | None]:
+def windows_of_qwen(fields: Fields) -> Callable[[int], int | None]:
     """The window of a layer: none unless `use_sliding_window`, then that of the layers that `layer_types` names, or of
     those from `max_window_layers` on."""
     is_used = fields.boolean("use_sliding_window", False)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096, least=int(is_used))
     first = fields.integer("max_window_layers", 28, least=0)
     if not is_used:
         return lambda layer: None

@@ -15,25 +15,30 @@ import numpy as np
 
 from numba_kernels.cpu import activation as _activation
 from numba_kernels.cpu import embedding as _embedding
+from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu import scaling as _scaling
 from numba_kernels.cpu.attention import kernel as _attention
+from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.recording import current
 from runtime.backends.checks import check, fail
 from runtime.batch import Batch
-from runtime.dtype import PAGES, STORED, DType, float32
+from runtime.dtype import PAGES, STORED, DType, float32, int32
 from runtime.errors import InvalidArgumentError
+from runtime.linear.experts import ExpertsWeight
 from runtime.linear.weight import JoinedWeight, PanelWeight
 from runtime.rope_table import RopeTable
+from runtime.routing import Routing, RoutingRule
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _SERIAL_ATTENTION_MACS = 64_000
+_MOST_EXPERT_ROWS = 8192  # of experts at a time, each token with all of its experts
 ACTIVATIONS = float32
 WEIGHT = (PanelWeight, JoinedWeight)
 TABLE = PanelWeight
@@ -57,6 +62,11 @@ def set_num_workers(count: int) -> None:
 def _new(shape: tuple[int, ...]) -> Tensor:
     """A float32 tensor, not filled."""
     return Tensor.over(new_array(shape, np.float32), float32)
+
+
+def _new_int32(shape: tuple[int, ...]) -> Tensor:
+    """An int32 tensor, not filled."""
+    return Tensor.over(new_array(shape, np.int32), int32)
 
 
 def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
@@ -238,6 +248,73 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
 def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
     return glu(linear(x, weight, None, None, float32), activation)
+
+
+# ------------------------------------------------------------------------------------------ experts
+
+
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
+    """See `ops.route`."""
+    rows, num_experts = logits.shape
+    ids, weights = _new_int32((rows, rule.top_k)), _new((rows, rule.top_k))
+    tickets, workers, rows_a_ticket = _share(rows, num_experts * 8)
+    kind = _experts.SIGMOID if rule.scores == "sigmoid" else _experts.SOFTMAX
+    _experts.route_kernel()(
+        tickets, workers, logits.address, 0 if bias is None else bias.address, ids.address, weights.address, rows,
+        num_experts, rule.top_k, kind, rule.num_groups, rule.top_groups, int(rule.group_score == "two"),
+        int(rule.normalises), rows_a_ticket, rule.scale, rule.sum_eps,
+    )  # fmt: skip
+    return Routing(ids, weights, rule)
+
+
+def experts(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
+    shared_gate: Tensor | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.experts`. Many tokens are several passes, so that their rows stay small."""
+    tokens, hidden = x.shape[0], down.shape[1]
+    result = _new((tokens, hidden))
+    at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
+    for first in range(0, tokens, at_once):
+        some = slice(first, first + at_once)
+        parts = (None if each is None else each[some] for each in (shared, shared_gate, residual))
+        chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
+        _some_experts(x[some], chosen, gate_up, down, activation, *parts, result[some])
+    return result
+
+
+def _some_experts(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
+    shared_gate: Tensor | None, residual: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    (tokens, top_k), (num_experts, hidden, _) = routing.ids.shape, down.shape
+    rows = tokens * top_k
+    num_active = min(num_experts, rows)
+    starts, active, tokens_of, places = map(_new_int32, ((num_experts + 1,), (num_active,), (rows,), (rows,)))
+    _experts.group_kernel()(
+        1, 1, routing.ids.address, starts.address, active.address, tokens_of.address, places.address, tokens, top_k,
+        num_experts, num_active,
+    )  # fmt: skip
+
+    def product(x: Tensor, weight: ExpertsWeight) -> Tensor:
+        width, first = weight.shape[1], 0
+        result = _new((rows, width))
+        for part, table in zip(weight.parts[0], weight.tables, strict=True):
+            hold(table)
+            _grouped.multiply(
+                part.stored, x.address, address_of(table), starts.address, active.address, result.address + first * 4,
+                rows, num_experts, num_active, part.shape[1], part.shape[0], width, _num_workers,
+            )  # fmt: skip
+            first += part.shape[0]
+        return result
+
+    y = product(glu(product(_add_rows("experts", "routing", tokens_of, x, None), gate_up), activation), down)
+    tickets, workers, rows_a_ticket = _share(tokens, hidden * top_k)
+    added = (0 if each is None else each.address for each in (shared, shared_gate, residual))
+    _experts.combine_kernel()(
+        tickets, workers, y.address, routing.weights.address, places.address, *added, out.address, tokens, top_k, hidden,
+        rows_a_ticket,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ attention

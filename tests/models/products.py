@@ -12,7 +12,7 @@ import pytest
 
 from runtime import ops
 from runtime.linear.weight import JoinedWeight
-from runtime.ops import LinearWeight, linear
+from runtime.ops import LinearWeight, experts, linear
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.oracles.tiles import as_multiplied
@@ -51,8 +51,36 @@ def compared_products() -> Iterator[list[float]]:
         errors.append(relative_error(op(x, weight, *more, **rest).numpy(), op(rounded, twin, *more, **rest).numpy()))
         return op(x, twin, *more, **rest)
 
-    with products_by(compared):
+    def experts_compared(*arguments: Any, **rest: Any) -> Tensor:
+        """Experts are the products of each with its rows."""
+        alike = experts_by(linear, *arguments, **rest).numpy()
+        assert relative_error(experts(*arguments, **rest).numpy(), alike) <= 1e-6
+        return experts_by(partial(compared, linear), *arguments, **rest)
+
+    with products_by(compared), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "experts", experts_compared)
         yield errors
+
+
+def experts_by(
+    multiply: Callable[[Tensor, LinearWeight], Tensor], x: Tensor, routing: Any, gate_up: Any, down: Any,
+    activation: Any, *, shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`ops.experts`, expert by expert."""
+    ids, weights = routing.ids.numpy(), routing.weights.numpy()
+    drawn = np.zeros((*ids.shape, down.shape[1]), np.float32)  # what each draw gives
+    for number in range(gate_up.shape[0]):
+        rows, draws = np.nonzero(ids == number)
+        if rows.size:
+            both = multiply(Tensor.from_numpy(x.numpy()[rows]), gate_up.experts[number])
+            drawn[rows, draws] = multiply(ops.glu(both, activation), down.experts[number]).numpy()
+    result = np.zeros(drawn[:, 0].shape, np.float32)
+    for draw in range(ids.shape[1]):
+        result += weights[:, draw, None] * drawn[:, draw]
+    if shared is not None:
+        gate = 1.0 if shared_gate is None else 1.0 / (1.0 + np.exp(-shared_gate.numpy()))
+        result += gate * shared.numpy()
+    return Tensor.from_numpy(result if residual is None else result + residual.numpy())
 
 
 def _in_float32(weight: Any) -> LinearWeight:

@@ -14,7 +14,7 @@ takes their sums instead of panels and rows (`add_partials`), and finishes them 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
@@ -88,22 +88,27 @@ def _take(partial, row_bytes, rows, columns, slot, slot_columns):
             target[column] = source[column]
 
 
-@functools.cache
-def linear_kernel(stored: Any) -> Kernel:
-    """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
+class ProductParts(NamedTuple):
+    """What kernels of products consist of.
 
-    ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
-    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each (for
-    blocks, one of ``arranging_parts`` of its K); the others multiply some panels with some rows, a multiple of
-    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a
-    launch and after it.
-
-    K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
-    N]`` are given, they are the segments' sums, and ``depth`` is 0.
+    Attributes:
+        arrange: fills ``operands`` of an argument block ``a`` with one ticket's rows; K has so many ``words``.
+        multiply: one ticket's product.
+        elements, unit_words: so many elements of K take so many words of a column.
     """
+
+    arrange: Any
+    multiply: Any
+    elements: int
+    unit_words: int
+
+
+@functools.cache
+def product_parts(stored: Any) -> ProductParts:
+    """For panels of ``stored``: a class, or a block's name. `linear_kernel` says what the fields mean."""
     is_block = stored in BLOCKS
     is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
-    # So many elements of K take so many words of a column; K is cut at multiples of `span` words.
+    # K is cut at multiples of `span` words.
     if is_block:
         elements, unit_words = BLOCKS[stored].elements, BLOCKS[stored].words
         span, span_row_words = unit_words, elements // X_GROUP * X_ROW_WORDS
@@ -203,6 +208,24 @@ def linear_kernel(stored: Any) -> Kernel:
                         slot -= slot_bytes
                         complete >>= 1
             panel += panels
+
+    return ProductParts(arrange, multiply, elements, unit_words)
+
+
+@functools.cache
+def linear_kernel(stored: Any) -> Kernel:
+    """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
+
+    ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
+    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each (for
+    blocks, one of ``arranging_parts`` of its K); the others multiply some panels with some rows, a multiple of
+    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a
+    launch and after it.
+
+    K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
+    N]`` are given, they are the segments' sums, and ``depth`` is 0.
+    """
+    arrange, multiply, elements, unit_words = product_parts(stored)
 
     def linear(arguments, ticket):
         block = carray(arguments, 1)

@@ -1,0 +1,121 @@
+"""A mixture of experts where a dense decoder has its MLP.
+
+    routing = route(router(x));   y = sum over chosen experts of weight * down(silu(gate(x)) * up(x))  [+ shared MLP]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind, PreNormLayer
+from models.json_fields import Fields
+from models.maker import Maker
+from runtime import ops
+from runtime.linear.norm import RmsNorm
+from runtime.routing import RoutingRule
+from runtime.tensor.tensor import Tensor
+
+Names = tuple[str, tuple[str, str], str]
+QWEN_NAMES: Names = ("gate", ("gate_proj", "up_proj"), "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig(DecoderConfig):
+    """A decoder with experts.
+
+    Attributes:
+        expert_size: columns of an expert between its maps; `intermediate_size` is that of layers without experts.
+        rule: which experts a token goes to.
+        dense_layers: numbers of the layers that have an MLP instead.
+        shared_size: columns of the expert that all tokens go to; 0: there is none.
+        qk_norm: of queries and keys, as `Attention` takes it.
+    """
+
+    expert_size: int
+    rule: RoutingRule
+    dense_layers: frozenset[int] = frozenset()
+    shared_size: int = 0
+    qk_norm: NormKind = "none"
+
+
+class MoeDecoder(Decoder):
+    """A decoder whose layers have experts, but for the dense ones.
+
+    Attributes:
+        experts_under: where a layer's experts stand in a checkpoint.
+        expert_names: of the router, of gate and up, of down.
+    """
+
+    config: MoeConfig
+    experts_under = "mlp"
+    expert_names = QWEN_NAMES
+
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PreNormLayer(self, index, maker, attention={"norm": self.config.qk_norm})
+
+    def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
+        if index in self.config.dense_layers:
+            return self.mlp(maker, input_norm=input_norm, **choices)
+        norm = self._input_norm(maker, input_norm)
+        return Experts(self.config, maker.under(self.experts_under), self.expert_names, norm)
+
+
+class Experts:
+    """A router, its experts and perhaps a shared one, behind a norm if there is one."""
+
+    def __init__(self, config: MoeConfig, maker: Maker, names: Names, norm: RmsNorm | None) -> None:
+        router, gate_up, down = names
+        hidden, inner, count = config.hidden_size, config.expert_size, config.rule.num_experts
+        self.rule, self.norm = config.rule, norm
+        self.router = maker.router(router, outputs=count, inputs=hidden)
+        self.gate_up = maker.experts(gate_up, count=count, outputs=(inner, inner), inputs=hidden)
+        self.down = maker.experts(down, count=count, outputs=hidden, inputs=inner)
+        self.shared: SharedExpert | None = None
+        if config.shared_size:
+            self.shared = SharedExpert(config, maker)
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        if self.norm is not None:
+            x = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+        routing = ops.route(self.router.logits(x), self.rule)
+        shared, gate = (None, None) if self.shared is None else self.shared(x)
+        return ops.experts(
+            x, routing, self.gate_up, self.down, "silu", shared=shared, shared_gate=gate, residual=residual
+        )
+
+
+class SharedExpert:
+    """The expert of all tokens, and the gate that it is multiplied by."""
+
+    def __init__(self, config: MoeConfig, maker: Maker) -> None:
+        hidden, inner = config.hidden_size, config.shared_size
+        under = maker.under("shared_expert")
+        self.gate_up = under.linear(("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden)
+        self.down = under.linear("down_proj", outputs=hidden, inputs=inner)
+        self.gate = maker.router("shared_expert_gate", outputs=1, inputs=hidden)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What it makes of ``x [T, H]``, and its gate ``[T, 1]``."""
+        return self.down(self.gate_up.glu(x, "silu")), self.gate(x)
+
+
+def dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """The dense layers by Qwen's fields: those of `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
+    step = fields.integer("decoder_sparse_step", 1)
+    named = fields.integers("mlp_only_layers")
+    return frozenset(index for index in range(num_layers) if index in named or (index + 1) % step)
+
+
+def read_rule(fields: Fields, *, count: int, top_k: int, normalises: bool) -> RoutingRule:
+    """A softmax over all experts, by the fields that most routers have; the numbers are transformers' defaults.
+    `num_experts` and `num_local_experts` are one field's two names."""
+    names = [name for name in ("num_experts", "num_local_experts") if fields.has(name)]
+    count_name = (names or ["num_experts"])[0]
+    for name in names[1:]:
+        fields.expect(name, fields.integer(count_name))
+    count = fields.integer(count_name, count, most=1 << 16)
+    chosen = fields.integer("num_experts_per_tok", top_k)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", f"= {chosen} must be at most {count_name} = {count}")
+    return RoutingRule(num_experts=count, top_k=chosen, normalises=normalises)

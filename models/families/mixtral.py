@@ -1,0 +1,27 @@
+"""Mixtral (arXiv 2401.04088): Mistral with two of its experts for each token, whose weights add up to 1."""
+
+from __future__ import annotations
+
+from models.architecture import Architecture
+from models.experts import MoeConfig, MoeDecoder, read_rule
+from models.families.llama import read_decoder
+from models.json_fields import Fields
+
+
+class MixtralModel(MoeDecoder):
+    experts_under = "block_sparse_moe"
+    expert_names = ("gate", ("w1", "w3"), "w2")
+
+
+def read_mixtral(fields: Fields) -> MoeConfig:
+    fields.expect("attention_bias", False)
+    window = fields.integer("sliding_window", None)
+    common = read_decoder(fields, windows=lambda layer: window, default_norm_eps=1e-5)
+    return MoeConfig(
+        **common,
+        expert_size=common["intermediate_size"],
+        rule=read_rule(fields, count=8, top_k=2, normalises=True),
+    )
+
+
+ARCHITECTURES = (Architecture("MixtralForCausalLM", "mixtral", read_mixtral, MixtralModel),)

@@ -1,0 +1,201 @@
+"""Around the products of experts: which experts a token goes to, tokens put together by expert, and their results added.
+
+    scores = softmax(logits) or sigmoid(logits)                    over all experts
+    ids    = the top_k largest of scores + bias, largest first; of equals the lower one
+    weights = scores[ids], over their sum if asked for, times a scale
+
+With groups, experts lie in ``num_groups`` equal parts, and only those of the ``top_groups`` best parts are chosen from:
+a part is as good as its best expert, or as its best two together. Sources: Mixtral (arXiv 2401.04088), DeepSeek-V2
+(2405.04434) and V3 (2412.19437).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
+
+SOFTMAX, SIGMOID = 0, 1
+_LOWEST = np.float32(-np.inf)
+
+
+@njit(nogil=True)
+def _scores_of(logits, scores, kind):
+    """float32 in the order of experts; NaN in one logit makes a softmax's scores NaN."""
+    count = logits.size
+    if kind == SIGMOID:
+        for i in range(count):
+            scores[i] = np.float32(1.0) / (np.float32(1.0) + np.float32(math.exp(-logits[i])))
+        return
+    peak = logits[0]
+    for i in range(1, count):
+        peak = max(peak, logits[i])
+    total = np.float32(0.0)
+    for i in range(count):
+        scores[i] = np.float32(math.exp(logits[i] - peak))
+        total += scores[i]
+    for i in range(count):
+        scores[i] /= total
+
+
+@njit(nogil=True)
+def _best(values):
+    """The place of the largest, the lowest of equals; NaN is larger than all."""
+    best = 0
+    for i in range(1, values.size):
+        if values[i] > values[best] or (values[i] != values[i] and values[best] == values[best]):
+            best = i
+    return best
+
+
+@njit(nogil=True)
+def _leave_groups(choice, num_groups, top_groups, adds_two):
+    """Makes the choice of experts outside the best groups -inf."""
+    size = choice.size // num_groups
+    ranks = np.empty(num_groups, np.float32)
+    for group in range(num_groups):
+        first = second = _LOWEST
+        for i in range(group * size, (group + 1) * size):
+            value = choice[i]
+            if value > first:
+                first, second = value, first
+            elif value > second:
+                second = value
+        ranks[group] = first + second if adds_two else first
+    kept = np.zeros(num_groups, np.uint8)
+    for _ in range(top_groups):
+        best = _best(ranks)
+        kept[best] = 1
+        ranks[best] = _LOWEST
+    for group in range(num_groups):
+        if kept[group] == 0:
+            choice[group * size : (group + 1) * size] = _LOWEST
+
+
+@functools.cache
+def route_kernel() -> Kernel:
+    """Writes ``ids [T, k]`` int32 and ``weights [T, k]`` float32 for ``logits [T, E]`` float32; a ticket is some rows.
+
+    ``bias [E]`` float32, if any, is added for the choice alone. ``num_groups`` 1: there are no groups. A row with NaN
+    gets experts that there are, and NaN as a weight.
+    """
+
+    def route(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        count, top_k = a.num_experts, a.top_k
+        scores, choice = np.empty(count, np.float32), np.empty(count, np.float32)
+        first = ticket * a.rows_a_ticket
+        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            _scores_of(float32_at(a.logits + row * count * 4, count), scores, a.kind)
+            is_nan = False
+            for i in range(count):
+                choice[i] = scores[i]
+                is_nan |= scores[i] != scores[i]
+            if a.bias != 0:
+                bias = float32_at(a.bias, count)
+                for i in range(count):
+                    choice[i] += bias[i]
+            if is_nan:
+                choice[:] = np.float32(0.0)
+            if a.num_groups > 1:
+                _leave_groups(choice, a.num_groups, a.top_groups, a.adds_two != 0)
+            ids = int32_at(a.ids + row * top_k * 4, top_k)
+            weights = float32_at(a.weights + row * top_k * 4, top_k)
+            total = np.float32(0.0)
+            for j in range(top_k):
+                best = _best(choice)
+                choice[best] = _LOWEST
+                ids[j] = best
+                weights[j] = np.float32(np.nan) if is_nan else scores[best]
+                total += weights[j]
+            factor = np.float32(a.scale)
+            for j in range(top_k):
+                weights[j] = (weights[j] / (total + np.float32(a.sum_eps)) if a.normalises else weights[j]) * factor
+
+    return Kernel(
+        route,
+        Fields(
+            "*logits *bias *ids *weights num_rows num_experts top_k kind num_groups top_groups adds_two normalises "
+            "rows_a_ticket",
+            "scale sum_eps",
+        ),
+    )
+
+
+@functools.cache
+def group_kernel() -> Kernel:
+    """Puts the ``[T, k]`` draws of ``ids`` together by expert, in the order of tokens; one ticket.
+
+    Writes ``starts [E + 1]``, where each expert's rows begin; ``active [num_active]``, the experts that have rows, -1
+    behind the last; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32.
+    """
+
+    def group(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        count = a.num_rows * a.top_k
+        ids, starts = int32_at(a.ids, count), int32_at(a.starts, a.num_experts + 1)
+        active, tokens, places = int32_at(a.active, a.num_active), int32_at(a.tokens, count), int32_at(a.places, count)
+        starts[:] = 0
+        active[:] = -1
+        for draw in range(count):
+            starts[ids[draw] + 1] += 1
+        found = 0
+        for expert in range(a.num_experts):
+            if starts[expert + 1] > 0:
+                active[found] = expert
+                found += 1
+            starts[expert + 1] += starts[expert]
+        following = np.empty(a.num_experts, np.int32)
+        following[:] = starts[: a.num_experts]
+        for draw in range(count):
+            expert = ids[draw]
+            places[draw] = following[expert]
+            tokens[following[expert]] = draw // a.top_k
+            following[expert] += 1
+
+    return Kernel(group, Fields("*ids *starts *active *tokens *places num_rows top_k num_experts num_active"))
+
+
+@functools.cache
+def combine_kernel() -> Kernel:
+    """``out [T, H] = residual + sum over j of weights[t, j] y[places[t, j]] + sigmoid(gate[t]) shared[t]``.
+
+    The sum is in the order of the draws, so that it depends on no other token. ``residual``, ``shared`` and ``gate
+    [T, 1]`` may be 0; ``shared`` without a gate is added as it is. A ticket is some rows.
+    """
+
+    def combine(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        width, top_k = a.width, a.top_k
+        first = ticket * a.rows_a_ticket
+        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            at = row * width * 4
+            out = float32_at(a.out + at, width)
+            weights, places = float32_at(a.weights + row * top_k * 4, top_k), int32_at(a.places + row * top_k * 4, top_k)
+            for j in range(top_k):
+                y, weight = float32_at(a.y + places[j] * width * 4, width), weights[j]
+                if j == 0:
+                    for i in range(width):
+                        out[i] = weight * y[i]
+                else:
+                    for i in range(width):
+                        out[i] += weight * y[i]
+            if a.shared != 0:
+                shared, factor = float32_at(a.shared + at, width), np.float32(1.0)
+                if a.gate != 0:
+                    gate = float32_at(a.gate + row * 4, 1)[0]
+                    factor = np.float32(1.0) / (np.float32(1.0) + np.float32(math.exp(-gate)))
+                for i in range(width):
+                    out[i] += factor * shared[i]
+            if a.residual != 0:
+                residual = float32_at(a.residual + at, width)
+                for i in range(width):
+                    out[i] += residual[i]
+
+    return Kernel(
+        combine, Fields("*y *weights *places *shared *gate *residual *out num_rows top_k width rows_a_ticket")
+    )

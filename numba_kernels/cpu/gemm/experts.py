@@ -1,0 +1,127 @@
+"""Products of rows with experts: rows that stand together by expert, each run times its expert's matrix.
+
+    out[r] = x[r] . weight[e]^T + bias[e]        for starts[e] <= r < starts[e + 1]
+
+An expert that has rows is read once. Tickets are fixed by the most experts that can have rows, since a recorded launch
+does not know which will: the first ones arrange a tile of rows each, the others multiply some panels of an expert with
+all its rows, and those that are left over do nothing. A row's bits are those of `linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from numba_kernels.closure_cache import name_by_content
+from numba_kernels.cpu.gemm.arranged_rows import operand_words
+from numba_kernels.cpu.gemm.linear import FIELDS as PRODUCT_FIELDS
+from numba_kernels.cpu.gemm.linear import product_parts
+from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.running.launch import (
+    Fields,
+    Kernel,
+    address,
+    address_of,
+    int32_at,
+    int64_at,
+    new_array,
+)
+from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
+
+TICKETS_A_WORKER = 4  # of each expert: one may have all rows
+
+FIELDS = Fields(
+    "*x *tables *starts *active *out *operands num_experts num_active depth width out_width row_words panels_a_ticket "
+    "panel_tickets num_arranging num_tickets arranged finished"
+)
+_ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
+_PRODUCT = PRODUCT_FIELDS.record
+
+
+@functools.cache
+def experts_kernel(stored: Any) -> Kernel:
+    """Writes ``out [R, N]`` for ``x [R, K]``, float32, and experts' panels of ``stored``.
+
+    ``tables [3, E]`` int64 holds the addresses of each expert's panels, scales and bias. ``active`` int32 are the
+    ``num_active`` experts that may have rows, -1 behind the last; ``starts [E + 1]`` int32 says where their rows begin.
+    """
+    arrange, multiply, elements, unit_words = product_parts(stored)
+
+    @njit(nogil=True)
+    @name_by_content
+    def fill(a, expert, product):
+        """The product of one expert's rows, as `linear_kernel` would be asked for it."""
+        starts, tables = int32_at(a.starts, a.num_experts + 1), int64_at(a.tables, 3 * a.num_experts)
+        first = starts[expert]
+        rows = starts[expert + 1] - first
+        b = product[0]
+        b.x = a.x + first * a.depth * 4
+        b.panels = tables[expert]
+        b.scales = tables[a.num_experts + expert]
+        b.bias = tables[2 * a.num_experts + expert]
+        b.residual = 0
+        b.out = a.out + first * a.out_width * 4
+        b.operands = a.operands + first * a.row_words * 4
+        b.partials = 0
+        b.num_rows, b.depth, b.width, b.out_width = rows, a.depth, a.width, a.out_width
+        b.num_segments, b.step_elements = 1, 1
+        tiles = -(-rows // GEMM_ROWS)
+        b.tile_rows = -(-rows // tiles)
+        b.panels_a_ticket, b.rows_a_ticket = a.panels_a_ticket, tiles * b.tile_rows
+        b.arranging_parts = 1
+
+    def experts(arguments, ticket):
+        block = carray(arguments, 1)
+        a = block[0]
+        arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
+        words = -(-a.depth // elements) * unit_words
+        active, starts = int32_at(a.active, a.num_active), int32_at(a.starts, a.num_experts + 1)
+        product = np.empty(1, _PRODUCT)
+        if ticket < a.num_arranging:
+            tile = ticket
+            for place in range(a.num_active):
+                expert = active[place]
+                if expert < 0:
+                    break
+                tiles = -(-(starts[expert + 1] - starts[expert]) // GEMM_ROWS)
+                if tile < tiles:
+                    fill(a, expert, product)
+                    if tile * product[0].tile_rows < product[0].num_rows:
+                        arrange(product[0], tile, words)
+                    break
+                tile -= tiles
+            atomic.add(arranged, 1)
+        else:
+            while atomic.load(arranged) < a.num_arranging:
+                atomic.pause()
+            expert = active[(ticket - a.num_arranging) // a.panel_tickets]
+            if expert >= 0:
+                fill(a, expert, product)
+                multiply(product[0], (ticket - a.num_arranging) % a.panel_tickets, words)
+        if atomic.add(finished, 1) == a.num_tickets - 1:
+            atomic.store(arranged, 0)
+            atomic.store(finished, 0)
+
+    return Kernel(experts, FIELDS)
+
+
+def multiply(
+    stored: Any, x: int, tables: int, starts: int, active: int, out: int, rows: int, num_experts: int,
+    num_active: int, depth: int, width: int, out_width: int, num_workers: int,
+) -> None:  # fmt: skip
+    """``out [rows, width]`` from ``x [rows, depth]`` and experts as `experts_kernel` says; rows of out are
+    ``out_width`` elements apart."""
+    row_words = operand_words(stored, depth)
+    operands = new_array((rows * row_words,), np.float32)
+    panels = -(-width // PANEL_COLUMNS)
+    panels_a_ticket = max(1, panels // (TICKETS_A_WORKER * num_workers))
+    panel_tickets = -(-panels // panels_a_ticket)
+    num_arranging = min(rows, -(-rows // GEMM_ROWS) + num_active)
+    total = num_arranging + num_active * panel_tickets
+    experts_kernel(stored)(
+        total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth, width,
+        out_width, row_words, panels_a_ticket, panel_tickets, num_arranging, total, 0, 0,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""The matrices of a layer's experts: one linear map each, all of one shape and kept alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.errors import InvalidArgumentError
+from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
+from runtime.tensor.storage import NDArray
+
+
+class ExpertsWeight:
+    """Matrices ``[E, N, K]`` with their biases, read by `ops.experts`.
+
+    Attributes:
+        experts: the E weights.
+        parts: each expert's weight in its parts, which are kept in formats of their own; one where it is one.
+        tables: for each part, ``[3, E]`` int64: where each expert's panels, scales and bias lie. Empty for weights that
+            are only declared.
+
+    Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
+    """
+
+    __slots__ = ("experts", "parts", "tables")
+
+    def __init__(self, experts: Sequence[LinearWeight]) -> None:
+        if not experts:
+            raise InvalidArgumentError("ExpertsWeight: experts is empty, must hold at least one", param="experts")
+        self.experts = tuple(experts)
+        self.parts = [each.parts if isinstance(each, JoinedWeight) else (each,) for each in experts]
+        first = [(part.shape, part.format) for part in self.parts[0]]
+        for number, parts in enumerate(self.parts):
+            if (kind := [(part.shape, part.format) for part in parts]) != first:
+                theirs, ours = (", ".join(f"{format.name} {shape}" for shape, format in each) for each in (kind, first))
+                raise InvalidArgumentError(
+                    f"ExpertsWeight: expert {number} is {theirs}, must be as expert 0: {ours}", param="experts"
+                )
+        self.tables: list[NDArray] = []
+        if isinstance(self.parts[0][0], PanelWeight):
+            self.tables = [
+                np.array(
+                    [
+                        [getattr(parts[place], f"{name}_address") for parts in self.parts]
+                        for name in ("panels", "scales", "bias")
+                    ],
+                    np.int64,
+                )
+                for place in range(len(first))
+            ]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        return len(self.experts), *self.experts[0].shape

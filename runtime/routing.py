@@ -1,0 +1,65 @@
+"""Which experts a token goes to: the rule as data, and what was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.errors import InvalidArgumentError
+from runtime.tensor.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How a router's logits become experts and their weights.
+
+    Attributes:
+        num_experts, top_k: of so many experts a token goes to so many.
+        scores: what is made of all logits.
+        normalises: weights are divided by their sum (and ``sum_eps``).
+        scale: what weights are multiplied by.
+        num_groups, top_groups: experts lie in so many equal groups, of which so many best ones are chosen from.
+        group_score: a group is as good as its "best" expert, or as its best "two" together.
+
+    Raises InvalidArgumentError for counts that do not fit each other.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalises: bool = False
+    scale: float = 1.0
+    sum_eps: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "two"] = "best"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise InvalidArgumentError(
+                f"RoutingRule: top_k is {self.top_k}, must be 1 to num_experts = {self.num_experts}", param="top_k"
+            )
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise InvalidArgumentError(
+                f"RoutingRule: num_groups is {self.num_groups}, must divide num_experts = {self.num_experts}",
+                param="num_groups",
+            )
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InvalidArgumentError(
+                f"RoutingRule: top_groups is {self.top_groups}, must be 1 to num_groups = {self.num_groups}",
+                param="top_groups",
+            )
+        if (most := self.num_experts // self.num_groups * self.top_groups) < self.top_k:
+            raise InvalidArgumentError(
+                f"RoutingRule: top_k is {self.top_k}, limit {most}, the experts of {self.top_groups} groups",
+                param="top_k",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What `ops.route` chose: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32."""
+
+    ids: Tensor
+    weights: Tensor
+    rule: RoutingRule
