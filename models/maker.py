@@ -199,8 +199,9 @@ class Maker(ABC):
         return Linear(weight, self.options.communicator if is_added else None, norm)
 
     def experts(
-        self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int, has_bias: bool = False
-    ) -> ExpertsWeight:
+        self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int,
+        has_bias: bool = False,
+    ) -> ExpertsWeight:  # fmt: skip
         """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
 
         Raises ModelLoadError where the options' device has no kernels for experts, or ranks would share them.

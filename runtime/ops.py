@@ -36,10 +36,10 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids",
-    "draw", "embedding", "experts", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "silu",
-    "take_decode_inputs",
+    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
+    "embedding", "experts", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample",
+    "silu", "take_decode_inputs",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh"]

@@ -42,7 +42,7 @@ FLOORS = {
             f"runtime.{name}"
             for name in (
                 "tensor", "ops", "batch", "kv", "communicator", "sampling_arrays", "sampling_table",
-                "linear", "rope_table", "backends",
+                "linear", "rope_table", "routing", "backends",
             )
         ),
         4,

@@ -26,7 +26,7 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16  # noqa: E402
+from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16, stored_tensors  # noqa: E402
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
@@ -352,30 +352,12 @@ def load(config: Any, seed: int, is_rounded: bool) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-    is_mixtral = config.model_type == "mixtral"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            for stored, place in stored_tensors(name, parameter, is_mixtral):
+            for stored, place in stored_tensors(name, parameter, config.model_type):
                 array = golden_tensor(stored, tuple(place.shape), seed)
                 place.copy_(torch.from_numpy(rounded_to_bfloat16(array) if is_rounded else array))
     return model.eval()
-
-
-def stored_tensors(name: str, parameter: torch.Tensor, is_mixtral: bool) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint that a parameter is made of, and their places in it: transformers keeps all experts'
-    matrices in one, `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`."""
-    under, _, kind = name.rpartition(".")
-    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-    if is_mixtral:
-        under = under.replace(".mlp.", ".block_sparse_moe.").replace(".mlp", ".block_sparse_moe")
-        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-    if not under.endswith(".experts"):
-        return [(f"{under}.{kind}", parameter)]
-    return [
-        (f"{under}.{number}.{part}.weight", place)
-        for number, expert in enumerate(parameter)
-        for part, place in zip(names[kind], expert.chunk(len(names[kind])), strict=True)
-    ]
 
 
 def run(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
@@ -456,7 +438,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         "tensors": {
             key: list(place.shape)
             for name, parameter in model.named_parameters()
-            for key, place in stored_tensors(name, parameter, model.config.model_type == "mixtral")
+            for key, place in stored_tensors(name, parameter, config.model_type)
         },
     }
     (folder / "golden.json").write_text(json.dumps(golden) + "\n")

@@ -1,4 +1,5 @@
-"""Around the products of experts: which experts a token goes to, tokens put together by expert, and their results added.
+"""What stands around the products of experts: which experts a token goes to, tokens put together by expert, and the
+sum of what a token's experts give.
 
     scores = softmax(logits) or sigmoid(logits)                    over all experts
     ids    = the top_k largest of scores + bias, largest first; of equals the lower one
@@ -175,7 +176,8 @@ def combine_kernel() -> Kernel:
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
             at = row * width * 4
             out = float32_at(a.out + at, width)
-            weights, places = float32_at(a.weights + row * top_k * 4, top_k), int32_at(a.places + row * top_k * 4, top_k)
+            weights = float32_at(a.weights + row * top_k * 4, top_k)
+            places = int32_at(a.places + row * top_k * 4, top_k)
             for j in range(top_k):
                 y, weight = float32_at(a.y + places[j] * width * 4, width), weights[j]
                 if j == 0:

@@ -277,16 +277,17 @@ def experts(
     at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
-        parts = (None if each is None else each[some] for each in (shared, shared_gate, residual))
+        added = [0 if each is None else each[some].address for each in (shared, shared_gate, residual)]
         chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
-        _some_experts(x[some], chosen, gate_up, down, activation, *parts, result[some])
+        _some_experts(x[some], chosen, gate_up, down, activation, added, result[some])
     return result
 
 
 def _some_experts(
-    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
-    shared_gate: Tensor | None, residual: Tensor | None, out: Tensor,
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, added: list[int],
+    out: Tensor,
 ) -> None:  # fmt: skip
+    """`added` are addresses of the shared expert's results, its gate and the residual."""
     (tokens, top_k), (num_experts, hidden, _) = routing.ids.shape, down.shape
     rows = tokens * top_k
     num_active = min(num_experts, rows)
@@ -310,10 +311,9 @@ def _some_experts(
 
     y = product(glu(product(_add_rows("experts", "routing", tokens_of, x, None), gate_up), activation), down)
     tickets, workers, rows_a_ticket = _share(tokens, hidden * top_k)
-    added = (0 if each is None else each.address for each in (shared, shared_gate, residual))
     _experts.combine_kernel()(
-        tickets, workers, y.address, routing.weights.address, places.address, *added, out.address, tokens, top_k, hidden,
-        rows_a_ticket,
+        tickets, workers, y.address, routing.weights.address, places.address, *added, out.address, tokens, top_k,
+        hidden, rows_a_ticket,
     )  # fmt: skip
 
 

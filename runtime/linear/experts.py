@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,9 @@ class ExpertsWeight:
         if not experts:
             raise InvalidArgumentError("ExpertsWeight: experts is empty, must hold at least one", param="experts")
         self.experts = tuple(experts)
-        self.parts = [each.parts if isinstance(each, JoinedWeight) else (each,) for each in experts]
+        self.parts: list[tuple[Any, ...]] = [
+            each.parts if isinstance(each, JoinedWeight) else (each,) for each in experts
+        ]
         first = [(part.shape, part.format) for part in self.parts[0]]
         for number, parts in enumerate(self.parts):
             if (kind := [(part.shape, part.format) for part in parts]) != first:

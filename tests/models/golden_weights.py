@@ -32,6 +32,24 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     return uniform * np.float32(math.sqrt(3.0 / fan_in))
 
 
+def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str, Any]]:
+    """The tensors of a checkpoint that a parameter of transformers' model is made of, and their places in it: it keeps
+    all experts' matrices in one, `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`."""
+    under, _, kind = name.rpartition(".")
+    names: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if model_type == "mixtral":
+        under = under.replace(".mlp", ".block_sparse_moe")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if not under.endswith(".experts"):
+        return [(f"{under}.{kind}" if under else kind, parameter)]
+    parts, size = names[kind], parameter.shape[1] // len(names[kind])
+    return [
+        (f"{under}.{number}.{part}.weight", parameter[number, place * size : (place + 1) * size])
+        for number in range(parameter.shape[0])
+        for place, part in enumerate(parts)
+    ]
+
+
 def rounded_to_bfloat16(array: Array) -> Array:
     """float32 values rounded to the nearest bfloat16, ties to even; finite values only."""
     bits = array.view(np.uint32)

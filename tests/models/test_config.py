@@ -195,8 +195,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (variant(LLAMA, dtype="float64"), "dtype 'float64' is not one of"),
     # architectures
     (
-        variant(LLAMA, architectures=["MixtralForCausalLM"], model_type="mixtral"),
-        "MixtralForCausalLM.*not supported",
+        variant(LLAMA, architectures=["BloomForCausalLM"], model_type="bloom"),
+        "BloomForCausalLM.*not supported",
     ),
     (
         variant(LLAMA, architectures=["LlamaForSequenceClassification"]),

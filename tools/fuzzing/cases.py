@@ -17,7 +17,7 @@ Case = dict[str, Any]
 def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bool = False) -> Case:
     """A case of a family; `emulated` names the emulated devices of which it may run on one. A small one has few logits,
     which can be kept."""
-    device = rng.choice(emulated) if emulated else None
+    device = rng.choice(emulated) if emulated and family not in WITH_EXPERTS else None
     is_short = is_small or device is not None  # emulated steps are slow
     num_new = rng.randint(4, 6 if is_short else 14)
     least, most = (8, 24) if is_small else (1, 60)
@@ -34,6 +34,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         kept = rng.choice((0, length // 2, length - 1))
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
+    if family in WITH_EXPERTS:  # rounding may choose another one, whatever comes of it
+        dtype = "float32"
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
     groups = fields["num_hidden_layers"] if fields.get("sliding_window") else 1  # of pages, at most
     held = max_model_len * groups
@@ -284,6 +286,43 @@ def _glm4(draw: Draw) -> Fields:
     return {**fields, "rope_parameters": {**draw.rope(has_scaling=False), "partial_rotary_factor": partial}}
 
 
+def _experts(draw: Draw, most: int) -> Fields:
+    count = draw.choice((1, 2, draw.integer(3, most)))
+    return {"num_experts_per_tok": draw.choice((1, count, draw.integer(1, count))), "num_experts": count}
+
+
+def _mixtral(draw: Draw) -> Fields:
+    experts = _experts(draw, 9)
+    count = {"num_local_experts": experts.pop("num_experts")}
+    return {**_mistral(draw), "rope_parameters": draw.rope(has_scaling=False), **experts, **count}
+
+
+def _some_dense(draw: Draw, fields: Fields) -> Fields:
+    """Qwen's: layers with an MLP instead of experts."""
+    step = draw.choice((1, 1, 2))
+    dense = [index for index in range(fields["num_hidden_layers"]) if draw.flip(0.2)]
+    return {
+        **fields, "decoder_sparse_step": step, "mlp_only_layers": dense, "norm_topk_prob": draw.flip(),
+        "moe_intermediate_size": draw.choice((1, draw.integer(2, 80))), **_experts(draw, 20),
+    }  # fmt: skip
+
+
+def _qwen2_moe(draw: Draw) -> Fields:
+    shared = {"shared_expert_intermediate_size": draw.integer(1, 90), "qkv_bias": draw.flip(0.7)}
+    return _some_dense(draw, {**_qwen2(draw), **shared})
+
+
+def _qwen3_moe(draw: Draw) -> Fields:
+    return _some_dense(draw, _qwen3(draw))
+
+
+def _olmoe(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=False), "attention_bias": draw.flip(0.3), "norm_topk_prob": draw.flip()}
+    return {**fields, "rope_parameters": draw.rope(), **_experts(draw, 20)}
+
+
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+
 _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
     "llama": ("LlamaConfig", "LlamaForCausalLM", _llama),
@@ -300,4 +339,8 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", _ministral3),
     "glm": ("GlmConfig", "GlmForCausalLM", _glm4),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", _glm4),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _mixtral),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", _olmoe),
 }

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.models.golden_weights import golden_tensor
+from tests.models.golden_weights import golden_tensor, stored_tensors
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
@@ -36,13 +36,20 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError) as error:
         return {"refused": " ".join(f"{request['config_class']}: {error}".split())[:200]}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(golden_tensor(name, tuple(parameter.shape), request["weights"])))
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        tensors = [
+            stored
+            for name, parameter in model.named_parameters()
+            for stored in stored_tensors(name, parameter, config.model_type)
+        ]
+        for name, place in tensors:
+            place.copy_(torch.from_numpy(golden_tensor(name, tuple(place.shape), request["weights"])))
+    shapes = {name: list(place.shape) for name, place in tensors}
     model.to(dtype).save_pretrained(folder)
 
     def loaded(wanted: torch.dtype) -> Any:  # again from the folder, as its users get it
-        return model_class.from_pretrained(folder, dtype=wanted, attn_implementation="eager").eval()
+        return model_class.from_pretrained(
+            folder, dtype=wanted, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
 
     arrays, noise = {}, 0.0
     try:

@@ -9,7 +9,8 @@ import numpy as np
 
 
 def kernels_of(
-    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = (), pages: str = ""
+    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = (), pages: str = "",
+    has_experts: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use.
 
@@ -18,10 +19,13 @@ def kernels_of(
     block_size  tokens in a page
     pages       what carries the bits of its pages, if not `stored`; also "int8", and "uint8" (fp8)
     formats     ggml's, in whose blocks matrices are kept
+    has_experts whether there are mixtures of experts
     """
     from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes kernels
+    from numba_kernels.cpu import experts as _experts
     from numba_kernels.cpu.attention import kernel as attention
     from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
+    from numba_kernels.cpu.gemm.experts import experts_kernel
 
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
@@ -32,6 +36,11 @@ def kernels_of(
     for each in in_blocks:
         yield linear.linear_kernel, (each,)
         yield block_panels.pack_blocks_kernel, (each,)
+    if has_experts:
+        for kept in (matrices, *in_blocks):
+            yield experts_kernel, (kept,)
+        for factory in (_experts.route_kernel, _experts.group_kernel, _experts.combine_kernel):
+            yield factory, ()
     for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
     yield attention.attention_kernel, (paged, attention.span_of(block_size))

@@ -2,8 +2,8 @@
 
 LLVM and numba keep 100 MB and more of what they have compiled from, as long as the process lives: neither a server nor
 its engine is to hold them. So the engine's process has its kernels compiled first. For the cpu, and with them the
-tokenizer's loops, `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES [FORMATS]` is the
-process that does it, and ends; for a GPU, real or emulated, there are several (`compile_kernels`).
+tokenizer's loops, one process does it, and ends: `python -m runtime.engine.process.compile_ahead STORED IS_INT8
+BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS]`. For a GPU, real or emulated, there are several (`compile_kernels`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 
 import tokenizer
 from models.config import load_dtype
+from models.experts import MoeConfig
 from models.hub import resolve_model
 from models.model_files import open_model
+from models.registry import load_config
 from numba_kernels.cache_files import locked
 from runtime.device.device import Device
 from runtime.device.errors import CompileError
@@ -59,7 +61,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
         return
     pages = PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)]
     arguments = [STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)]
-    arguments.append(pages.__name__)
+    arguments += [pages.__name__, str(int(isinstance(load_config(path), MoeConfig)))]
     arguments += sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys()))
     done = marker(*arguments)
     if done is None or done.exists():
@@ -141,8 +143,12 @@ def main(*arguments: str) -> None:
     from numba_kernels.cpu.running.ahead import kernels_of
     from tokenizer.warm_up import warm_up
 
-    stored, is_int8, block_size, pages, *formats = arguments
-    wanted = list(kernels_of(stored, bool(int(is_int8)), int(block_size), formats, pages))
+    stored, is_int8, block_size, pages, has_experts, *formats = arguments
+    wanted = list(
+        kernels_of(
+            stored, bool(int(is_int8)), int(block_size), formats, pages=pages, has_experts=bool(int(has_experts))
+        )
+    )
     for number, (factory, values) in enumerate(wanted):
         print(number, len(wanted) + 1, flush=True)
         factory(*values)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from models.decoder import Decoder, PreNormLayer
+from models.decoder import Decoder, GatedMlp, PreNormLayer
 from numba_kernels.cuda import megakernel
 from runtime.backends.cuda_tensor import id_flag
 from runtime.batch import Batch
@@ -34,7 +34,7 @@ class Megakernel:
         config, first = decoder.config, layers[0]
         self._gpu = gpu = Gpu.of(model.device)
         head_dim, q_heads, kv_heads = config.head_dim, first.attention.num_heads, first.attention.num_kv_heads
-        hidden, inner = config.hidden_size, first.mlp.down_proj.shape[1]
+        hidden, inner = config.hidden_size, _mlp(first).down_proj.shape[1]
         try:
             self._launch = megakernel.plan(
                 hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim,
@@ -81,13 +81,18 @@ class Megakernel:
 
 def _addresses(layer: PreNormLayer, kv_cache: KVCache) -> list[int]:
     """In the order of `megakernel.LAYER_ADDRESSES`."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.attention, _mlp(layer)
     k_cache, v_cache = kv_cache.layer(attention.index)
     norms = [0 if norm is None else norm.address for norm in (attention.q_norm, attention.k_norm)]
     return [
         _norm(attention.qkv_proj), _matrix(attention.qkv_proj), *norms, k_cache.address, v_cache.address,
         _matrix(attention.o_proj), _norm(mlp.gate_up_proj), _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj),
     ]  # fmt: skip
+
+
+def _mlp(layer: PreNormLayer) -> GatedMlp:
+    assert isinstance(layer.mlp, GatedMlp), "of such a layer"
+    return layer.mlp
 
 
 def _norm(linear: Linear) -> int:
@@ -110,7 +115,7 @@ def _checked(model: Model, kv_cache: KVCache, limits: EngineLimits) -> tuple[Dec
     name = type(model).__name__
     if not isinstance(model, Decoder) or len(kv_cache.spec.group_windows) != 1 or limits.rotary_switch is not None:
         raise _refused(f"{name} is no decoder of Llama's kind whose layers are all alike")
-    layers = [each for each in model.layers if type(each) is PreNormLayer]
+    layers = [each for each in model.layers if type(each) is PreNormLayer and isinstance(each.mlp, GatedMlp)]
     unlike = [what for what, is_so in _differences(model, layers) if is_so]
     if unlike:
         raise _refused(f"{name} has {', '.join(unlike)}")
@@ -121,7 +126,8 @@ def _differences(model: Decoder, layers: list[PreNormLayer]) -> list[tuple[str, 
     """What the kernel does not know, and whether the model has it."""
     maps: list[Any] = [model.lm_head]
     for layer in layers:
-        maps += (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+        mlp = _mlp(layer)
+        maps += (layer.attention.qkv_proj, layer.attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     weights = [each.weight for each in maps]
     ropes = {layer.attention.rope for layer in layers}
     rope = next(iter(ropes), None)
@@ -134,7 +140,7 @@ def _differences(model: Decoder, layers: list[PreNormLayer]) -> list[tuple[str, 
         ("weights that are not rows of f32, f16 or bf16", not all(isinstance(each, RowWeight) for each in weights)),
         ("biases", any(getattr(each, "bias", None) is not None for each in weights)),
         ("weights that are split", any(each.communicator is not None for each in maps)),
-        ("activations other than SwiGLU", any(layer.mlp.activation != "silu" for layer in layers)),
+        ("activations other than SwiGLU", any(_mlp(layer).activation != "silu" for layer in layers)),
         ("rotations other than of whole heads", not is_whole),
         ("windows", any(layer.attention.window is not None for layer in layers)),
         ("caps", any(layer.attention.softcap is not None for layer in layers) or model.logits_softcap is not None),

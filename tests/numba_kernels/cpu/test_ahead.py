@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Ggml
 
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
-from tests.models.folders import write_tiny_qwen3
+from tests.models.folders import load_golden, write_model, write_tiny_qwen3
 from tests.models.gguf.files import write_gguf
 from tests.models.gguf.test_model import CONFIG, quantised_tensors
 
@@ -38,7 +38,8 @@ with LLM(
     llm.generate([[1, 2, 3] * 20, [4, 5]], params)
 used = frozenset(made)
 made.clear()
-for factory, arguments in ahead.kernels_of(stored, quantization == "int8", 16, formats):
+has_experts = "experts" in folder
+for factory, arguments in ahead.kernels_of(stored, quantization == "int8", 16, formats, has_experts=has_experts):
     factory.cache_clear()
     factory(*arguments)
 assert len(used) >= 9, used
@@ -60,6 +61,13 @@ def test_a_model_uses_nothing_else(tmp_path: Path, family: str, dtype: str, quan
     else:
         write_gpt2_folder(tmp_path, Gpt2Shape(64, 2, 2, 259, 256))
     command = [sys.executable, "-c", _USED, str(tmp_path), dtype, quantization, stored]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_model_with_experts_uses_nothing_else(tmp_path: Path) -> None:
+    write_model(folder := tmp_path / "experts", load_golden("qwen2_moe_shared"), "BF16")
+    command = [sys.executable, "-c", _USED, str(folder), "bfloat16", "none", "uint16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 

@@ -34,7 +34,7 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"), SILENT)
     program = python_module("runtime.engine.process.compile_ahead")
-    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16", "uint16"]]
+    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16", "uint16", "0"]]
     assert "compiled ahead (status 1): no compiler" in caplog.text
     refused = EngineConfig(device="cpu", dtype="int32")  # when the model is loaded
     ahead.compile_ahead(None, refused, SILENT)
@@ -83,7 +83,7 @@ def test_from_an_empty_cache(tmp_path: Path) -> None:
         "from runtime.engine.config import EngineConfig\n"
         "from runtime.progress import SILENT\n"
         "compile_ahead(None, EngineConfig(device='cpu', dtype='float32'), SILENT)\n"
-        "print(marker('float32', '0', '16', 'float32').exists())"
+        "print(marker('float32', '0', '16', 'float32', '0').exists())"
     )
     assert python(ahead_of) == "True\n"
     tokenizers = [str(MODELS / "stories260K")] if MODELS.is_dir() else []
