@@ -26,7 +26,10 @@ def read_qwen2_moe(fields: Fields) -> MoeConfig:
 
 def read_qwen3_moe(fields: Fields) -> MoeConfig:
     has_bias = fields.boolean("attention_bias", False)
-    common = read_decoder(fields, windows=windows_of_qwen(fields))
+    is_windowed = fields.boolean("use_sliding_window", False)  # in all layers: `max_window_layers` is not read
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096, least=int(is_windowed))
+    fields.raw("max_window_layers")
+    common = read_decoder(fields, windows=lambda layer: window if is_windowed else None)
     is_normalised = fields.boolean("norm_topk_prob", False)
     return MoeConfig(
         **common,

@@ -313,7 +313,9 @@ def _qwen2_moe(draw: Draw) -> Fields:
 
 
 def _qwen3_moe(draw: Draw) -> Fields:
-    return _some_dense(draw, _qwen3(draw))
+    fields = _qwen3(draw)
+    fields.pop("layer_types", None)  # which this class does not have
+    return _some_dense(draw, fields)
 
 
 def _olmoe(draw: Draw) -> Fields:
