@@ -27,6 +27,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, PreNormLayer
 from models.errors import WeightsError
+from models.experts import MoeConfig
 from models.maker import LinearDeclaration, LoadingMaker
 from runtime import ops
 from runtime.batch import Batch
@@ -87,6 +88,8 @@ def calibrate(
     Raises `InvalidArgumentError` for a family without such folds and for too few tokens, `ModelLoadError` for tensors
     that cannot be read.
     """
+    if isinstance(config, MoeConfig):
+        raise InvalidArgumentError(f"calibration: {model_class.__name__} has experts, for which it is not done")
     if not (issubclass(model_class, Decoder) and isinstance(config, DecoderConfig)):
         raise InvalidArgumentError(f"calibration: {model_class.__name__} has no norms or maps that scales fold into")
     length = min(SEQUENCE_TOKENS, config.max_position_embeddings)
@@ -100,8 +103,9 @@ def calibrate(
         prefix = f"model.layers.{index}"
         if isinstance(layer, PreNormLayer):
             search.behind_norm(layer.attention.qkv_proj, f"{prefix}.input_layernorm.weight", model.norm_offset, folded)
-            norm = f"{prefix}.post_attention_layernorm.weight"
-            search.behind_norm(layer.mlp.gate_up_proj, norm, model.norm_offset, folded)
+            if isinstance(layer.mlp, GatedMlp):
+                norm = f"{prefix}.post_attention_layernorm.weight"
+                search.behind_norm(layer.mlp.gate_up_proj, norm, model.norm_offset, folded)
         attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
         if isinstance(attention, Attention):
             heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
