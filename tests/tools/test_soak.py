@@ -9,7 +9,7 @@ from tools.soak import soak
 
 @pytest.mark.parametrize(
     ("minutes", "requests", "tokens", "samples"),
-    [(0.25, 10, 50, 8), pytest.param(1.0, 30, 100, 10, marks=pytest.mark.exhaustive)],
+    [(0.1, 6, 30, 4), pytest.param(1.0, 30, 100, 10, marks=pytest.mark.exhaustive)],
 )
 def test_traffic(minutes: float, requests: int, tokens: int, samples: int) -> None:
     record = soak(minutes, clients=6, report=lambda line: None)

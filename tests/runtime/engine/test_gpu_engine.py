@@ -121,6 +121,7 @@ def test_every_tier_of_the_matrix_product_gives_the_answer(tmp_path: Path, gemm:
     assert np.abs(ours - theirs).max() <= (2e-2 if is_narrow else 1e-4) * np.abs(theirs).max()
 
 
+@pytest.mark.exhaustive  # tests/runtime/test_ops.py does it each time, without an engine
 def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
     """The first process fills the cache of kernels; in the second, compiling would be an error."""
     script = (
