@@ -72,6 +72,5 @@ def test_a_reader_that_stalls_finds_the_whole_answer_later(real: Real) -> None:
 
 def test_a_paused_request_ends_with_its_connection(real: Real) -> None:
     stalled(real).close()
-    wait_until(lambda: real.client.stats().num_paused == 0)
-    assert real.num_used_blocks == 0
-    assert not real.client.has_work
+    wait_until(lambda: real.client.stats().num_paused == 0 and not real.client.has_work)
+    wait_until(lambda: real.num_used_blocks == 0)  # it may have gone on for a step before it was cancelled
