@@ -40,7 +40,7 @@ QUICK = {
 SLOW = {
     'xserv generate --device emulated:sm_80 --gemm naive --chat --prompt "What is 17 plus 25?"': "42",
     "make chat DEVICE=emulated": "42",
-    "xserv bench overhead": "schedule",
+    "xserv bench overhead": "host (ms a step)",
     "xserv bench latency": "",
     "xserv bench throughput": "",
     "xserv bench streaming": "",

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_ANSWER_TOKENS = 64
 
 
+ROOT = Path(__file__).resolve().parent.parent
+
+
 def ask(llm: LLM, conversations: list[list[tasks.Message]]) -> list[str]:
     """The greedy answer to each conversation, all in one batch."""
     from runtime import SamplingParams
@@ -46,7 +49,7 @@ def ask_in_one_conversation(llm: LLM, turns: list[tasks.Turn]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--device", help="the engine's choice where not given")
     parser.add_argument("--quantization", default="none", help="of the weights: none or int8")
     parser.add_argument("--num", type=int, default=100, help="questions a task")

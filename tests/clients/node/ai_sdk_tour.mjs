@@ -126,7 +126,7 @@ if (isReal) {
 }
 
 await step("overflow", async () => {
-  const error = await generateText({ ...asked, prompt: prompt.repeat(2000) }).then(() => null, (raised) => raised);
+  const error = await generateText({ ...asked, prompt: prompt.repeat(4000) }).then(() => null, (raised) => raised);
   assert.ok(APICallError.isInstance(error), String(error));
   assert.equal(error.statusCode, 400);
   assert.match(error.message, /maximum context length/);
