@@ -58,7 +58,7 @@ for params in (
 ):
     assert (params.max_gap, params.temperature) == (0.5, 1.0)
 response = decode(json.dumps({"model": "m", "input": "a", "max_gap": 0.5}), type=ResponsesRequest)
-assert chat_request(response, []).max_gap == 0.5
+assert chat_request(response, [], []).max_gap == 0.5
 
 for command in ("generate", "chat"):
     shown = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--help"]).output.split())
