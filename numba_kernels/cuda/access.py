@@ -6,7 +6,7 @@ looped over.
 
 from __future__ import annotations
 
-from numba_kernels.cuda.intrinsics.element import VECTOR_WIDTH
+from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from numba_kernels.cuda.specialisation import Dim3
 
 THREADS = 256  # of a block, at most

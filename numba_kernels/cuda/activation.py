@@ -22,13 +22,8 @@ from numba import cuda, float32, types, uint32, uint64
 
 from numba_kernels.cuda.access import THREADS, access_width, flat_grid, row_grid
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import (
-    DTYPES,
-    ITEM_BYTES,
-    VECTOR_WIDTH,
-    elements_loader,
-    elements_storer,
-)
+from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, sigmoid
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation

@@ -18,10 +18,20 @@ from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, element_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element import element_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element_types import (
+    BITS,
+    E4M3_SCALE_SHIFT,
+    INTEGERS,
+    ITEM_BYTES,
+    SHIFTS,
+    VECTOR_WIDTH,
+    offset_of,
+)
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.unpack import BITS, E4M3_SCALE_SHIFT, INTEGERS, SHIFTS, offset_of, unpack_all
-from numba_kernels.cuda.packing import PACKINGS, STEP, TILE_BYTES, TILE_ROWS, Packing, packing_of, sections_of
+from numba_kernels.cuda.intrinsics.unpack import unpack_all
+from numba_kernels.cuda.packed_sections import sections_of
+from numba_kernels.cuda.packing import PACKINGS, STEP, TILE_BYTES, TILE_ROWS, Packing, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32

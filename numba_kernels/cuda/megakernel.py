@@ -34,7 +34,8 @@ from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import divide, exp2, maximum_nan, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, store_b32, store_f32

@@ -22,17 +22,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numba import types
 
-from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.unpack import BITS, E4M3_SCALE_SHIFT, INTEGERS, SHIFTS, offset_of
+from numba_kernels.cuda.intrinsics.element_types import BITS, E4M3_SCALE_SHIFT, INTEGERS, ITEM_BYTES, SHIFTS, offset_of
 
 Array = np.ndarray[Any, Any]
 
@@ -141,25 +137,6 @@ def packing_of(name: str) -> Packing | None:
     element, group, kind, zeros = found.groups()
     scale = {"_exponents": "exponent", "_e4m3": "e4m3", None: "value" if group else ""}[kind]
     return Packing(element, int(group or 0), scale, bool(zeros))
-
-
-@functools.cache
-def sections_of(packing: Packing, dtype: str) -> Callable[..., Any]:
-    """A device function ``(weight, rows, k) -> (words, scales, zeros, row scales, slots)``: addresses, and a row's
-    slots."""
-    slot, uint32, uint64 = packing.slot, types.uint32, types.uint64
-    a_slot = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)
-    zeros_a_slot = TILE_ROWS * packing.halves * packing.zeros_bytes(dtype)
-
-    @device_function
-    def find(weight, rows, k):
-        slots = uint32(k + uint32(slot - 1)) // uint32(slot)
-        count = uint64(uint32(rows + uint32(15)) >> uint32(4)) * uint64(slots)
-        scales = weight + count * uint64(2 * TILE_BYTES)
-        zeros = scales + count * uint64(a_slot)
-        return weight, scales, zeros, zeros + count * uint64(zeros_a_slot), slots
-
-    return find
 
 
 # What a host does once

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from numba_kernels.cuda.intrinsics.unpack import BITS
+from numba_kernels.cuda.intrinsics.element_types import BITS
 from numba_kernels.cuda.packing import Packing
 from numba_kernels.segments import STEP
 from runtime.dtype import DType, bfloat16, float16, float32, uint8

@@ -339,6 +339,16 @@ def test_what_compiles_ahead_wakes_neither_numba_nor_the_hub() -> None:
     assert json.loads(done.stdout) == [False, False, False]
 
 
+def test_a_model_on_the_cpu_does_not_wait_for_numba_cuda() -> None:
+    code = (
+        "import sys, models; import runtime.llm;"
+        "models.load_model(models.resolve_model(None));"
+        "print([name for name in sys.modules if name.startswith(('numba.cuda', 'numba_cuda', 'cuda'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_room_hands_on_its_names() -> None:
     for name in models.__all__:
         assert getattr(models, name) is not None

@@ -29,7 +29,7 @@ from numba_kernels.cuda import (
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.gemm import few_rows
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS

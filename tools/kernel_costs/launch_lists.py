@@ -20,7 +20,7 @@ import numpy as np
 
 import models.registry
 from models.dummy import DummyCheckpoint
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from runtime.device.compiled_kernel import CompiledKernel
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings

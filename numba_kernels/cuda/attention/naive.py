@@ -28,7 +28,8 @@ from numba_kernels.cuda.attention.online_softmax import (
 )
 from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, Variant, visible_end, visible_first
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32

@@ -34,7 +34,8 @@ from numba_kernels.cuda.attention.online_softmax import (
 from numba_kernels.cuda.attention.tiles import head_row, sink_head, tile_shape, visible_end, visible_first
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, elements_storer, quad_storer
+from numba_kernels.cuda.intrinsics.element import elements_storer, quad_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (

@@ -16,7 +16,7 @@ from numba_kernels.cuda.attention import (
 )
 from numba_kernels.cuda.attention.hopper_tiles import NUM_ROWS
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
-from numba_kernels.cuda.intrinsics.element import DTYPES
+from numba_kernels.cuda.intrinsics.element_types import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

@@ -34,7 +34,7 @@ from numba_kernels.cuda import tables
 from numba_kernels.cuda.gemm import few_rows, gemv, hopper, naive, register, segments, tensor_core, tiled
 from numba_kernels.cuda.gemm.epilogue import NO_SQUARES
 from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [

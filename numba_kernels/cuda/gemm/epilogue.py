@@ -21,13 +21,8 @@ from numba import cuda, float32, types
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import (
-    ITEM_BYTES,
-    element_loader,
-    element_storer,
-    quad_loader,
-    quad_storer,
-)
+from numba_kernels.cuda.intrinsics.element import element_loader, element_storer, quad_loader, quad_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 

@@ -37,7 +37,8 @@ from numba_kernels.cuda.gemm.epilogue import (
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES, VECTOR_WIDTH, element_loader, vector_loader
+from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation

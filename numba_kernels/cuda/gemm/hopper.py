@@ -42,7 +42,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
 )
 from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS
 

@@ -39,7 +39,8 @@ from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, VECTOR_WIDTH, element_loader, vector_loader
+from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

@@ -26,7 +26,8 @@ from numba_kernels.cuda.gemm.epilogue import (
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
-from numba_kernels.cuda.intrinsics.element import DTYPES, ITEM_BYTES, element_loader
+from numba_kernels.cuda.intrinsics.element import element_loader
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

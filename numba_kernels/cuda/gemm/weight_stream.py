@@ -20,11 +20,12 @@ from numba import types
 from numba_kernels.cuda.gemm.epilogue import scale_element
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import INTEGERS, ITEM_BYTES, SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
-from numba_kernels.cuda.intrinsics.unpack import INTEGERS, SHIFTS, half_pair, spread_all, unpack_all
-from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of, sections_of
+from numba_kernels.cuda.intrinsics.unpack import half_pair, spread_all, unpack_all
+from numba_kernels.cuda.packed_sections import sections_of
+from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of
 
 uint32, uint64 = types.uint32, types.uint64
 

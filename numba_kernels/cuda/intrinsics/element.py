@@ -15,10 +15,6 @@ from numba import types
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 
-DTYPES = ("f32", "f16", "bf16")
-ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
-
 
 @functools.cache
 def element_loader(dtype: str) -> Any:

@@ -33,31 +33,12 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
-BITS = {"u4": 4, "u8": 8, "e4m3": 8, "e2m1": 4}
-INTEGERS = ("u4", "u8")
-SHIFTS = {
-    ("e4m3", "bf16"): 120, ("e4m3", "f16"): 8, ("e2m1", "bf16"): 126, ("e2m1", "f16"): 14,
-}  # fmt: skip
-"""Powers of two that unpacked floats lack; integers lack none."""
-
-UNITS = {"bf16": 128, "f16": 1024}
-"""What is added to an unpacked integer, and is gone with the offset ``-(unit + zero point)``; for u8 in bf16, whose two
-parts take the unit away, the offset is 128 - zero point."""
+from numba_kernels.cuda.intrinsics.element_types import BITS, INTEGERS, offset_of, words_of
 
 _WORD = ir.IntType(32)
 _UNIT_BITS = {"bf16": 0x43004300, "f16": 0x64006400}
 _ONE = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
 _MINUS_ZERO = 0x80008000
-
-
-def words_of(element: str) -> int:
-    """Words that hold 8 elements."""
-    return BITS[element] // 4
-
-
-def offset_of(element: str, dtype: str, zero: float) -> float:
-    """What the caller adds to an unpacked integer, for a zero point."""
-    return 128 - zero if (element, dtype) == ("u8", "bf16") else -(UNITS[dtype] + zero)
 
 
 def _constant(value: int) -> ir.Constant:
@@ -161,8 +142,7 @@ def unpack_all(element: str, dtype: str, plan: tuple[tuple[int, int, int, int], 
 
 SCALE_SHIFTS = {"bf16": (120, 117), "f16": (13,)}
 """Factors, as powers of two, that make a scale in e4m3, its fields moved, ``2 ** -E4M3_SCALE_SHIFT`` of what an
-unpacked e2m1 needs: a scale goes up to 448, and 2^126 times that is more than bf16 holds."""
-E4M3_SCALE_SHIFT = 9
+unpacked e2m1 needs."""
 SCALE_BYTES = {"e4m3": 1, "exponent": 1}
 """Of other kinds, "value": those of the dtype."""
 

@@ -1,0 +1,37 @@
+"""The numbers that matrices, vectors and pages on a GPU consist of: sizes, ranges, and what unpacking leaves undone.
+
+Facts alone, for whoever arranges memory: needs neither numba-cuda nor a GPU. What kernels do with them stands in
+`element.py` (f32, f16, bf16) and `unpack.py` (elements of 4 and 8 bits).
+"""
+
+from __future__ import annotations
+
+DTYPES = ("f32", "f16", "bf16")
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
+"""Elements of 16 bytes."""
+
+BITS = {"u4": 4, "u8": 8, "e4m3": 8, "e2m1": 4}
+INTEGERS = ("u4", "u8")
+SHIFTS = {
+    ("e4m3", "bf16"): 120, ("e4m3", "f16"): 8, ("e2m1", "bf16"): 126, ("e2m1", "f16"): 14,
+}  # fmt: skip
+"""Powers of two that unpacked floats lack; integers lack none."""
+
+UNITS = {"bf16": 128, "f16": 1024}
+"""What is added to an unpacked integer, and is gone with the offset ``-(unit + zero point)``; for u8 in bf16, whose two
+parts take the unit away, the offset is 128 - zero point."""
+
+E4M3_SCALE_SHIFT = 9
+"""A scale in e4m3, its fields moved, becomes ``2 ** -E4M3_SCALE_SHIFT`` of what an unpacked e2m1 needs: a scale goes up
+to 448, and 2^126 times that is more than bf16 holds."""
+
+
+def words_of(element: str) -> int:
+    """Words that hold 8 elements."""
+    return BITS[element] // 4
+
+
+def offset_of(element: str, dtype: str, zero: float) -> float:
+    """What a kernel adds to an unpacked integer, for a zero point."""
+    return 128 - zero if (element, dtype) == ("u8", "bf16") else -(UNITS[dtype] + zero)
