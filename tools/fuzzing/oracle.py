@@ -4,8 +4,9 @@ A script for a Python with torch and transformers (the extra `reference`); of th
 alone. A request names a configuration class, its fields, the weights' seed and type, prompts, and a folder. The folder
 then holds the model as `save_pretrained` writes it, and `oracle.npz`: for each prompt its greedy continuation
 (`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded
-weights). The answer tells how far the model in its own type is from that (`noise`, relative to the largest
-logit), and names and shapes of the weights; or why transformers refuses the configuration.
+weights). The answer tells how far the model in its own type is from that, or, in float32, the one whose products are
+float64's (`noise`, relative to the largest logit), and names and shapes of the weights; or why transformers refuses the
+configuration.
 """
 
 from __future__ import annotations
@@ -54,13 +55,12 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     arrays, noise = {}, 0.0
     try:
         reference = loaded(torch.float32)
-        own = loaded(dtype) if dtype is not torch.float32 else None
+        own = loaded(torch.float64 if dtype is torch.float32 else dtype)
         for index, prompt in enumerate(request["prompts"]):
             greedy, logits = _continued(reference, prompt, request["num_new"])
             arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
-            if own is not None:
-                difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
-                noise = max(noise, float(difference / np.abs(logits).max()))
+            difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
+            noise = max(noise, float(difference / np.abs(logits).max()))
     except ValueError as error:  # a configuration that is found wanting only when the model runs
         return {"refused": f"{request['config_class']}: {error}"[:200]}
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
