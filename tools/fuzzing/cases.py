@@ -38,10 +38,9 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         dtype = "float32"
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
     groups = fields["num_hidden_layers"] if fields.get("sliding_window") else 1  # of pages, at most
-    held = max_model_len * groups
-    runs = [_draw_run(rng, "cpu", held, is_tight) for is_tight in (False, True)]
+    runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
     if device is not None:
-        runs.append(_draw_run(rng, device, held, rng.random() < 0.6))
+        runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6))
     return {
         "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
         "num_new": num_new, "max_model_len": max_model_len, "runs": runs,
@@ -57,9 +56,10 @@ def families() -> list[str]:
     return list(_FAMILIES)
 
 
-def _draw_run(rng: random.Random, device: str, held: int, is_tight: bool) -> Fields:
+def _draw_run(rng: random.Random, device: str, max_model_len: int, groups: int, is_tight: bool) -> Fields:
     """A roomy run in whole steps, or a tight one: chunks, few blocks, few sequences, preemption."""
     block_size = rng.choice((8, 16, 32) if device == "cpu" else (16, 16, 16, 16, 8, 32))
+    least = groups * -(-max_model_len // block_size)  # blocks of the longest request
     run: Fields = {
         "device": device,
         "block_size": block_size,
@@ -70,9 +70,9 @@ def _draw_run(rng: random.Random, device: str, held: int, is_tight: bool) -> Fie
         "max_num_seqs": 8,
     }
     if not is_tight:
-        return {**run, "num_blocks": 4 * -(-held // block_size)}
+        return {**run, "num_blocks": 4 * least}
     run["max_num_batched_tokens"] = rng.choice((1, 5, 8, 17, 40))
-    run["num_blocks"] = -(-held // block_size) + rng.randint(1, 2)
+    run["num_blocks"] = least + rng.randint(1, 2)
     if rng.random() < 0.3:
         return {**run, "preemption": "swap", "swap_space_bytes": 8 << 20}
     return {**run, "preemption": "recompute"}
