@@ -35,6 +35,7 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.types import Type
 
 from numba_kernels.cache_files import read_entry, write_entry
+from numba_kernels.linked_parts import is_part, linked_parts
 
 _PLAIN = (int, float, str, bytes, type(None), type, np.dtype, np.generic, Type)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
@@ -107,7 +108,8 @@ class CFunction:
             symbol = facts["symbol"]
             library = codegen.unserialize_library((facts["name"], "object", (code, _defining(facts["symbols"]))))
         else:
-            compiled = numba.cfunc(signature, **options)(function)
+            with linked_parts():
+                compiled = numba.cfunc(signature, **options)(function)
             library, symbol = cast(Any, compiled)._library, compiled.native_name
             facts = {"name": library.name, "symbol": symbol, "symbols": _symbols(library)}
             write_entry(path, facts, library._get_compiled_object())
@@ -144,6 +146,8 @@ class _DispatcherCache(NullCache):
         return CompileResult._rebuild(context, *data)
 
     def save_overload(self, signature: Any, result: Any) -> None:
+        if is_part(result):
+            return
         _symbols(result.library)
         with contextlib.suppress(OSError):
             name = _file_name(self._function, signature, result.codegen, "nbc")

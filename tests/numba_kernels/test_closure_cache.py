@@ -11,9 +11,11 @@ import numba
 import numpy as np
 import pytest
 from numba import types
+from numba.core.codegen import JITCodeLibrary
 from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import CFunction, describe, kept_njit
+from numba_kernels.linked_parts import REPLACED_VERSION
 
 TABLE = np.arange(1 << 20)  # too large to be copied into the code: numba takes its address
 
@@ -92,3 +94,32 @@ def test_closures_are_told_apart() -> None:
     assert len({describe(value) for value in values}) == len(values)
     with pytest.raises(TypeError, match="holds <object object"):
         describe([object()])
+
+
+@pytest.mark.skipif(not numba.__version__.startswith(f"{REPLACED_VERSION}."), reason="another numba")
+def test_what_a_kernel_calls_is_linked_and_no_function_of_its_own(tmp_path: Path) -> None:
+    compiled_alone = []
+    finalize = JITCodeLibrary._finalize_specific
+
+    def note(library: Any) -> None:
+        compiled_alone.append(library.name)
+        finalize(library)
+
+    @numba.njit
+    def inner(x):
+        return x + 1
+
+    @numba.njit
+    def outer(x):
+        return 2 * inner(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITCodeLibrary, "_finalize_specific", note)
+        first = CFunction(types.int64(types.int64), lambda x: outer(x) + inner(x), tmp_path)
+        second = CFunction(types.int64(types.int64), lambda x: outer(x), tmp_path)  # finds both parts
+        assert len(compiled_alone) == 2
+        assert (call(first, 5), call(second, 5)) == (18, 12)
+        assert not outer.overloads
+        assert (outer(5), inner(5)) == (12, 6)  # Python compiles them for itself
+        assert len(compiled_alone) == 4
+        assert call(CFunction(types.int64(types.int64), lambda x: inner(outer(x)), tmp_path), 5) == 13
