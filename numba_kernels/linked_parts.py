@@ -22,7 +22,6 @@ from typing import Any
 
 import numba
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import CompileResult
 from numba.core.cpu import CPUContext
 from numba.core.dispatcher import Dispatcher
 from numba.core.typed_passes import BaseNativeLowering
@@ -30,14 +29,14 @@ from numba.core.typed_passes import BaseNativeLowering
 REPLACED_VERSION = "0.68"
 """Of numba: the first two numbers."""
 
-_overloads: list[tuple[Dispatcher, tuple[Any, ...], CompileResult]] = []  # that only kernels may find
+_overloads: list[tuple[Dispatcher, tuple[Any, ...], Any]] = []  # that only kernels may find
 
 
 class _Part:
     """What numba knows a compiled function by, where it is none that Python could call."""
 
 
-def is_part(result: CompileResult) -> bool:
+def is_part(result: Any) -> bool:
     """Whether it was compiled as a part, and has no machine code of its own."""
     return isinstance(result.entry_point, _Part)
 
@@ -110,7 +109,7 @@ def _set_layout(library: Any, module: Any) -> None:
     module.data_layout = library._codegen._data_layout
 
 
-def _add_overload(dispatcher: Dispatcher, result: CompileResult) -> None:
+def _add_overload(dispatcher: Dispatcher, result: Any) -> None:
     arguments = tuple(result.signature.args)
     dispatcher.overloads[arguments] = result
     _overloads.append((dispatcher, arguments, result))
