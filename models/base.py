@@ -9,7 +9,7 @@ from typing import ClassVar
 from models.config import ModelConfig
 from models.maker import Maker
 from runtime.batch import Batch
-from runtime.dtype import DType
+from runtime.dtype import STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.linear import Linear
@@ -50,9 +50,10 @@ class Model(ABC):
         self.kv_dtype = maker.options.kv_dtype
         self.device = maker.options.device
         self.max_positions = maker.max_positions
-        if self.device.kind != "cpu" and self.kv_dtype not in (None, self.dtype):
+        if self.device.kind != "cpu" and self.kv_dtype in STORED and self.kv_dtype is not self.dtype:
             raise InvalidArgumentError(
-                f"kv_cache_dtype is {self.kv_dtype}: on {self.device} it must be auto, or the weights' {self.dtype}",
+                f"kv_cache_dtype is {self.kv_dtype}: on {self.device} it must be auto, int8, fp8 or "
+                f"the weights' {self.dtype}",
                 param="kv_cache_dtype",
             )
 

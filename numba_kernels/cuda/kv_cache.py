@@ -5,7 +5,8 @@ and V are both
 
     [num_blocks, num_kv_heads, block_size, page_row]      page_row = head_dim rounded up to a multiple of 8 elements
 
-of f32, f16 or bf16. One head's part of a page is one contiguous run, which a block of the attention kernel reads in
+of f32, f16 or bf16, or of a byte (`quantised_pages`): then rounded up to 16, and the scales are another array. One
+head's part of a page is one contiguous run, which a block of the attention kernel reads in
 16-byte pieces; rows begin at multiples of 16 bytes whatever the head dim. Columns from head_dim on hold zeros, written
 with the row, so that kernels may compute over whole pieces. Rows that nothing has written count for nothing, whatever
 they hold; but the TMA reads pages whole, so that they must have been zeroed once.
@@ -31,14 +32,19 @@ THREADS = 128
 BLOCK_SIZES = (8, 16, 32)
 
 
-def page_row(head_dim: int) -> int:
-    """Elements from one token's row to the next in a page."""
-    return -(-head_dim // 8) * 8
+PAGE_BYTES = {**ITEM_BYTES, "s8": 1, "e4m3": 1}
+"""Of a number in a page."""
+
+
+def page_row(head_dim: int, dtype: str = "f32") -> int:
+    """Elements from one token's row to the next in a page of that type."""
+    multiple = 16 if PAGE_BYTES[dtype] == 1 else 8
+    return -(-head_dim // multiple) * multiple
 
 
 def page_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> int:
     """Bytes of one page of K, or of V."""
-    return num_kv_heads * block_size * page_row(head_dim) * ITEM_BYTES[dtype]
+    return num_kv_heads * block_size * page_row(head_dim, dtype) * PAGE_BYTES[dtype]
 
 
 def check_pages(head_dim: int, block_size: int, dtype: str) -> None:
@@ -55,7 +61,7 @@ def check_pages(head_dim: int, block_size: int, dtype: str) -> None:
 def row_address(head_dim: int, block_size: int, dtype: str) -> Any:
     """A device function ``(cache, block, offset, head, num_kv_heads) -> address`` of a token's row; all but the address
     uint32."""
-    row_bytes = uint64(page_row(head_dim) * ITEM_BYTES[dtype])
+    row_bytes = uint64(page_row(head_dim, dtype) * PAGE_BYTES[dtype])
 
     @device_function
     def address(cache, block, offset, head, num_kv_heads):

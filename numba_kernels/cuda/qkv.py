@@ -4,8 +4,8 @@ Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normali
 https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
 H D, as OLMo 2 does) and rotated by the token's position (`rope`), and q is multiplied by its position's scale; q goes
 out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
-written. f32, f16 or bf16, rounded once; arithmetic and tables float32. The same operation as the CPU's
-``cpu/qkv.py``.
+written. f32, f16 or bf16, rounded once; arithmetic and tables float32. Into pages of a byte a number each head's row
+goes with its scale (`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
 bound by bandwidth, or by the launch at decode. Norms over all heads take a second launch, for their scales. A head's
@@ -24,12 +24,13 @@ from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer, floats_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.integer import divide_u32, maximum_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
-from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
+from numba_kernels.cuda.intrinsics.memory import load_f32, store_b8, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_b32, shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages, page_row, row_address
+from numba_kernels.cuda.quantised_pages import PAGES, larger_bits, row_scaler, run_storer, scale_address
 from numba_kernels.cuda.rope import check_rotary, head_cut
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -39,19 +40,21 @@ THREADS = 128
 @functools.cache
 def _qkv_prepare(
     dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, norm: str, has_q_scales: bool,
-    is_vector: bool,
+    is_vector: bool, pages: str,
 ) -> Specialisation:  # fmt: skip
     """Arguments: as `plan_qkv_prepare` says."""
     cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
     load, rotate, store, places = cut.load, cut.rotate, cut.store, cut.places
     load_weight, store_one = floats_loader(width), elements_storer(dtype, 1)
-    address = row_address(head_dim, block_size, dtype)
+    address, address_of_scale = row_address(head_dim, block_size, pages or dtype), scale_address(block_size)
+    has_scales = pages != ""
+    scales_of, store_run = row_scaler(pages or "s8"), run_storer(pages or "s8", width)
     heads_a_block = THREADS // lanes
     head_bytes, item_bytes, table_row_bytes = (
         uint64(head_dim * ITEM_BYTES[dtype]), uint64(ITEM_BYTES[dtype]), uint64(2 * rotary)
     )  # fmt: skip
-    padding = page_row(head_dim) - head_dim
+    padding = page_row(head_dim, pages or dtype) - head_dim
     reciprocal_dim = float32(1.0 / head_dim)
     is_odd = head_dim % 2 == 1
     has_norm, norms_rows = norm != "", norm == "row"
@@ -72,8 +75,8 @@ def _qkv_prepare(
 
     @cuda.jit
     def qkv_prepare(
-        qkv, positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, q, num_tokens,
-        num_q_heads, num_kv_heads, eps,
+        qkv, positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales,
+        v_scales, q, num_tokens, num_q_heads, num_kv_heads, eps,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -130,6 +133,17 @@ def _qkv_prepare(
                     unit = uint32(lane + uint32(part * lanes))
                     if unit < uint32(num_units):
                         rotate(unit, lows[part], highs[part], cos + row, sin + row)
+        largest = uint32(0)  # of the bits of a head's numbers without their signs
+        if has_scales:
+            for part in range(rounds):
+                if uint32(lane + uint32(part * lanes)) < uint32(num_units):
+                    for i in range(width):
+                        largest = larger_bits(larger_bits(largest, lows[part, i]), highs[part, i])
+            distance = uint32(lanes // 2)
+            while distance > uint32(0):
+                largest = maximum_u32(largest, shuffle_xor_b32(largest, distance))
+                distance = uint32(distance >> uint32(1))
+        if is_head:
             is_query = head < num_q_heads
             if has_q_scales and is_query:
                 factor = load_f32(q_scales + uint64(uint32(positions[token])) * uint64(4))
@@ -143,13 +157,31 @@ def _qkv_prepare(
                 slot = slot_mapping[token]
                 is_stored = slot >= 0
                 cache = k_cache
+                scales = k_scales
                 kv_head = uint32(head - num_q_heads)
                 if is_value:
                     cache = v_cache
+                    scales = v_scales
                     kv_head = uint32(kv_head - num_kv_heads)
                 block = uint32(uint64(slot) // uint64(block_size))
                 target = address(cache, block, uint32(uint32(slot) % uint32(block_size)), kv_head, num_kv_heads)
-            if is_stored:
+            if is_stored and has_scales and not is_query:
+                scale, factor = scales_of(largest)
+                for part in range(rounds):
+                    unit = uint32(lane + uint32(part * lanes))
+                    if unit < uint32(num_units):
+                        first, second = places(unit)
+                        store_run(target + uint64(first), lows[part], factor)
+                        if not is_odd or second < uint32(head_dim):
+                            store_run(target + uint64(second), highs[part], factor)
+                if lane == uint32(0):
+                    place = uint32(uint32(slot) % uint32(block_size))
+                    store_f32(address_of_scale(scales, block, place, kv_head, num_kv_heads), scale)
+                column = lane
+                while column < uint32(padding):
+                    store_b8(target + uint64(uint32(column + uint32(head_dim))), uint32(0))
+                    column = uint32(column + uint32(lanes))
+            elif is_stored:
                 for part in range(rounds):
                     unit = uint32(lane + uint32(part * lanes))
                     if unit < uint32(num_units):
@@ -163,14 +195,15 @@ def _qkv_prepare(
 
     rope = f"_r{rotary}{'_interleaved' if interleaved else ''}" if rotary else ""
     variant = f"{'_norm' if norm == 'head' else '_rownorm' if norms_rows else ''}{'_qscales' if has_q_scales else ''}"
+    variant += f"_{pages}" if pages else ""
     name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{variant}_x{width}"
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "rotary": rotary, "interleaved": interleaved,
-        "norm": norm, "has_q_scales": has_q_scales, "width": width,
+        "norm": norm, "has_q_scales": has_q_scales, "width": width, "pages": pages,
     }  # fmt: skip
     argument_types = (
         types.uint64, types.CPointer(types.int32), *(types.uint64,) * 6, types.CPointer(types.int64),
-        *(types.uint64,) * 3, *(types.uint32,) * 3, types.float32,
+        *(types.uint64,) * 5, *(types.uint32,) * 3, types.float32,
     )  # fmt: skip
     return Specialisation(name, qkv_prepare, argument_types, THREADS, constants=constants)
 
@@ -188,12 +221,14 @@ def plan_qkv_prepare(
     norm: str = "",
     has_q_scales: bool = False,
     alignment: int = 16,
+    pages: str = "",
 ) -> Launch:
     """qkv [num_tokens, (num_q_heads + 2 num_kv_heads) head_dim], C-contiguous; all counts at least 1.
 
     Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_scales (float32
     [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
-    (int64 [T]), k_cache, v_cache, q addresses; num_tokens, num_q_heads, num_kv_heads, eps. The weights of norm "head"
+    (int64 [T]), k_cache, v_cache, k_scales, v_scales (0 for pages of the dtype), q addresses; num_tokens, num_q_heads,
+    num_kv_heads, eps. `pages`: what they hold, where that is one of `quantised_pages.PAGES`. The weights of norm "head"
     are float32 [head_dim], 0 for one that there is not; of "row", float32 [num_q_heads head_dim] and
     [num_kv_heads head_dim], with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the addresses
     of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
@@ -201,7 +236,7 @@ def plan_qkv_prepare(
     check_pages(head_dim, block_size, dtype)
     check_rotary(dtype, head_dim, rotary, alignment)
     is_vector = alignment % 16 == 0
-    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, norm, has_q_scales, is_vector)
+    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, norm, has_q_scales, is_vector, pages)
     heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, is_vector).lanes
     num_heads = num_tokens * (num_q_heads + 2 * num_kv_heads)
     return Launch(kernel, (-(-num_heads // heads_a_block), 1, 1), (THREADS, 1, 1))
@@ -257,10 +292,12 @@ def plan_row_scales(num_tokens: int, q_size: int, k_size: int, dtype: str, *, al
 def specialisations() -> Iterator[Specialisation]:
     """GPT-2 (no rotation), Llama, Qwen3 (with head norms) and OLMo 2 (with row norms), pages of 16 tokens."""
     for dtype in DTYPES:
-        yield _qkv_prepare(dtype, 64, 16, 0, False, "", False, True)
+        yield _qkv_prepare(dtype, 64, 16, 0, False, "", False, True, "")
         for head_dim in (32, 64, 128):
             for norm in ("", "head"):
-                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, norm, False, True)
-        yield _qkv_prepare(dtype, 128, 16, 128, False, "row", False, True)
+                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, norm, False, True, "")
+        yield _qkv_prepare(dtype, 128, 16, 128, False, "row", False, True, "")
         for width in (1, VECTOR_WIDTH[dtype]):
             yield _row_scales(dtype, width)
+    for pages in PAGES:
+        yield _qkv_prepare("bf16", 128, 16, 128, False, "head", False, True, pages)

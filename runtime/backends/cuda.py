@@ -1,7 +1,7 @@
 """The operations of a model on a GPU, real or emulated, as `runtime.ops` describes them.
 
-Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16; norm weights and biases are
-float32. Every operation is one launch, or a few, on the device's current stream; none waits. A `plan` of the kernel's
+Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16, but that matrices may be packed and
+pages of a byte a number; norm weights and biases are float32. Every operation is one launch, or a few, on the device's current stream; none waits. A `plan` of the kernel's
 family chooses specialisation, grid and block; `Gpu.launch` compiles, packs and launches.
 """
 
@@ -15,6 +15,8 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda import scaling as _scaling
+from numba_kernels.cuda.kv_cache import page_row
+from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
@@ -143,11 +145,12 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, head_dim rounded up to 8]``."""
-    row = -(-head_dim // 8) * 8
-    check(op, "k_cache", k_cache, x.device, x.dtype, (None, None, None, row))
+    """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, page_row]``, of x's type or one of
+    a byte a number."""
+    dtype = k_cache.dtype if k_cache.dtype.ptx in _QUANTISED else x.dtype
+    check(op, "k_cache", k_cache, x.device, dtype, (None, None, None, page_row(head_dim, dtype.ptx)))
     blocks, heads, block_size, _ = k_cache.shape
-    check(op, "v_cache", v_cache, x.device, x.dtype, k_cache.shape)
+    check(op, "v_cache", v_cache, x.device, dtype, k_cache.shape)
     return blocks, heads, block_size
 
 
@@ -156,8 +159,7 @@ def qkv_prepare(
     q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
-    """See `ops.qkv_prepare`. `page_shape` refuses pages of other numbers than activations, so no scales come."""
-    assert not page_scales
+    """See `ops.qkv_prepare`."""
     gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
     norms = [0 if norm is None else norm.address for norm in (q_norm, k_norm)]
     cos = sin = rotary = q_scales = norm_scales = 0
@@ -178,11 +180,12 @@ def qkv_prepare(
         tokens, num_q_heads, num_kv_heads, head_dim, k_cache.shape[2], qkv.dtype.ptx, rotary=rotary,
         interleaved=rope is not None and rope.interleaved, has_q_scales=q_scales != 0,
         norm="" if q_norm is None else "row" if norms_rows else "head",
-        alignment=alignment(qkv.address, result.address, *norms),
+        alignment=alignment(qkv.address, result.address, *norms), pages=k_cache.dtype.ptx if page_scales else "",
     )  # fmt: skip
+    k_scales, v_scales = (scales.address for scales in page_scales) if page_scales else (0, 0)
     gpu.launch(
         launch, qkv.address, positions.address, cos, sin, q_scales, norm_scales, *norms, slot_mapping.address,
-        k_cache.address, v_cache.address, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
+        k_cache.address, v_cache.address, k_scales, v_scales, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
     )  # fmt: skip
     return result
 
@@ -192,7 +195,6 @@ def attention(
     window: int | None, sinks: Tensor | None, softcap: float | None, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
-    assert not page_scales
     op, gpu = "attention", Gpu.of(q.device)
     (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
     seqs = batch.num_seqs
@@ -207,7 +209,7 @@ def attention(
         return result
     key = (
         "attention", group, tokens, q_heads, kv_heads, head_dim, num_blocks, block_size, window, sinks is None,
-        softcap, q.dtype,
+        softcap, q.dtype, k_cache.dtype,
     )  # fmt: skip
     plan = batch.plans.get(key)
     if plan is None:
@@ -216,6 +218,7 @@ def attention(
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
             block_size=block_size, window=window, has_sinks=sinks is not None, softcap=softcap,
             num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
+            pages=k_cache.dtype.ptx if page_scales else "",
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
@@ -223,7 +226,7 @@ def attention(
         *plan.arguments(
             q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
             zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start, seq_lens, table, scale,
-            0 if sinks is None else sinks.address,
+            0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
         ),
     )  # fmt: skip
     return result

@@ -11,8 +11,8 @@ Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, 
 ``[num_blocks, num_kv_heads, block_size]``: what each token's numbers in each head are multiplied by. They are written
 with the token, so that nothing has to be calibrated.
 
-On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``: one head's
-part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
+On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of bytes to
+16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
 storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers.
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from runtime.device.stream import Event
 
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
-_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type that is no byte; 8 of bytes
+_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type that is no byte
+_GPU_ROW_BYTES = 16
 _GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
 
@@ -120,7 +121,8 @@ class KVCacheSpec:
             k_shape: tuple[int, ...] = (self.num_kv_heads, self.head_dim, self.block_size)
             v_shape: tuple[int, ...] = (*tokens, _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE))
         else:
-            k_shape = v_shape = (*tokens, _round_up(self.head_dim, _GPU_ROW_MULTIPLE))
+            multiple = _GPU_ROW_BYTES if self.dtype.itemsize == 1 else _GPU_ROW_MULTIPLE
+            k_shape = v_shape = (*tokens, _round_up(self.head_dim, multiple))
         pages = Plane("k", k_shape, self.dtype), Plane("v", v_shape, self.dtype)
         if self.dtype in STORED:
             return pages

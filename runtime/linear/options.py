@@ -66,12 +66,6 @@ class LoadOptions:
             raise InvalidArgumentError(
                 f"dtype must be auto, float32, float16 or bfloat16, not {self.dtype.name!r}", param="dtype"
             )
-        if self.kv_dtype is not None and self.kv_dtype not in STORED and self.device.kind != "cpu":
-            raise InvalidArgumentError(
-                f"kv_cache_dtype is {self.kv_dtype.name!r}, which kernels read on the cpu alone: on {self.device} it "
-                "must be auto",
-                param="kv_cache_dtype",
-            )
         if self.format is not None:
             self.format.check(self.device.kind)
             if self.gemm == "cublas":

@@ -373,7 +373,7 @@ def _qkv_prepare(bench: Bench) -> None:
     x = bench.normal((_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), "bf16")
     norms = [bench.normal(_HEAD_DIM, "f32") for _ in range(2)]
     q = bench.empty(_TOKENS * _HEADS * _HEAD_DIM * 2)
-    bench.launch(launch, x, *_positions(bench), 0, 0, *norms, *_pages(bench), q, _TOKENS, _HEADS, _KV_HEADS, 1e-6)
+    bench.launch(launch, x, *_positions(bench), 0, 0, *norms, *_pages(bench), 0, 0, q, _TOKENS, _HEADS, _KV_HEADS, 1e-6)
 
 
 def _write_kv(bench: Bench) -> None:

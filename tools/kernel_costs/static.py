@@ -213,7 +213,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         if dtype == "f32":
             return flash_float32.shared_bytes(head_dim, is_split)
         family = decode_tensor_core if is_split else flash_tensor_core
-        size: int = family.shared_bytes(dtype, head_dim, constants["num_rows"])
+        size: int = family.shared_bytes(dtype, head_dim, constants["num_rows"], constants["pages"])
         return size
     return 0
 

@@ -38,6 +38,7 @@ from numba_kernels.cuda.attention.tiles import (
     is_hidden,
     key_tile_copier,
     query_tile_copier,
+    scale_copier,
     sink_head,
     tile_shape,
     visible_end,
@@ -71,6 +72,7 @@ from numba_kernels.cuda.intrinsics.mma import (
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.quantised_pages import column_exchanger, fragment_unpacker, page_factor
 from numba_kernels.cuda.specialisation import Specialisation
 
 NUM_KEYS = 16  # of a warp's tile
@@ -85,12 +87,24 @@ def num_warps(head_dim: int) -> int:
     return 4 if head_dim <= 128 else 2
 
 
-def shared_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
+def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
+    """A warp's tile of keys or values, with their scales."""
+    return NUM_KEYS * (tile_shape(pages or dtype, head_dim).pitch + (4 if pages else 0))
+
+
+def shared_bytes(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> int:
     """Dynamic shared memory: what finds the part, the queries, then for each warp two tiles of keys and two of values,
     later its results."""
     warps = num_warps(head_dim)
-    tiles = num_rows + warps * 4 * NUM_KEYS
-    return scratch_bytes(warps * 32) + tiles * tile_shape(dtype, head_dim).pitch
+    tiles = warps * 4 * _tile_bytes(dtype, head_dim, pages)
+    results = warps * (_result_bytes(dtype, head_dim, num_rows) + num_rows * 4)
+    return scratch_bytes(warps * 32) + num_rows * tile_shape(dtype, head_dim).pitch + max(tiles, results)
+
+
+def _result_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
+    """A warp's results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks, then the
+    rows' statistics."""
+    return num_rows * (tile_shape(dtype, head_dim).columns + 4) * 4 + num_rows * 8
 
 
 @functools.cache
@@ -107,23 +121,30 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
     pieces_of_tile = 1 if columns <= 128 else 2  # each of which a lane finds in one page
     piece_keys = NUM_KEYS // pieces_of_tile
-    column_of, locate, copy_keys = key_tile_copier(
-        dtype, head_dim, block_size, piece_keys, 32, variant.has_window
-    )  # fmt: skip
+    pages, has_scales = variant.pages, variant.pages != ""
+    key_pitch = tile_shape(pages or dtype, head_dim).pitch
+    tiling = pages or dtype, head_dim, block_size, piece_keys, 32, variant.has_window
+    column_of, locate, copy_keys = key_tile_copier(*tiling)
+    scales_of, copy_scales = scale_copier(*tiling)
+    scales_offset = NUM_KEYS * key_pitch
+    step_pairs = -(-steps // 2) if has_scales else 0  # steps of bytes, which are loaded two at a time
+    single_steps = 0 if has_scales else steps
+    unpack = fragment_unpacker(pages or "s8", dtype, 4)
+    exchange = column_exchanger(num_rows, columns, pitch, threads)
+    factor = float32(page_factor(pages, dtype) if pages else 1)
     copy_queries = query_tile_copier(dtype, head_dim, num_rows, threads)
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
     scaled = score_scaler(variant.softcap)
     store = elements_storer(dtype, 1)
-    tile_bytes = NUM_KEYS * pitch
+    tile_bytes = _tile_bytes(dtype, head_dim, pages)
     keys_a_turn = warps * NUM_KEYS
     q_offset = scratch_bytes(threads)
     stages_offset = q_offset + num_rows * pitch
     find = part_finder(num_rows, keys_a_turn, threads, has_window)
     place_of, combine = record_place(head_dim, num_rows), parts_combiner(dtype, head_dim, num_rows, threads, has_sinks)
-    # The warps' results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks.
     result_pitch = (columns + 4) * 4
     statistics_offset = num_rows * result_pitch
-    result_bytes = statistics_offset + num_rows * 8
+    result_bytes = _result_bytes(dtype, head_dim, num_rows)
     factors_offset = warps * result_bytes
     row_threads = threads // num_rows
     row_turns = -(-(columns // 4) // row_threads)
@@ -137,15 +158,18 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             pages[i] = locate(block_tables, table, at, seen, stop, num_kv_heads, lane)
 
     @device_function
-    def copy_tile(tile, column, pages, key, seen, stop, lane):
+    def copy_tile(tile, column, scales, pages, key, seen, stop, lane):
         for i in range(pieces_of_tile):
             at = uint32(key + uint32(i * piece_keys))
-            copy_keys(uint32(tile + uint32(i * piece_keys * pitch)), column, pages[i], at, seen, stop, lane)
+            copy_keys(uint32(tile + uint32(i * piece_keys * key_pitch)), column, pages[i], at, seen, stop, lane)
+            if has_scales:
+                place = uint32(tile + uint32(scales_offset + i * piece_keys * 4))
+                copy_scales(place, scales, pages[i], at, seen, stop, lane)
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
-        num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -181,11 +205,13 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         stages = uint32(scratch + uint32(stages_offset))
         own_stages = uint32(stages + warp * uint32(4 * tile_bytes))
         # Where a lane points ldmatrix: keys by rows of 16, values by rows of 8 and halves.
-        key_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
+        key_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))
         value_place = uint32(
             ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
             + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
         )
+        if has_scales:  # both by rows of 16, and two steps
+            value_place = key_place
         # A lane's accumulators belong to two neighbouring queries of each group of 8, and to two keys or columns.
         query = uint32((lane & uint32(3)) * uint32(2))
         below = uint32(lane >> uint32(2))
@@ -201,6 +227,9 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         scores = cuda.local.array((groups, 4), float32)
         weights = cuda.local.array((groups, 2), uint32)
         sums = cuda.local.array((steps, groups, 4), float32)
+        words = cuda.local.array(4, uint32)
+        pairs = cuda.local.array(8, uint32)
+        room = cuda.local.array(1, uint32)
         shares = cuda.local.array(warps, float32)
         values = cuda.local.array(4, float32)
         value = cuda.local.array(1, float32)
@@ -218,6 +247,8 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         # The tile at `key` of K lies at one of two places, that of V behind them.
         k_column = column_of(k_cache, kv_head, num_kv_heads, lane)
         v_column = column_of(v_cache, kv_head, num_kv_heads, lane)
+        k_scale = scales_of(k_scales, kv_head)
+        v_scale = scales_of(v_scales, kv_head)
         key = uint32(turn + warp * uint32(NUM_KEYS))
         next_key = uint32(key + uint32(keys_a_turn))
         later_key = uint32(next_key + uint32(keys_a_turn))
@@ -227,14 +258,17 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_async_commit()
         odd = uint32(0)  # where the tiles of this turn lie in their pairs
-        copy_tile(own_stages, k_column, pages, key, seen, stop, lane)
+        copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
         copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, pages, key, seen, stop, lane)
+        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
         copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, next_pages, next_key, seen, stop, lane)
+        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, k_scale, next_pages, next_key, seen, stop, lane)
         copy_async_commit()
         _wait_for_queries()
         sync_block()
+        if has_scales:
+            exchange(q_tile, thread)
+            sync_block()
         # Queries are the right operand: rows of 8, halves of a step.
         query_place = uint32(
             q_tile + (lane & uint32(7)) * uint32(pitch) + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
@@ -255,13 +289,35 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             sync_named(own_barrier, uint32(32))  # the keys are there, and all lanes have read the values before
             if following < stop:
                 other = uint32(own_stages + uint32(3 * tile_bytes) - odd)
-                copy_tile(other, v_column, next_pages, uint32(key + uint32(keys_a_turn)), seen, stop, lane)
+                at_next = uint32(key + uint32(keys_a_turn))
+                copy_tile(other, v_column, v_scale, next_pages, at_next, seen, stop, lane)
             copy_async_commit()
 
             for n in range(groups):
                 for j in range(4):
                     scores[n, j] = float32(0)
-            for step in range(steps):
+            for two in range(step_pairs):
+                first, second, third, fourth = load_matrix_x4(uint32(k_tile + key_place + uint32(two * 32)))
+                words[0] = first
+                words[1] = second
+                words[2] = third
+                words[3] = fourth
+                unpack(pairs, words, room)
+                for side in range(2):
+                    step = 2 * two + side  # of an odd number of steps the last one's other half is none
+                    if step < steps:
+                        keys = pairs[4 * side], pairs[4 * side + 2], pairs[4 * side + 1], pairs[4 * side + 3]
+                        for n in range(groups):
+                            if keeps_queries:
+                                pair = (queries[step, n, 0], queries[step, n, 1])
+                            else:
+                                pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
+                            s0, s1, s2, s3 = mma((scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair)
+                            scores[n, 0] = s0
+                            scores[n, 1] = s1
+                            scores[n, 2] = s2
+                            scores[n, 3] = s3
+            for step in range(single_steps):
                 keys = load_matrix_x4(uint32(k_tile + key_place + uint32(step * 32)))
                 for n in range(groups):
                     if keeps_queries:
@@ -273,9 +329,14 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     scores[n, 1] = s1
                     scores[n, 2] = s2
                     scores[n, 3] = s3
-            for n in range(groups):
-                for j in range(4):
-                    scores[n, j] = scaled(scores[n, j], scale)
+            for side in range(2):
+                key_scale = scale
+                if has_scales:
+                    place = uint32(k_tile + uint32(scales_offset + 32 * side) + below * uint32(4))
+                    key_scale = shared_load_f32(place) * factor * scale
+                for n in range(groups):
+                    for j in range(2):
+                        scores[n, 2 * side + j] = scaled(scores[n, 2 * side + j], key_scale)
             if uint32(key + uint32(NUM_KEYS)) > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for n in range(groups):
                     for j in range(2):
@@ -298,8 +359,9 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     scores[n, j] = exp2(subtract(scores[n, j], origin))
                     scores[n, 2 + j] = exp2(subtract(scores[n, 2 + j], origin))
                     totals[n, j] = totals[n, j] * factors[n, j] + (scores[n, j] + scores[n, 2 + j])
-                weights[n, 0] = transpose_matrix(pack(scores[n, 0], scores[n, 1]))
-                weights[n, 1] = transpose_matrix(pack(scores[n, 2], scores[n, 3]))
+                if not has_scales:
+                    weights[n, 0] = transpose_matrix(pack(scores[n, 0], scores[n, 1]))
+                    weights[n, 1] = transpose_matrix(pack(scores[n, 2], scores[n, 3]))
             if or_b32(is_larger) != uint32(0):
                 for i in range(steps):
                     for n in range(groups):
@@ -309,13 +371,43 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             _wait_for_tile()
             sync_named(own_barrier, uint32(32))  # the values are there, and all lanes have read the keys
             if uint32(following + uint32(keys_a_turn)) < stop:
-                copy_tile(k_tile, k_column, later_pages, later_key, seen, stop, lane)
+                copy_tile(k_tile, k_column, k_scale, later_pages, later_key, seen, stop, lane)
             copy_async_commit()
             for i in range(pieces_of_tile):
                 next_pages[i] = later_pages[i]
             later_key = uint32(later_key + uint32(keys_a_turn))
             locate_tile(block_tables, table, later_key, seen, stop, num_kv_heads, lane, later_pages)
-            for i in range(steps):
+            if has_scales:
+                place = uint32(v_tile + uint32(scales_offset) + below * uint32(4))
+                upper = shared_load_f32(place) * factor
+                lower = shared_load_f32(uint32(place + uint32(32))) * factor
+                for n in range(groups):
+                    weights[n, 0] = transpose_matrix(pack(scores[n, 0] * upper, scores[n, 1] * upper))
+                    weights[n, 1] = transpose_matrix(pack(scores[n, 2] * lower, scores[n, 3] * lower))
+            for two in range(step_pairs):
+                first, second, third, fourth = load_matrix_x4_transposed(
+                    uint32(v_tile + value_place + uint32(two * 32))
+                )
+                words[0] = first
+                words[1] = second
+                words[2] = third
+                words[3] = fourth
+                unpack(pairs, words, room)
+                for side in range(2):
+                    i = 2 * two + side
+                    if i < steps:
+                        v = pairs[4 * side], pairs[4 * side + 1], pairs[4 * side + 2], pairs[4 * side + 3]
+                        for n in range(groups):
+                            s0, s1, s2, s3 = mma(
+                                (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]),
+                                v,
+                                (weights[n, 0], weights[n, 1]),
+                            )
+                            sums[i, n, 0] = s0
+                            sums[i, n, 1] = s1
+                            sums[i, n, 2] = s2
+                            sums[i, n, 3] = s3
+            for i in range(single_steps):
                 v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
                 for n in range(groups):
                     s0, s1, s2, s3 = mma(
@@ -338,13 +430,16 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                 totals[n, j] = total + shuffle_xor_f32(total, uint32(16))
         sync_block()
         own_results = uint32(stages + warp * uint32(result_bytes))
-        place = uint32(own_results + query * uint32(result_pitch) + below * uint32(4))
+        place = uint32(own_results + query * uint32(result_pitch) + below * uint32(8 if has_scales else 4))
         for i in range(steps):
             for n in range(groups):
                 for j in range(2):
                     at = uint32(place + uint32((8 * n + j) * result_pitch + 64 * i))
-                    shared_store_f32(at, sums[i, n, j])
-                    shared_store_f32(uint32(at + uint32(32)), sums[i, n, 2 + j])
+                    if has_scales:  # columns 2 g and 2 g + 1
+                        shared_store_2xf32(at, (sums[i, n, j], sums[i, n, 2 + j]))
+                    else:
+                        shared_store_f32(at, sums[i, n, j])
+                        shared_store_f32(uint32(at + uint32(32)), sums[i, n, 2 + j])
         if below == uint32(0):
             for n in range(groups):
                 for j in range(2):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
+from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
@@ -37,11 +38,14 @@ from numba_kernels.cuda.attention.tiles import (
     is_hidden,
     key_tile_copier,
     query_tile_copier,
+    scale_copier,
     sink_head,
     tile_shape,
     visible_end,
     visible_first,
+    widening_copier,
 )
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
@@ -89,6 +93,21 @@ def shared_bytes(head_dim: int, is_split: bool) -> int:
     return scratch + (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * weights_pitch(head_dim, is_split)
 
 
+def _copying(
+    pages: str, head_dim: int, block_size: int, keys: int, has_window: bool, copy_pages: Any
+) -> tuple[Any, Any]:
+    """Where a head's scales begin, and what copies a tile, with scales or without."""
+    if pages:
+        scales_of, _ = scale_copier(pages, head_dim, block_size, keys, THREADS, has_window)
+        return scales_of, widening_copier(pages, head_dim, block_size, keys, THREADS, has_window)
+
+    @device_function
+    def copy(tile, column, scales, offset, first_key, seen, end_key, thread):
+        copy_pages(tile, column, offset, first_key, seen, end_key, thread)
+
+    return device_function(lambda scales, kv_head: scales), copy
+
+
 @functools.cache
 def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
     """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
@@ -98,7 +117,11 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     shape = tile_shape("f32", head_dim)
     columns, pitch = shape.columns, shape.pitch
     own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, columns // 16
-    column_of, locate, copy_keys = key_tile_copier("f32", head_dim, block_size, keys, THREADS, variant.has_window)
+    pages = variant.pages
+    column_of, locate, copy_pages = key_tile_copier(
+        pages or "f32", head_dim, block_size, keys, THREADS, variant.has_window
+    )
+    scales_of, copy_keys = _copying(pages, head_dim, block_size, keys, variant.has_window, copy_pages)
     copy_queries = query_tile_copier("f32", head_dim, tile_rows, THREADS)
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
@@ -113,8 +136,8 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
-        num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -184,15 +207,17 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        k_scales = scales_of(k_scales, kv_head)
+        v_scales = scales_of(v_scales, kv_head)
         page = locate(block_tables, table, key, seen, stop, num_kv_heads, thread)
         if key < stop:
             copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-            copy_keys(k_tile, k_column, page, key, seen, stop, thread)
+            copy_keys(k_tile, k_column, k_scales, page, key, seen, stop, thread)
             copy_async_commit()
         while key < stop:
             _wait_for_copies()
             sync_block()  # the keys are there, and all threads have done with the values
-            copy_keys(v_tile, v_column, page, key, seen, stop, thread)
+            copy_keys(v_tile, v_column, v_scales, page, key, seen, stop, thread)
             copy_async_commit()
             following = uint32(key + uint32(keys))
             page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
@@ -242,7 +267,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             _wait_for_copies()
             sync_block()  # the values and weights are there, and all threads have done with the keys
             if following < stop:
-                copy_keys(k_tile, k_column, page, following, seen, stop, thread)
+                copy_keys(k_tile, k_column, k_scales, page, following, seen, stop, thread)
             copy_async_commit()
             four = uint32(0)
             while four < uint32(keys // 4):

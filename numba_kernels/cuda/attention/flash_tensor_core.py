@@ -42,19 +42,29 @@ from numba_kernels.cuda.attention.tiles import (
     key_tile_copier,
     output_tile_copier,
     query_tile_copier,
+    scale_copier,
     sink_head,
     tile_shape,
     visible_end,
     visible_first,
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.math import exp2
-from numba_kernels.cuda.intrinsics.memory import copy_async_commit, copy_async_wait, shared_address, shared_store_b32
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_commit,
+    copy_async_wait,
+    shared_address,
+    shared_load_f32,
+    shared_store_2xb32,
+    shared_store_b32,
+)
 from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, mma_bf16, mma_f16
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.quantised_pages import column_exchanger, fragment_unpacker, page_factor
 from numba_kernels.cuda.specialisation import Specialisation
 
 NUM_WARPS = 4
@@ -78,9 +88,15 @@ def num_stages(head_dim: int) -> int:
     return 2 if head_dim <= 128 else 1
 
 
-def shared_bytes(dtype: str, head_dim: int, tile_rows: int) -> int:
+def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
+    """A tile of keys or values, with their scales."""
+    return num_keys(head_dim) * (tile_shape(pages or dtype, head_dim).pitch + (4 if pages else 0))
+
+
+def shared_bytes(dtype: str, head_dim: int, tile_rows: int, pages: str = "") -> int:
     """Dynamic shared memory: a tile of queries, those of keys and of values."""
-    return (tile_rows + 2 * num_stages(head_dim) * num_keys(head_dim)) * tile_shape(dtype, head_dim).pitch
+    queries = tile_rows * tile_shape(dtype, head_dim).pitch
+    return queries + 2 * num_stages(head_dim) * _tile_bytes(dtype, head_dim, pages)
 
 
 @functools.cache
@@ -95,23 +111,41 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     strips = warp_rows // 16  # of 16 rows: a warp's tiles along the rows
     steps = columns // 16  # of the tensor core along the head dim
     key_tiles, value_tiles = keys // 8, columns // 8
+    # What is loaded at once: four tiles of bytes, or two of 16 bits.
+    key_fours, value_fours = (key_tiles // 4, -(-value_tiles // 4)) if variant.pages else (0, 0)
+    key_pairs, value_pairs = (0, 0) if variant.pages else (key_tiles // 2, value_tiles // 2)
     keeps_queries = columns * strips <= 128  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
     mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
-    column_of, locate, copy_keys = key_tile_copier(dtype, head_dim, block_size, keys, THREADS, variant.has_window)
+    pages, has_scales = variant.pages, variant.pages != ""
+    key_pitch = tile_shape(pages or dtype, head_dim).pitch
+    column_of, locate, copy_rows = key_tile_copier(
+        pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window
+    )
+    scales_of, copy_scales = scale_copier(pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window)
+    scales_offset = keys * key_pitch
+    unpack = fragment_unpacker(pages or "s8", dtype, 4)
+    exchange = column_exchanger(tile_rows, columns, pitch, THREADS)
+    factor = float32(page_factor(pages, dtype) if pages else 1)
     copy_queries = query_tile_copier(dtype, head_dim, tile_rows, THREADS)
     copy_out = output_tile_copier(dtype, head_dim, warp_rows, 32)
-    tile_bytes = keys * pitch
+    tile_bytes = _tile_bytes(dtype, head_dim, pages)
     is_double = num_stages(head_dim) == 2
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
     has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
     scaled = score_scaler(variant.softcap)
 
+    @device_function
+    def copy_keys(tile, column, scales, offset, first_key, seen, end_key, thread):
+        copy_rows(tile, column, offset, first_key, seen, end_key, thread)
+        if has_scales:
+            copy_scales(uint32(tile + uint32(scales_offset)), scales, offset, first_key, seen, end_key, thread)
+
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
-        num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -144,13 +178,17 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         own_q_tile = uint32(q_tile + uint32(warp * uint32(warp_rows * pitch)))
         # Where a lane points ldmatrix: queries and values by rows of 16, keys by rows of 8 and halves.
         row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
+        # Keys of bytes: by rows of 32, a step of the tensor core each.
+        value_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))
         key_place = uint32(
             ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
             + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
         )
+        if has_scales:
+            key_place = uint32(lane * uint32(key_pitch))
         q_place = uint32(own_q_tile + row_place)
         k_place = uint32(k_tile + key_place)
-        v_place = uint32(v_tile + row_place)
+        v_place = uint32(v_tile + value_place)
         # A lane's accumulators belong to two rows of each strip, eight apart, and to two neighbouring columns.
         upper = uint32(lane >> uint32(2))
         column = uint32((lane & uint32(3)) * uint32(2))
@@ -163,6 +201,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         maxima = cuda.local.array((strips, 2), float32)
         totals = cuda.local.array((strips, 2), float32)
         factors = cuda.local.array((strips, 2), float32)
+        words = cuda.local.array(4, uint32)
+        pairs = cuda.local.array(8, uint32)
+        room = cuda.local.array(1, uint32)
         for m in range(strips):
             for h in range(2):
                 row = uint32(own_row + upper + uint32(16 * m + 8 * h))
@@ -180,17 +221,23 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             key = uint32(seen // uint32(keys) * uint32(keys))
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        k_scale = scales_of(k_scales, kv_head)
+        v_scale = scales_of(v_scales, kv_head)
         page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
         following = uint32(key + uint32(keys))
         next_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-        copy_keys(k_tile, k_column, page, key, seen, longest_end, thread)
+        copy_keys(k_tile, k_column, k_scale, page, key, seen, longest_end, thread)
         if is_double:
-            copy_keys(v_tile, v_column, page, key, seen, longest_end, thread)
+            copy_keys(v_tile, v_column, v_scale, page, key, seen, longest_end, thread)
         copy_async_commit()
-        if keeps_queries:
+        if keeps_queries or has_scales:
             _wait_for_copies()
             sync_block()
+        if has_scales:
+            exchange(q_tile, thread)
+            sync_block()
+        if keeps_queries:
             for m in range(strips):
                 for step in range(steps):
                     a, b, c, d = load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32)))
@@ -207,10 +254,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             if is_double:
                 other = uint32(uint32(tile_bytes) - odd)
                 if following < longest_end:
-                    copy_keys(uint32(k_tile + other), k_column, next_page, following, seen, longest_end, thread)
-                    copy_keys(uint32(v_tile + other), v_column, next_page, following, seen, longest_end, thread)
+                    copy_keys(uint32(k_tile + other), k_column, k_scale, next_page, following, seen, longest_end, thread)
+                    copy_keys(uint32(v_tile + other), v_column, v_scale, next_page, following, seen, longest_end, thread)
             else:
-                copy_keys(v_tile, v_column, page, key, seen, longest_end, thread)
+                copy_keys(v_tile, v_column, v_scale, page, key, seen, longest_end, thread)
             copy_async_commit()
 
             for m in range(strips):
@@ -226,7 +273,29 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                         queries[m, 0, 2] = c
                         queries[m, 0, 3] = d
                 at = step if keeps_queries else 0
-                for pair in range(key_tiles // 2):
+                for four in range(key_fours):
+                    first, second, third, fourth = load_matrix_x4(
+                        uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))
+                    )
+                    words[0] = first
+                    words[1] = second
+                    words[2] = third
+                    words[3] = fourth
+                    unpack(pairs, words, room)
+                    for m in range(strips):
+                        query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
+                        for each in range(4):
+                            i = 4 * four + each
+                            s0, s1, s2, s3 = mma(
+                                (scores[m, i, 0], scores[m, i, 1], scores[m, i, 2], scores[m, i, 3]),
+                                query,
+                                (pairs[2 * each], pairs[2 * each + 1]),
+                            )
+                            scores[m, i, 0] = s0
+                            scores[m, i, 1] = s1
+                            scores[m, i, 2] = s2
+                            scores[m, i, 3] = s3
+                for pair in range(key_pairs):
                     k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + odd + uint32(pair * 16 * pitch + step * 32)))
                     for m in range(strips):
                         query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
@@ -241,10 +310,15 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                             scores[m, i, 2] = s2
                             scores[m, i, 3] = s3
 
-            for m in range(strips):
-                for i in range(key_tiles):
-                    for j in range(4):
-                        scores[m, i, j] = scaled(scores[m, i, j], scale)
+            for i in range(key_tiles):
+                for side in range(2):
+                    key_scale = scale
+                    if has_scales:
+                        place = uint32(k_tile + odd + uint32(scales_offset + 32 * i + 4 * side) + column * uint32(4))
+                        key_scale = shared_load_f32(place) * factor * scale
+                    for m in range(strips):
+                        for h in range(2):
+                            scores[m, i, 2 * h + side] = scaled(scores[m, i, 2 * h + side], key_scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for m in range(strips):
                     for i in range(key_tiles):
@@ -282,11 +356,18 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                 _wait_for_copies()
                 sync_block()  # the values are there, and all warps have done with the keys
                 if following < longest_end:
-                    copy_keys(k_tile, k_column, next_page, following, seen, longest_end, thread)
+                    copy_keys(k_tile, k_column, k_scale, next_page, following, seen, longest_end, thread)
                 copy_async_commit()
             page = next_page
             later = uint32(following + uint32(keys))
             next_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
+            for i in range(4 * key_fours):
+                for side in range(2):
+                    place = uint32(v_tile + odd + uint32(scales_offset + 32 * i + 4 * side) + column * uint32(4))
+                    value_scale = shared_load_f32(place) * factor
+                    for m in range(strips):
+                        for h in range(2):
+                            scores[m, i, 2 * h + side] = scores[m, i, 2 * h + side] * value_scale
             for step in range(key_tiles // 2):
                 for m in range(strips):
                     left = 2 * step
@@ -294,7 +375,30 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     weights[m, 1] = pack(scores[m, left, 2], scores[m, left, 3])
                     weights[m, 2] = pack(scores[m, left + 1, 0], scores[m, left + 1, 1])
                     weights[m, 3] = pack(scores[m, left + 1, 2], scores[m, left + 1, 3])
-                for pair in range(value_tiles // 2):
+                for two in range(value_fours):
+                    first, second, third, fourth = load_matrix_x4_transposed(
+                        uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))
+                    )
+                    words[0] = first
+                    words[1] = second
+                    words[2] = third
+                    words[3] = fourth
+                    unpack(pairs, words, room)
+                    for m in range(strips):
+                        weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
+                        for each in range(4):
+                            i = 4 * two + each  # of an odd number of pairs of tiles the last one's other half is none
+                            if i < value_tiles:
+                                s0, s1, s2, s3 = mma(
+                                    (sums[m, i, 0], sums[m, i, 1], sums[m, i, 2], sums[m, i, 3]),
+                                    weight,
+                                    (pairs[each // 2 * 4 + each % 2], pairs[each // 2 * 4 + each % 2 + 2]),
+                                )
+                                sums[m, i, 0] = s0
+                                sums[m, i, 1] = s1
+                                sums[m, i, 2] = s2
+                                sums[m, i, 3] = s3
+                for pair in range(value_pairs):
                     v0, v1, v2, v3 = load_matrix_x4_transposed(
                         uint32(v_place + odd + uint32(step * 16 * pitch + pair * 32))
                     )
@@ -328,7 +432,12 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     sink = load_sink(sinks, sink_head(row, share, kv_head))
                     reciprocal = share_of_keys(maxima[m, h], total, sink)
                 place = uint32(own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(pitch) + column * uint32(2))
-                for i in range(value_tiles):
+                for i in range(value_tiles // 2 - value_pairs):  # even columns of 16, then the odd ones
+                    a, b = sums[m, 2 * i, 2 * h] * reciprocal, sums[m, 2 * i + 1, 2 * h] * reciprocal
+                    c, d = sums[m, 2 * i, 2 * h + 1] * reciprocal, sums[m, 2 * i + 1, 2 * h + 1] * reciprocal
+                    target = uint32(place + column * uint32(2) + uint32(32 * i))
+                    shared_store_2xb32(target, (pack(a, b), pack(c, d)))
+                for i in range(2 * value_pairs):
                     pair_of_sums = pack(sums[m, i, 2 * h] * reciprocal, sums[m, i, 2 * h + 1] * reciprocal)
                     shared_store_b32(uint32(place + uint32(16 * i)), pair_of_sums)
         sync_named(own_barrier, uint32(32))

@@ -28,14 +28,15 @@ from numba_kernels.cuda.attention.online_softmax import (
 )
 from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, Variant, visible_end, visible_first
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
-from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element import element_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
-from numba_kernels.cuda.kv_cache import check_pages, row_address
+from numba_kernels.cuda.kv_cache import PAGE_BYTES, check_pages, row_address
+from numba_kernels.cuda.quantised_pages import page_element_loader, scale_address
 from numba_kernels.cuda.specialisation import Specialisation
 
 THREADS = 128
@@ -45,16 +46,19 @@ THREADS = 128
 def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
     """Grid: (tokens of the longest chunk, query heads, sequences)."""
     check_pages(head_dim, block_size, dtype)
-    load, store = elements_loader(dtype, 1), elements_storer(dtype, 1)
-    address = row_address(head_dim, block_size, dtype)
+    load, store = element_loader(dtype), elements_storer(dtype, 1)
+    pages, has_scales = variant.pages or dtype, variant.pages != ""
+    load_page = page_element_loader(pages) if has_scales else load
+    address, address_of_scale = row_address(head_dim, block_size, pages), scale_address(block_size)
+    page_item = uint64(PAGE_BYTES[pages])
     item_bytes = uint64(ITEM_BYTES[dtype])
     rounds = -(-head_dim // THREADS)
     has_window, has_sinks, scaled = variant.has_window, variant.has_sinks, score_scaler(variant.softcap)
 
     @cuda.jit
     def kernel(
-        q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
-        num_kv_heads, share, table_width, window, num_seqs, columns, scale,
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, columns, scale,
     ):  # fmt: skip
         partials = cuda.shared.array(32, float32)
         value = cuda.local.array(1, float32)
@@ -80,12 +84,15 @@ def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Speci
         key = uint32(first + thread)
         while key < end:
             block = uint32(block_tables[table + uint64(key // uint32(block_size))])
-            keys = address(k_cache, block, uint32(key % uint32(block_size)), kv_head, num_kv_heads)
+            offset = uint32(key % uint32(block_size))
+            keys = address(k_cache, block, offset, kv_head, num_kv_heads)
             score = float32(0)
-            at = uint64(0)
-            while at < uint64(head_dim) * item_bytes:
-                score += load(query + at)[0] * load(keys + at)[0]
-                at += item_bytes
+            column = uint64(0)
+            while column < uint64(head_dim):
+                score += load(query + column * item_bytes) * load_page(keys + column * page_item)
+                column += uint64(1)
+            if has_scales:
+                score = score * load_f32(address_of_scale(k_scales, block, offset, kv_head, num_kv_heads))
             score = scaled(score, scale)
             store_f32(weights + uint64(key) * uint64(4), score)
             largest = maximum_f32(largest, score)
@@ -117,18 +124,21 @@ def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Speci
         sync_block()
 
         for i in range(rounds):
-            column = uint32(thread + uint32(i * THREADS))
-            if column < uint32(head_dim):
+            own = uint32(thread + uint32(i * THREADS))
+            if own < uint32(head_dim):
                 result = float32(0)
                 key = first
                 while key < end:
                     block = uint32(block_tables[table + uint64(key // uint32(block_size))])
-                    values = address(v_cache, block, uint32(key % uint32(block_size)), kv_head, num_kv_heads)
+                    offset = uint32(key % uint32(block_size))
+                    values = address(v_cache, block, offset, kv_head, num_kv_heads)
                     weight = load_f32(weights + uint64(key) * uint64(4))
-                    result += weight * load(values + uint64(column) * item_bytes)[0]
+                    if has_scales:
+                        weight = weight * load_f32(address_of_scale(v_scales, block, offset, kv_head, num_kv_heads))
+                    result += weight * load_page(values + uint64(own) * page_item)
                     key = uint32(key + uint32(1))
                 value[0] = result
-                store(out + (row * uint64(head_dim) + uint64(column)) * item_bytes, value)
+                store(out + (row * uint64(head_dim) + uint64(own)) * item_bytes, value)
 
     name = f"attention_naive_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
     constants = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size} | asdict(variant)

@@ -18,6 +18,7 @@ from numba_kernels.cuda.attention.hopper_tiles import NUM_ROWS
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 TIERS = ("naive", "flash", "flash_hopper", "decode")
@@ -51,14 +52,14 @@ class AttentionPlan:
 
     def arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
-        seq_lens: int, block_tables: int, scale: float, sinks: int = 0,
+        seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace, arrivals and sinks 0 where none are needed), and the scale of the scores, in the
+        """All addresses (workspace, arrivals, sinks and scales 0 where none are needed), and the scale of the scores, in the
         kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
-            q, k_cache, v_cache, out, workspace, arrivals, sinks, query_start, seq_lens, block_tables, num_q_heads,
-            num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs, self.workspace_columns,
+            q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+            num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs, self.workspace_columns,
             scale * math.log2(math.e),
         )  # fmt: skip
 
@@ -83,13 +84,15 @@ def plan(
     arch: str = "sm_80",
     num_blocks: int | None = None,
     tier: str | None = None,
+    pages: str = "",
 ) -> AttentionPlan:
     """The launch for a batch of at least one token.
 
     `max_query_len` and `max_seq_len` may be larger than the batch's own (a captured graph's), never smaller. `window`
     counts the keys that a query sees, its own included. With `has_sinks` the launch takes the address of float32
     [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
-    the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
+    the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`. `pages` is what they hold
+    where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -118,11 +121,13 @@ def plan(
         raise ValueError(f"max_seq_len is {max_seq_len}, must be 0 to {NO_WINDOW - 1}")
     if tier is not None and tier not in TIERS:
         raise ValueError(f"tier is {tier!r}, must be one of {TIERS}")
+    if pages not in ("", *PAGES):
+        raise ValueError(f"pages is {pages!r}, must be '' or one of {PAGES}")
     share = num_q_heads // num_kv_heads
     rows = max_query_len * share  # of a sequence and KV head
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
-        is_for_hopper = arch == flash_hopper.ARCH and flash_hopper.has_kernel(dtype, head_dim, share)
+        is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
         if is_short and not exact:
             tier = "decode"
         elif is_for_hopper and num_blocks is not None and rows > _HOPPER_ROWS and not exact:
@@ -130,13 +135,15 @@ def plan(
         else:
             tier = "flash"
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW), num_seqs
-    variant = Variant(window is not None, has_sinks, softcap or 0.0)
+    variant = Variant(window is not None, has_sinks, softcap or 0.0, pages)
     if tier == "naive":
         kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
         columns = max(1, max_seq_len)
         return AttentionPlan(tier, attend, num_tokens * num_q_heads * columns * 4, columns, shape)
     if tier == "flash_hopper":
+        if pages:
+            raise ValueError(f"tier flash_hopper brings pages by the TMA as they are: got pages of {pages}")
         if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
             raise ValueError(
                 f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
@@ -158,7 +165,7 @@ def plan(
         else:
             tile_rows = flash_tensor_core.num_rows(head_dim, rows)
             kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
-            shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows)
+            shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows, pages)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), 0, 1, shape)
 
@@ -169,7 +176,7 @@ def plan(
     else:
         num_rows = 8 if rows <= 8 else _DECODE_ROWS
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant)
-        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows)
+        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
     wanted = _wanted(tiles, num_kv_heads, num_sms) if most_keys > parts.MIN_PART_KEYS else 0
@@ -199,6 +206,10 @@ def specialisations() -> Iterator[Specialisation]:
     for has_window in (False, True):
         yield from _kernels("bf16", 64, Variant(has_window, True))
     yield from _kernels("bf16", 256, Variant(has_window=True, softcap=50.0))
+    for pages in PAGES:
+        for head_dim in (64, 128, 256):
+            yield from _kernels("bf16", head_dim, Variant(pages=pages))
+        yield from _kernels("f16", 128, Variant(pages=pages))
 
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
@@ -209,7 +220,7 @@ def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisa
     else:
         for tile_rows in sorted({flash_tensor_core.num_rows(head_dim, rows) for rows in (64, 128)}):
             yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, tile_rows, variant)
-        if dtype == "bf16" and head_dim >= 64:
+        if dtype == "bf16" and head_dim >= 64 and not variant.pages:
             yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
         for num_rows in (8, 16):
             yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, num_rows, variant)

@@ -10,9 +10,10 @@ window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a ca
 row zeros. Kernels without a window (`Variant`) carry none of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
-banks (the row's length is a multiple of 32 bytes, so its pitch is an odd number of 16-byte pieces). Copies are
+banks (a row's pitch is an odd number of 16-byte pieces). Copies are
 asynchronous (cp.async); rows beyond the end or behind the window, and columns beyond the head dim, are filled with
-zeros and never read: a page behind the window may have been given up, and hold anything.
+zeros and never read: a page behind the window may have been given up, and hold anything. Tiles of `quantised_pages` are
+bytes, and behind their rows lie the keys' scales; flash_float32 has them widened as they come.
 """
 
 from __future__ import annotations
@@ -21,26 +22,33 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from numba import types, uint32, uint64
+from numba import cuda, float32, types, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32
 from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_4,
     copy_async_16,
+    copy_async_whole_4,
+    copy_async_whole_8,
     copy_async_whole_16,
+    load_4xb32,
     load_b16,
     load_b32,
+    load_f32,
     shared_load_4xb32,
     shared_load_b32,
     shared_store_b16,
+    shared_store_4xf32,
     shared_store_b32,
     store_4xb32,
     store_b16,
     store_b32,
 )
-from numba_kernels.cuda.kv_cache import page_row
+from numba_kernels.cuda.kv_cache import PAGE_BYTES, page_row
+from numba_kernels.cuda.quantised_pages import byte_widener
 
 NO_WINDOW = 0x7FFFFFFF
 
@@ -55,6 +63,8 @@ ARGUMENT_TYPES = (
     types.uint64,  # workspace (float32; 0 where the plan wants none)
     types.uint64,  # arrivals, uint32, zeros between launches; 0 where the plan wants none
     types.uint64,  # sinks [Hq] float32; 0 for a kernel without
+    types.uint64,  # k_scales [blocks, KV heads, block size] float32; 0 for pages without
+    types.uint64,  # v_scales
     types.CPointer(types.int32),  # query_start [S + 1]
     types.CPointer(types.int32),  # seq_lens [S]
     types.CPointer(types.int32),  # block_tables [S, table_width]
@@ -96,17 +106,20 @@ class Variant:
         has_window: whether a row sees its last `window` keys only.
         has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
         softcap: scores become softcap tanh(score / softcap); 0 where they stay.
+        pages: what KV pages hold, where that is a byte a number: one of `quantised_pages.PAGES`; "": the dtype.
     """
 
     has_window: bool = False
     has_sinks: bool = False
     softcap: float = 0.0
+    pages: str = ""
 
     @property
     def suffix(self) -> str:
         """For the kernel's name."""
         cap = f"_cap{self.softcap:g}".replace(".", "p").replace("-", "m").replace("+", "") if self.softcap else ""
-        return "_window" * self.has_window + "_sinks" * self.has_sinks + cap
+        pages = f"_{self.pages}" if self.pages else ""
+        return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap
 
 
 @functools.cache
@@ -119,7 +132,7 @@ def is_hidden(has_window: bool) -> Any:
 
 @dataclass(frozen=True)
 class TileShape:
-    """Tiles of heads of one dtype and head dim in shared memory.
+    """Tiles of heads of one dtype, or of pages of one type, and head dim in shared memory.
 
     Attributes:
         columns: elements of a row that kernels compute over: the head dim rounded up to 16.
@@ -134,13 +147,14 @@ class TileShape:
     @property
     def pieces(self) -> int:
         """16-byte pieces of a row, without the padding."""
-        return (self.pitch - 16) // 16
+        return self.columns * PAGE_BYTES[self.dtype] // 16
 
 
 def tile_shape(dtype: str, head_dim: int) -> TileShape:
     """The shape of tiles for heads of this dtype and dimension."""
     columns = -(-head_dim // 16) * 16
-    return TileShape(dtype, head_dim, columns, columns * ITEM_BYTES[dtype] + 16)
+    pieces = columns * PAGE_BYTES[dtype] // 16
+    return TileShape(dtype, head_dim, columns, (pieces | 1) * 16)
 
 
 @functools.cache
@@ -161,9 +175,9 @@ def key_tile_copier(
     """
     shape = tile_shape(dtype, head_dim)
     pieces, pitch = shape.pieces, shape.pitch
-    row_bytes = page_row(head_dim) * ITEM_BYTES[dtype]
+    row_bytes = page_row(head_dim, dtype) * PAGE_BYTES[dtype]
     stored_pieces = row_bytes // 16
-    unit = next(rows for rows in (1, 2, 4, 8) if rows * threads >= num_keys * pieces)
+    unit = _rows_of_thread(num_keys, pieces, threads)
     busy = num_keys // unit * pieces  # threads that have rows
     page_bytes = block_size * row_bytes
 
@@ -202,6 +216,94 @@ def key_tile_copier(
                     copy_async_16(uint32(target + uint32(i * pitch)), source + uint64(i * row_bytes), size)
 
     return column, locate, copy
+
+
+def _rows_of_thread(num_keys: int, pieces: int, threads: int) -> int:
+    return next(rows for rows in (1, 2, 4, 8) if rows * threads >= num_keys * pieces)
+
+
+@functools.cache
+def scale_copier(
+    pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
+) -> tuple[Any, Any]:
+    """``(column, copy)`` as `key_tile_copier`'s, for the scales of the keys: `copy` takes its `offset`, and puts them to
+    the shared address `target`, zeros where a row is one."""
+    pieces = tile_shape(pages, head_dim).pieces
+    row_bytes = page_row(head_dim, pages)
+    unit = _rows_of_thread(num_keys, pieces, threads)
+    busy = num_keys // unit * pieces
+
+    @device_function
+    def column(scales, kv_head):
+        return scales + uint64(kv_head) * uint64(block_size * 4)
+
+    @device_function
+    def copy(target, column, offset, first_key, seen, end_key, thread):
+        row = uint32(uint32(thread // uint32(pieces)) * uint32(unit))
+        if thread < uint32(busy) and thread % uint32(pieces) == uint32(0):
+            source = column + offset // uint64(row_bytes) * uint64(4)
+            place = uint32(target + row * uint32(4))
+            if uint32(first_key + uint32(num_keys)) <= end_key and (not has_window or first_key >= seen):
+                if unit == 1:
+                    copy_async_whole_4(place, source)
+                elif unit == 2:
+                    copy_async_whole_8(place, source)
+                else:
+                    for i in range(unit // 4):
+                        copy_async_whole_16(uint32(place + uint32(16 * i)), source + uint64(16 * i))
+            else:
+                for i in range(unit):
+                    size = uint32(0)
+                    key = uint32(first_key + row + uint32(i))
+                    if key < end_key and (not has_window or key >= seen):
+                        size = uint32(4)
+                    copy_async_4(uint32(place + uint32(4 * i)), source + uint64(4 * i), size)
+
+    return column, copy
+
+
+@functools.cache
+def widening_copier(
+    pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
+) -> Any:
+    """A device function ``copy(tile, column, scales, offset, first_key, seen, end_key, thread)``: as
+    `key_tile_copier`'s of pages of bytes, but they come as float32, times their scales. Not asynchronous."""
+    shape, wide = tile_shape(pages, head_dim), tile_shape("f32", head_dim)
+    pieces, pitch, row_bytes = shape.pieces, wide.pitch, page_row(head_dim, pages)
+    unit = _rows_of_thread(num_keys, pieces, threads)
+    busy = num_keys // unit * pieces
+    widen = byte_widener(pages)
+
+    @device_function
+    def copy(tile, column, scales, offset, first_key, seen, end_key, thread):
+        words = cuda.local.array(4, uint32)
+        row = uint32(uint32(thread // uint32(pieces)) * uint32(unit))
+        piece = uint32(thread % uint32(pieces))
+        if thread < uint32(busy):
+            for i in range(unit):
+                key = uint32(first_key + row + uint32(i))
+                scale = float32(0)
+                for j in range(4):
+                    words[j] = uint32(0)
+                if key < end_key and (not has_window or key >= seen):
+                    a, b, c, d = load_4xb32(column + offset + uint64(i * row_bytes))
+                    words[0] = a
+                    words[1] = b
+                    words[2] = c
+                    words[3] = d
+                    scale = load_f32(scales + offset // uint64(row_bytes) * uint64(4) + uint64(4 * i))
+                target = uint32(tile + uint32(row + uint32(i)) * uint32(pitch) + piece * uint32(64))
+                for j in range(4):
+                    word = words[j]
+                    four = (
+                        widen(word) * scale,
+                        widen(uint32(word >> uint32(8))) * scale,
+                        widen(uint32(word >> uint32(16))) * scale,
+                        widen(uint32(word >> uint32(24))) * scale,
+                    )
+                    shared_store_4xf32(uint32(target + uint32(16 * j)), four)
+
+    return copy
 
 
 @device_function

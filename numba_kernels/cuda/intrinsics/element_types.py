@@ -11,12 +11,14 @@ ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 VECTOR_WIDTH = {"f32": 4, "f16": 8, "bf16": 8}
 """Elements of 16 bytes."""
 
-BITS = {"u4": 4, "u8": 8, "e4m3": 8, "e2m1": 4}
+BITS = {"u4": 4, "u8": 8, "s8": 8, "e4m3": 8, "e2m1": 4}
 INTEGERS = ("u4", "u8")
 SHIFTS = {
     ("e4m3", "bf16"): 120, ("e4m3", "f16"): 8, ("e2m1", "bf16"): 126, ("e2m1", "f16"): 14,
+    ("s8", "bf16"): 0, ("s8", "f16"): 6,
 }  # fmt: skip
-"""Powers of two that unpacked floats lack; integers lack none."""
+"""Powers of two that unpacked numbers lack; unsigned integers lack none. s8 in f16 does, so that a small scale times a
+softmax weight, which takes them in, is no subnormal number."""
 
 UNITS = {"bf16": 128, "f16": 1024}
 """What is added to an unpacked integer, and is gone with the offset ``-(unit + zero point)``; for u8 in bf16, whose two

@@ -31,6 +31,7 @@ stream_4xf32 = instruction("ld.global.nc.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [
 stream_early_4xb32 = instruction("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 stream_early_4xf32 = instruction("ld.global.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 
+store_b8 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.b8 [$0], t; }", "", "l r")
 store_b16 = instruction("st.global.b16 [$0], $1;", "", "l h")
 store_b32 = instruction("st.global.b32 [$0], $1;", "", "l r")
 store_b64 = instruction("st.global.b64 [$0], $1;", "", "l l")
@@ -56,6 +57,9 @@ shared_store_4xf32 = instruction("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", "", "r
 # Asynchronous copies of 16 bytes, global to shared; the third argument is how many bytes are read, the rest is zero.
 copy_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "", "r l r")
 copy_async_whole_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16;", "", "r l")
+copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "r l r")
+copy_async_whole_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", "", "r l")
+copy_async_whole_8 = instruction("cp.async.ca.shared.global [$0], [$1], 8;", "", "r l")
 copy_async_commit = instruction("cp.async.commit_group;")
 
 

@@ -6,6 +6,7 @@
     element   what it is                    bits of a word             becomes
     u4        0 to 15, minus a zero point   four per half              2^7 + u (bf16) or 2^10 + u, then plus the offset
     u8        0 to 255, minus a zero point  two per half               the same; bf16 in two parts, as it keeps 8 bits
+    s8        -128 to 127                   two per half               itself (bf16), or 2^-6 of it (f16)
     e4m3      1 sign, 4 exponent, 3         two per half               its fields moved, as they are: 2^-SHIFT too small
     e2m1      1 sign, 2 exponent, 1         four per half              the same
 
@@ -33,7 +34,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
-from numba_kernels.cuda.intrinsics.element_types import BITS, INTEGERS, offset_of, words_of
+from numba_kernels.cuda.intrinsics.element_types import BITS, INTEGERS, SHIFTS, offset_of, words_of
 
 _WORD = ir.IntType(32)
 _UNIT_BITS = {"bf16": 0x43004300, "f16": 0x64006400}
@@ -77,6 +78,24 @@ def _u8(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
     return pairs
 
 
+def _s8(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+    pairs = []
+    for word in words:
+        for shift in (0, 8):
+            both = builder.lshr(word, _constant(shift)) if shift else word
+            if dtype == "f16":  # 2^10 + 128 + the number
+                raised = builder.xor(builder.and_(both, _constant(0x00FF00FF)), _constant(0x64806480))
+                unit = 2.0 ** -SHIFTS["s8", "f16"]
+                offset = _constant(half_pair(-1152 * unit, dtype))
+                pairs.append(_fma(builder, dtype, raised, _constant(half_pair(unit, dtype)), offset))
+                continue
+            # 128 + the low 7 bits, less 128, or 256 where the sign is set: exactly.
+            low = builder.or_(builder.and_(both, _constant(0x007F007F)), _constant(_UNIT_BITS[dtype]))
+            high = builder.or_(builder.and_(both, _constant(0x00800080)), _constant(0xC300C300))
+            pairs.append(_fma(builder, dtype, low, _constant(_ONE[dtype]), high))
+    return pairs
+
+
 def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
     down = {"bf16": 4, "f16": 1}[dtype]  # of a byte that lies at the top of its half
     pairs = []
@@ -99,7 +118,7 @@ def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
     return pairs
 
 
-_UNPACK = {"u4": _u4, "u8": _u8, "e4m3": _e4m3, "e2m1": _e2m1}
+_UNPACK = {"u4": _u4, "u8": _u8, "s8": _s8, "e4m3": _e4m3, "e2m1": _e2m1}
 
 
 def _place(context, builder, kind, value, index):

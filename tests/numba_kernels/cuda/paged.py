@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from numba_kernels.cuda.kv_cache import page_row
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 from tests.oracles import attention as oracle
+
+
+PAGES = {"s8": np.dtype(np.int8), "e4m3": numpy_dtype("f8_e4m3")}
 
 
 @dataclass
@@ -33,6 +36,8 @@ class PagedBatch:
     block_tables: np.ndarray  # [S, table_width]
     query_start: np.ndarray
     seq_lens: np.ndarray
+    pages: str = ""  # "s8", "e4m3"; "": the dtype
+    scales: tuple[np.ndarray, ...] = ()  # of keys and values, each [num_blocks, Hkv, block_size]
 
     def rows(self, seq: int) -> slice:
         """The tokens of a sequence."""
@@ -62,7 +67,7 @@ class PagedBatch:
             "max_query_len": max(q for _, q in self.chunks), "max_seq_len": int(self.seq_lens.max()),
             "num_q_heads": self.queries.shape[1], "num_kv_heads": self.num_kv_heads, "head_dim": self.queries.shape[2],
             "table_width": self.block_tables.shape[1], "dtype": self.dtype, "block_size": self.block_size,
-            "window": window, "num_blocks": len(self.k_pages),
+            "window": window, "num_blocks": len(self.k_pages), "pages": self.pages,
         }  # fmt: skip
         return attention.plan(**(sizes | choices))
 
@@ -85,7 +90,8 @@ class PagedBatch:
         arguments = (
             q, k_cache, v_cache, out.address, at, arrivals.address, query_start, seq_lens, tables, scale, sinks_at,
         )  # fmt: skip
-        gpu.launch(plan.launch, *plan.arguments(*arguments))
+        scale_blocks = [put(gpu, scales) for scales in self.scales]
+        gpu.launch(plan.launch, *plan.arguments(*arguments, *(block.address for block in scale_blocks)))
         assert not get(gpu, arrivals, plan.num_arrivals, np.uint32).any(), "arrivals must be zeros again"
         weights = None
         if plan.tier == "naive" and workspace is not None:
@@ -142,6 +148,41 @@ def paged(
     return PagedBatch(
         dtype, chunks, kv_heads, block_size, keys, values, queries, pages[0], pages[1], tables, starts, lengths
     )
+
+
+def quantised(rows: np.ndarray, pages: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and scales of rows (float32) along the last axis, by numpy and ml_dtypes."""
+    limit = np.float32(127 if pages == "s8" else 448)
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    inverse = np.divide(limit, largest, out=np.zeros_like(largest), where=largest > 0)
+    numbers = rows * inverse
+    return (np.rint(numbers) if pages == "s8" else numbers).astype(PAGES[pages]), (largest / limit)[..., 0]
+
+
+def quantised_batch(batch: PagedBatch, pages: str) -> PagedBatch:
+    """The batch with pages of bytes, and with the keys and values that these give back, in float64. What no sequence
+    owns has the scale NaN."""
+    num_blocks, kv_heads, block_size, _ = batch.k_pages.shape
+    head_dim = batch.queries.shape[2]
+    planes, scales, given_back = [], [], []
+    for rows_of in (batch.keys, batch.values):
+        plane = np.zeros((num_blocks, kv_heads, block_size, page_row(head_dim, pages)), PAGES[pages])
+        plane_scales = np.full((num_blocks, kv_heads, block_size), np.nan, np.float32)
+        found = []
+        for blocks, rows in zip(batch.block_tables, rows_of):
+            numbers, scales_of_rows = quantised(rows.astype(np.float32), pages)
+            places = np.arange(len(rows))
+            at = blocks[places // block_size], slice(None), places % block_size
+            plane[(*at, slice(head_dim))] = numbers
+            plane_scales[at] = scales_of_rows
+            found.append(numbers.astype(np.float64) * scales_of_rows[..., None])
+        planes.append(plane)
+        scales.append(plane_scales)
+        given_back.append(found)
+    return replace(
+        batch, pages=pages, scales=tuple(scales), keys=given_back[0], values=given_back[1], k_pages=planes[0],
+        v_pages=planes[1],
+    )  # fmt: skip
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -114,7 +114,7 @@ def prepare(
     )  # fmt: skip
     gpu.launch(
         launch, qkv_at, positions_at, cos_at if rotary else 0, sin_at if rotary else 0, 0, 0, *(norms_at or (0, 0)),
-        slots_at, k_cache.address, v_cache.address, q.address, tokens, q_heads, kv_heads, 1e-6,
+        slots_at, k_cache.address, v_cache.address, 0, 0, q.address, tokens, q_heads, kv_heads, 1e-6,
     )  # fmt: skip
     return (
         get(gpu, q, (tokens, q_heads, head_dim), dtype), get(gpu, k_cache, pages.shape, dtype),
@@ -189,7 +189,9 @@ def test_one_head_may_be_normalised_and_the_other_not(gpu: Gpu) -> None:
     qkv_at, positions_at, weight_at, slots_at = [block.address for block in inputs]
     launch = plan_qkv_prepare(5, 4, 1, 64, 16, "f32", norm="head")
     k_at, v_at = (cache.address for cache in caches)
-    gpu.launch(launch, qkv_at, positions_at, 0, 0, 0, 0, 0, weight_at, slots_at, k_at, v_at, q.address, 5, 4, 1, 1e-6)
+    gpu.launch(
+        launch, qkv_at, positions_at, 0, 0, 0, 0, 0, weight_at, slots_at, k_at, v_at, 0, 0, q.address, 5, 4, 1, 1e-6
+    )  # fmt: skip
     heads = qkv.reshape(5, 6, 64)
     assert_equal(get(gpu, q, (5, 4, 64), "f32"), heads[:, :4])
     keys = get(gpu, caches[0], (5, 64), "f32")
