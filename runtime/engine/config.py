@@ -127,7 +127,7 @@ class EngineConfig:
     quantization            of linear maps while they are loaded: "none", "int8", "int4" (groups of 32),
                             "mxfp4", or on a GPU "fp8"; the output head is int8 beside the latter three
     kv_cache_dtype          of the KV cache: "auto" (the weights'), "float32", "float16", "bfloat16", "int8", "fp8"; the
-                            last two with a scale for each token and head, on the cpu
+                            last two with a scale for each token and head
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """

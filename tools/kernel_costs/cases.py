@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cuda import (
     activation,
@@ -32,6 +33,7 @@ from numba_kernels.cuda.gemm import few_rows
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
+from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.segments import SEGMENTS
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
@@ -189,16 +191,20 @@ def _attentions() -> Iterator[Case]:
     yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
     for chunks, tier in (([(1023, 1)] * 2, "decode"), ([(0, 256)], "flash"), ([(0, 512)], "flash_hopper")):
         yield _attention(tier, "bf16", chunks, sizes=(8, 2, 128))
+    for pages in PAGES:
+        yield _attention("decode", "bf16", [(1023, 1)] * 2, sizes=(8, 2, 128), pages=pages)
+    yield _attention("flash", "bf16", [(0, 256)], sizes=(8, 2, 128), pages="e4m3")
 
 
 _KEY_A_LANE = "the tier's point: a lane has a key of its own, a whole row away from its neighbour's"
 
 
 def _attention(
-    tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108, sizes: tuple[int, int, int] = _SIZES
-) -> Case:
+    tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108, sizes: tuple[int, int, int] = _SIZES,
+    pages: str = "",
+) -> Case:  # fmt: skip
     """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them; `sizes`:
-    query heads, KV heads, head dim."""
+    query heads, KV heads, head dim; `pages`: what they hold where that is a byte a number."""
     num_heads, kv_heads, head_dim = sizes
     context, queries = chunks[0]
     length, seqs = context + queries, len(chunks)
@@ -209,10 +215,12 @@ def _attention(
         plan = attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=num_heads,
             num_kv_heads=kv_heads, head_dim=head_dim, table_width=blocks_each, dtype=dtype, block_size=_BLOCK,
-            num_sms=num_sms, arch=bench.gpu.arch, num_blocks=seqs * blocks_each, tier=tier,
+            num_sms=num_sms, arch=bench.gpu.arch, num_blocks=seqs * blocks_each, tier=tier, pages=pages,
         )  # fmt: skip
         q = bench.normal((tokens, num_heads, head_dim), dtype)
-        k, v = (bench.normal((seqs * blocks_each, kv_heads, _BLOCK, head_dim), dtype) for _ in range(2))
+        shape = seqs * blocks_each, kv_heads, _BLOCK, head_dim
+        k, v = (bench.normal(shape, dtype) if not pages else bench.put(_bytes(bench, shape)) for _ in range(2))
+        scales = [bench.put(np.full(shape[:3], 0.01, np.float32)) for _ in range(2)] if pages else []
         starts = bench.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries))
         lengths = bench.put(np.full(seqs, length, np.int32))
         tables = bench.put(bench.rng.permutation(seqs * blocks_each).astype(np.int32))
@@ -221,15 +229,15 @@ def _attention(
         scale = head_dim**-0.5
         arrivals = bench.put(np.zeros(max(1, plan.num_arrivals), np.uint32))
         arguments = q, k, v, out, workspace, arrivals, starts, lengths, tables, scale
-        bench.launch(plan.launch, *plan.arguments(*arguments))
+        bench.launch(plan.launch, *plan.arguments(*arguments, 0, *scales))
 
     seen = seqs * sum(context + 1 + query for query in range(queries))  # keys that queries see
     rows = tokens * num_heads * head_dim * size
-    pages = 2 * seqs * length * kv_heads * head_dim * size
-    work = Work(rows + pages, rows, 4 * seen * num_heads * head_dim, dtype != "f32")
+    key_bytes = head_dim + 4 if pages else head_dim * size  # of a key and head; with its scale
+    work = Work(rows + 2 * seqs * length * kv_heads * key_bytes, rows, 4 * seen * num_heads * head_dim, dtype != "f32")
     unsplit = " unsplit" if num_sms == 1 else ""
     shape = f"{seqs} x {queries} queries, {length} keys, {num_heads}/{kv_heads} heads of {head_dim}"
-    name = f"attention {tier} {dtype}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
+    name = f"attention {tier} {dtype}{f' {pages} pages' if pages else ''}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
     share = num_heads // kv_heads
     if tier == "naive":
         return Case(name, "attention", shape, work, run, _KEY_A_LANE)
@@ -239,8 +247,13 @@ def _attention(
     else:  # a tile of 128 rows (64 of float32) reads the keys that its last query sees
         queries_each = (128 if dtype != "f32" else 64) // share
         keys = sum(context + min(queries, first + queries_each) for first in range(0, queries, queries_each))
-        tiled_bytes = 2 * rows + 2 * seqs * keys * kv_heads * head_dim * size
+        tiled_bytes = 2 * rows + 2 * seqs * keys * kv_heads * key_bytes
     return Case(name, "attention", shape, work, run, "", tiled_bytes, dtype != "f32" and tier != "decode")
+
+
+def _bytes(bench: Bench, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Numbers of either type, none a NaN."""
+    return bench.rng.integers(0, 127, shape, np.uint8)
 
 
 # What works along rows

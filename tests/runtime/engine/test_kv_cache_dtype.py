@@ -12,7 +12,6 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.errors import InvalidArgumentError
-from runtime.linear.options import LoadOptions
 from tests.models.driver import logits_of
 from tests.models.folders import load_golden, write_model
 
@@ -32,10 +31,45 @@ def test_models_are_close_to_what_they_are_with_pages_of_floats(name, chunks, tm
     assert 0 < errors[0] < errors[1] < errors[2] < 0.05
 
 
-@pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.exhaustive)])
-def test_the_same_bits_under_every_schedule(kind: str) -> None:
-    make = engine_maker({"device": "cpu", "seed": 0, "kv_cache_dtype": kind}, exact=True)
-    report = bench_exact(make, make, num_requests=48, num_schedules=5, num_rounds=0, max_model_len=64)
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("device", "kind", "name", "dtype", "bound"),
+    [
+        ("emulated:sm_90a", "fp8", "llama_tied_gqa4", "float32", 5e-3),
+        *(
+            pytest.param(device, kind, name, dtype, bound, marks=pytest.mark.exhaustive)
+            for device in ("emulated:sm_80", "emulated:sm_90a")
+            for kind in ("int8", "fp8")
+            for name, dtype, bound in (
+                ("llama_tied_gqa4", "float32", 5e-3), ("gemma2_odd", "float32", 5e-3), ("gpt2_gelu_new", "float32", 5e-3),
+                ("qwen3_tied_gqa4", "bfloat16", 5e-2),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_gpu_gives_what_the_cpu_gives(device, kind, name, dtype, bound, tmp_path):
+    """A sum that is rounded otherwise may take a number of a page to its neighbour, hence the bound."""
+    folder, found = write_model(tmp_path, load_golden(name)), []
+    for each, as_type in (("cpu", "float32"), (device, dtype)):
+        model = load_model(folder, device=each, dtype=as_type, kv_cache_dtype=kind)
+        found.append(logits_of(model, IDS, [50, 1, 39]))
+    assert np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0]) < bound
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "num_requests"),
+    [
+        ("cpu", "fp8", 24),
+        pytest.param("cpu", "int8", 48, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(device, kind, 16, marks=[pytest.mark.exhaustive, pytest.mark.emulator])
+            for device in ("emulated:sm_80", "emulated:sm_90a") for kind in ("int8", "fp8")
+        ),
+    ],
+)  # fmt: skip
+def test_the_same_bits_under_every_schedule(device: str, kind: str, num_requests: int) -> None:
+    make = engine_maker({"device": device, "seed": 0, "kv_cache_dtype": kind}, exact=True)
+    report = bench_exact(make, make, num_requests=num_requests, num_schedules=5, num_rounds=0, max_model_len=64)
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
     assert [row["name"] for row in report["schedules"]] == [each.name for each in SCHEDULES[:5]]
     assert sum(row["num_preemptions"] for row in report["schedules"]) >= 2
@@ -60,9 +94,5 @@ def test_refusals() -> None:
     assert caught.value.param == "kv_cache_dtype"
     with pytest.raises(RequestError, match="megakernel', which reads no KV cache in fp8"):
         EngineConfig(decode="megakernel", kv_cache_dtype="fp8")
-    for kind in ("int8", "fp8"):
-        with pytest.raises(InvalidArgumentError, match="on the cpu alone") as refused:
-            LoadOptions.parse(device="emulated:sm_80", kv_cache_dtype=kind)
-        assert refused.value.param == "kv_cache_dtype"
-    with pytest.raises(InvalidArgumentError, match="must be auto, or the weights' bfloat16"):
+    with pytest.raises(InvalidArgumentError, match="must be auto, int8, fp8 or the weights' bfloat16"):
         describe_engine(None, EngineConfig(device="emulated:sm_80", kv_cache_dtype="float16"))
