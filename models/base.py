@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 from models.config import ModelConfig
@@ -48,6 +49,7 @@ class Model(ABC):
         self.dtype: DType = maker.dtype
         self.quantization = maker.options.quantization
         self.kv_dtype = maker.options.kv_dtype
+        self.kv_skip_layers = maker.options.kv_skip_layers
         self.device = maker.options.device
         self.max_positions = maker.max_positions
         if self.device.kind != "cpu" and self.kv_dtype in STORED and self.kv_dtype is not self.dtype:
@@ -72,10 +74,27 @@ class Model(ABC):
         """
         return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap)
 
+    def _layer_dtypes(self, dtype: DType) -> tuple[DType, ...]:
+        """The type of each layer's pages where some are left out; else none."""
+        count, windows = self.config.num_layers, self.config.layer_windows
+        skipped: set[int] = set()
+        for word in self.kv_skip_layers:
+            if word == "sliding_window":
+                found = {layer for layer, window in enumerate(windows) if window is not None}
+            else:
+                found = {int(word)} & set(range(count))
+            if not found:
+                limit = "no layer has a window" if word == "sliding_window" else f"layers are 0 to {count - 1}"
+                raise InvalidArgumentError(
+                    f"kv_cache_dtype_skip_layers has {word}: {limit}", param="kv_cache_dtype_skip_layers"
+                )
+            skipped |= found
+        return tuple(self.dtype if layer in skipped else dtype for layer in range(count)) if skipped else ()
+
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means what the user asked for, or else the type of
         the weights."""
-        return KVCacheSpec(
+        spec = KVCacheSpec(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -83,4 +102,16 @@ class Model(ABC):
             dtype=dtype or self.kv_dtype or self.dtype,
             device=self.device,
             layer_windows=self.config.layer_windows,
+            layer_dtypes=self._layer_dtypes(dtype or self.kv_dtype or self.dtype),
         )
+        if not self.kv_skip_layers:
+            return spec
+        plain = replace(spec, dtype=self.dtype, layer_dtypes=())
+        if len(set(spec.layer_dtypes)) > 1 and spec.bytes_per_block >= plain.bytes_per_block:
+            raise InvalidArgumentError(
+                f"kv_cache_dtype_skip_layers is {','.join(self.kv_skip_layers)}: these layers share the pages' memory "
+                f"with others, so that a token takes {spec.bytes_per_token} bytes, and {plain.bytes_per_token} with "
+                "kv_cache_dtype auto",
+                param="kv_cache_dtype_skip_layers",
+            )
+        return spec

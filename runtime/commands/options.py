@@ -66,6 +66,10 @@ class EngineOptions:
     kv_cache_dtype: Annotated[
         KVCacheDtype, typer.Option(help="Type of the KV cache; auto: the weights'. int8 and fp8 take a byte a number.")
     ] = _CONFIG.kv_cache_dtype
+    kv_cache_dtype_skip_layers: Annotated[
+        str,
+        typer.Option(help="Layers whose pages stay in the weights' type: numbers and sliding_window, by commas."),
+    ] = _CONFIG.kv_cache_dtype_skip_layers
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None

@@ -71,6 +71,7 @@ class EngineSettings(TypedDict, total=False):
     load_format: LoadFormat
     quantization: Quantization
     kv_cache_dtype: KVCacheDtype
+    kv_cache_dtype_skip_layers: str
     gemm: str
 
 
@@ -128,6 +129,8 @@ class EngineConfig:
                             "mxfp4", or on a GPU "fp8"; the output head is int8 beside the latter three
     kv_cache_dtype          of the KV cache: "auto" (the weights'), "float32", "float16", "bfloat16", "int8", "fp8"; the
                             last two with a scale for each token and head
+    kv_cache_dtype_skip_layers
+                            layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """
@@ -161,6 +164,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDtype = "auto"
+    kv_cache_dtype_skip_layers: str = ""
     gemm: str = "auto"
 
     def __post_init__(self) -> None:

@@ -53,7 +53,8 @@ def load_settings(config: EngineConfig) -> LoadSettings:
     """The part of a config that says where weights go, and as what."""
     return LoadSettings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype, gemm=config.gemm, exact=config.exact,
+        kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
     )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, he
 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
-storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers.
+storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers. Layers
+may keep pages of another type (`layer_dtypes`); a storage has the planes of every type that its layers have, so that
+layers of two types which share one cost the bytes of both.
 
 `HostPages` holds whole blocks in host memory in the same layout, for what leaves the device and comes back; what moves
 them is `runtime.kv.transfer`. Who owns which block is not known here: that is the engine's block pool.
@@ -66,8 +68,9 @@ class KVCacheSpec:
 
     Attributes:
         layer_windows: tokens that a query of each layer sees, its own included, None for all; empty: all see all.
+        layer_dtypes: the type of each layer's pages; empty: all have `dtype`.
         groups: of the layers, made of the windows.
-        planes: of one block of one layer.
+        planes: of one block of one storage, of each storage.
 
     Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, a ``block_size``
     that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16, bfloat16, int8
@@ -81,8 +84,9 @@ class KVCacheSpec:
     dtype: DType
     device: Device = CPU
     layer_windows: tuple[int | None, ...] = ()
+    layer_dtypes: tuple[DType, ...] = ()
     groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
-    planes: tuple[Plane, ...] = field(init=False, repr=False, compare=False)
+    planes: tuple[tuple[Plane, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -99,10 +103,14 @@ class KVCacheSpec:
                 f"KVCacheSpec: block_size is {self.block_size}, must be 8, 16 or 32 on {self.device}",
                 param="block_size",
             )
-        if self.dtype not in PAGES:
-            names = ", ".join(dtype.name for dtype in PAGES)
+        for name, dtypes in (("dtype", (self.dtype,)), ("layer_dtypes", self.layer_dtypes)):
+            if wrong := [dtype.name for dtype in dtypes if dtype not in PAGES]:
+                names = ", ".join(dtype.name for dtype in PAGES)
+                raise InvalidArgumentError(f"KVCacheSpec: {name} is {wrong[0]}, must be one of {names}", param=name)
+        if len(self.layer_dtypes) not in (0, self.num_layers):
             raise InvalidArgumentError(
-                f"KVCacheSpec: dtype is {self.dtype.name}, must be one of {names}", param="dtype"
+                f"KVCacheSpec: layer_dtypes are {len(self.layer_dtypes)}, must be {self.num_layers}",
+                param="layer_dtypes",
             )
 
         windows = self.layer_windows or (None,) * self.num_layers
@@ -113,18 +121,41 @@ class KVCacheSpec:
                 param="layer_windows",
             )
         object.__setattr__(self, "groups", cut_layers(windows))
-        object.__setattr__(self, "planes", self._make_planes())
+        planes = tuple(
+            tuple(plane for dtype in self.dtypes_of(storage) for plane in self._make_planes(dtype))
+            for storage in range(self.num_storages)
+        )
+        object.__setattr__(self, "planes", planes)
 
-    def _make_planes(self) -> tuple[Plane, ...]:
+    def dtypes_of(self, storage: int) -> tuple[DType, ...]:
+        """The types of pages that a storage's layers have, each once."""
+        layers = [group.layers[storage] for group in self.groups if storage < len(group.layers)]
+        return tuple(dict.fromkeys(self.dtype_of(layer) for layer in layers))
+
+    def dtype_of(self, layer: int) -> DType:
+        """The type of a layer's pages."""
+        return self.layer_dtypes[layer] if self.layer_dtypes else self.dtype
+
+    def planes_of(self, layer: int, storage: int) -> slice:
+        """Which of its storage's planes are the layer's."""
+        first = 0
+        for dtype in self.dtypes_of(storage):
+            count = 2 if dtype in STORED else 4
+            if dtype is self.dtype_of(layer):
+                return slice(first, first + count)
+            first += count
+        raise AssertionError(f"layer {layer} has no planes in storage {storage}")
+
+    def _make_planes(self, dtype: DType) -> tuple[Plane, ...]:
         tokens = self.num_kv_heads, self.block_size
         if self.device.kind == "cpu":
             k_shape: tuple[int, ...] = (self.num_kv_heads, self.head_dim, self.block_size)
             v_shape: tuple[int, ...] = (*tokens, _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE))
         else:
-            multiple = _GPU_ROW_BYTES if self.dtype.itemsize == 1 else _GPU_ROW_MULTIPLE
+            multiple = _GPU_ROW_BYTES if dtype.itemsize == 1 else _GPU_ROW_MULTIPLE
             k_shape = v_shape = (*tokens, _round_up(self.head_dim, multiple))
-        pages = Plane("k", k_shape, self.dtype), Plane("v", v_shape, self.dtype)
-        if self.dtype in STORED:
+        pages = Plane("k", k_shape, dtype), Plane("v", v_shape, dtype)
+        if dtype in STORED:
             return pages
         return *pages, Plane("k_scale", tokens, float32), Plane("v_scale", tokens, float32)
 
@@ -141,7 +172,7 @@ class KVCacheSpec:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: a page of every layer of one group, padding included."""
-        return self.num_storages * sum(plane.size_bytes for plane in self.planes)
+        return sum(plane.size_bytes for planes in self.planes for plane in planes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -169,11 +200,11 @@ class KVCache:
         self.device = spec.device
         self.arrivals: dict[int, Event] = {}
         self.storages = [
-            tuple(_pages((num_blocks, *plane.shape), plane.dtype, spec.device) for plane in spec.planes)
-            for _ in range(spec.num_storages)
+            tuple(_pages((num_blocks, *plane.shape), plane.dtype, spec.device) for plane in planes)
+            for planes in spec.planes
         ]
         self._places = {
-            layer: (number, storage)
+            layer: (number, storage, spec.planes_of(layer, storage))
             for number, group in enumerate(spec.groups)
             for storage, layer in enumerate(group.layers)
         }
@@ -193,10 +224,10 @@ class KVCache:
         What the device's current stream does from now on comes after the copies of these pages that are under way. A
         recorded graph does not come by here: see `wait_for_arrivals`.
         """
-        storage = self._places[index][1]
+        _, storage, planes = self._places[index]
         if self.arrivals:
             self._wait(storage)
-        return self.storages[storage]
+        return self.storages[storage][planes]
 
     def wait_for_arrivals(self) -> None:
         """As `layer` for all layers: what the device's current stream does from now on, a recorded graph's replay for
@@ -239,7 +270,7 @@ class HostPages:
             raise OutOfMemoryError(f"{needed}, the machine has {memory}")
         self._pinned: list[PinnedBlock] = []  # lend their bytes to the planes
         try:
-            self.planes = [self._plane(plane.size_bytes) for _ in range(spec.num_storages) for plane in spec.planes]
+            self.planes = [self._plane(plane.size_bytes) for planes in spec.planes for plane in planes]
         except MemoryError as error:
             raise OutOfMemoryError(f"{needed}, which were refused: {error}") from error
 

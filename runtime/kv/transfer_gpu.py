@@ -29,7 +29,7 @@ class GpuMover:
         self._host_pages = host_pages
         self.swap_bytes = self.num_driver_calls = 0
         self.swap_s = 0.0
-        self._page_bytes = [plane.size_bytes for plane in spec.planes]
+        self._page_bytes = [[plane.size_bytes for plane in planes] for planes in spec.planes]
         self._pages = [tensor.address for planes in kv_cache.storages for tensor in planes]
         self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
         self._gpu = Gpu.of(kv_cache.device)
@@ -53,12 +53,12 @@ class GpuMover:
         self.collect()
 
     def _copy(self, storage: int, sources: list[int], targets: list[int], waves: list[Wave], stream: Stream) -> None:
-        first = storage * len(self._page_bytes)
+        first = sum(map(len, self._page_bytes[:storage]))
         for wave in waves:
             to: list[int] = []
             origin: list[int] = []
             sizes: list[int] = []
-            for plane, size in enumerate(self._page_bytes, first):
+            for plane, size in enumerate(self._page_bytes[storage], first):
                 source_base, target_base = sources[plane], targets[plane]
                 for source, target, num_pages in wave:
                     origin.append(source_base + source * size)

@@ -26,6 +26,7 @@ class LoadSettings(TypedDict, total=False):
     dtype: DType | str
     quantization: str
     kv_cache_dtype: str
+    kv_cache_dtype_skip_layers: str
     gemm: str
     exact: bool
     communicator: Communicator | None
@@ -41,6 +42,7 @@ class LoadOptions:
         format: what the matrices of linear maps are made into after that; None leaves them floats.
         rounding: one of `ROUNDED`, to which they are rounded while they are read; "" leaves them floats.
         kv_dtype: the type of the KV pages; None: that of the weights.
+        kv_skip_layers: layers whose pages have the weights' type all the same: numbers, and "sliding_window".
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
@@ -57,6 +59,7 @@ class LoadOptions:
     format: WeightFormat | None = None
     rounding: str = ""
     kv_dtype: DType | None = None
+    kv_skip_layers: tuple[str, ...] = ()
     gemm: str = "auto"
     exact: bool = False
     communicator: Communicator | None = None
@@ -96,6 +99,7 @@ class LoadOptions:
             format=quantized_format(quantization),
             rounding=quantization if quantization in ROUNDED else "",
             kv_dtype=KV_DTYPES.get(kv_dtype),
+            kv_skip_layers=_skip_layers(settings.get("kv_cache_dtype_skip_layers", ""), kv_dtype),
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
             communicator=settings.get("communicator"),
@@ -130,6 +134,19 @@ class LoadOptions:
     def format_of(self, dtype: DType) -> WeightFormat:
         """The format in which a matrix of this float type is kept."""
         return self.format or FORMATS[(self.dtype or dtype).name]
+
+
+def _skip_layers(text: str, kv_dtype: str) -> tuple[str, ...]:
+    name = "kv_cache_dtype_skip_layers"
+    words = tuple(word.strip() for word in text.split(",")) if text else ()
+    for word in words:
+        if word != "sliding_window" and not (word.isascii() and word.isdigit()):
+            raise InvalidArgumentError(
+                f"{name} has {word!r}, must be numbers of layers and sliding_window, with commas between", param=name
+            )
+    if words and kv_dtype not in ("int8", "fp8"):
+        raise InvalidArgumentError(f"{name} is {text!r}, which needs kv_cache_dtype int8 or fp8", param=name)
+    return words
 
 
 def _check_rounding(rounding: str, device: Device, gemm: str, num_ranks: int) -> None:

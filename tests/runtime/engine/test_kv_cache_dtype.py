@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from runtime.bench.scheduling.exact import SCHEDULES, bench_exact, engine_maker
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
+from runtime.engine.messages import EngineInfo
 from runtime.errors import InvalidArgumentError
 from tests.models.driver import logits_of
 from tests.models.folders import load_golden, write_model
@@ -29,6 +32,47 @@ def test_models_are_close_to_what_they_are_with_pages_of_floats(name, chunks, tm
         found = logits_of(model, IDS, chunks)
         errors.append(float(np.linalg.norm(found - exact) / np.linalg.norm(exact)))
     assert 0 < errors[0] < errors[1] < errors[2] < 0.05
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.exhaustive, pytest.mark.emulator])]
+)
+def test_layers_left_out_keep_the_type_of_the_weights(device: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, load_golden("llama_tied_gqa4"))
+
+    def logits(kind: str, skipped: str) -> np.ndarray:
+        model = load_model(
+            folder, device=device, dtype="float32", kv_cache_dtype=kind, kv_cache_dtype_skip_layers=skipped
+        )
+        return logits_of(model, IDS, [50, 1, 39])
+
+    exact, none, one = logits("auto", ""), logits("fp8", ""), logits("fp8", "0")
+    count = load_model(folder, device=device, dtype="float32").config.num_layers
+    np.testing.assert_array_equal(logits("fp8", ",".join(map(str, range(count)))), exact)
+    assert 0 < np.linalg.norm(one - exact) and np.any(one != none)
+
+
+def test_bytes_and_refusals_of_layers_left_out(tmp_path: Path) -> None:
+    def info(model: Path | None, kind: str, skipped: str) -> EngineInfo:
+        config = EngineConfig(
+            device="cpu", num_blocks=64, kv_cache_dtype=kind, kv_cache_dtype_skip_layers=skipped  # type: ignore[arg-type]
+        )
+        return describe_engine(model, config)
+
+    whole, least, one = (info(None, *each).kv_cache_bytes for each in (("auto", ""), ("fp8", ""), ("fp8", "1")))
+    num_layers = 4
+    assert one - least == (whole - least) // num_layers
+    windowed = write_model(tmp_path, load_golden("gemma2_odd"))
+    for model, kind, skipped, words in (
+        (None, "auto", "0", "'0', which needs kv_cache_dtype int8 or fp8"),
+        (None, "fp8", "4", "has 4: layers are 0 to 3"),
+        (None, "fp8", "first", "has 'first', must be numbers"),
+        (None, "fp8", "sliding_window", "no layer has a window"),
+        (windowed, "fp8", "sliding_window", "share the pages' memory with others"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words) as refused:
+            info(model, kind, skipped)
+        assert refused.value.param == "kv_cache_dtype_skip_layers"
 
 
 @pytest.mark.emulator
@@ -57,18 +101,19 @@ def test_a_gpu_gives_what_the_cpu_gives(device, kind, name, dtype, bound, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "num_requests"),
+    ("device", "kind", "skipped", "num_requests"),
     [
-        ("cpu", "fp8", 24),
-        pytest.param("cpu", "int8", 48, marks=pytest.mark.exhaustive),
+        ("cpu", "fp8", "1", 48),
+        pytest.param("cpu", "int8", "", 48, marks=pytest.mark.exhaustive),
         *(
-            pytest.param(device, kind, 16, marks=[pytest.mark.exhaustive, pytest.mark.emulator])
+            pytest.param(device, kind, "2" if kind == "fp8" else "", 48, marks=[pytest.mark.exhaustive, pytest.mark.emulator])
             for device in ("emulated:sm_80", "emulated:sm_90a") for kind in ("int8", "fp8")
         ),
     ],
 )  # fmt: skip
-def test_the_same_bits_under_every_schedule(device: str, kind: str, num_requests: int) -> None:
-    make = engine_maker({"device": device, "seed": 0, "kv_cache_dtype": kind}, exact=True)
+def test_the_same_bits_under_every_schedule(device: str, kind: str, skipped: str, num_requests: int) -> None:
+    pages = {"kv_cache_dtype": kind, "kv_cache_dtype_skip_layers": skipped}
+    make = engine_maker({"device": device, "seed": 0, **pages}, exact=True)
     report = bench_exact(make, make, num_requests=num_requests, num_schedules=5, num_rounds=0, max_model_len=64)
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
     assert [row["name"] for row in report["schedules"]] == [each.name for each in SCHEDULES[:5]]

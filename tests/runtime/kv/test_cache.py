@@ -22,7 +22,7 @@ def test_sizes_are_those_of_the_arrays() -> None:
     assert [tensor.shape for tensor in tensors] == [(5, 3, 20, 8), (5, 3, 8, 32)] * 2
     assert not any(tensor.array.any() for tensor in tensors)
     assert cache.size_bytes == sum(tensor.array.nbytes for tensor in tensors)
-    assert [plane.size_bytes for plane in spec.planes] == [3 * 20 * 8 * 2, 3 * 8 * 32 * 2]
+    assert [plane.size_bytes for plane in spec.planes[0]] == [3 * 20 * 8 * 2, 3 * 8 * 32 * 2]
     assert spec.bytes_per_token * 8 == spec.bytes_per_block
     host = HostPages(spec, 7)
     assert [plane.shape for plane in host.planes] == [(7, 960), (7, 1536)] * 2

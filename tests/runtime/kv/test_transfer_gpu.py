@@ -38,7 +38,7 @@ class Rig:
         spec = KVCacheSpec(NUM_LAYERS, num_kv_heads=2, head_dim=12, block_size=8, dtype=dtype, device=gpu.device)
         self.kv_cache = KVCache(spec, NUM_BLOCKS)
         self.transfer = KVTransfer(self.kv_cache, HostPages(spec, NUM_SLOTS))
-        self.page_bytes = spec.planes[0].size_bytes
+        self.page_bytes = spec.planes[0][0].size_bytes
         rng = np.random.default_rng(1)
         self.pages = rng.integers(0, 256, (NUM_LAYERS, 2, NUM_BLOCKS, self.page_bytes), np.uint8)
         for layer in range(NUM_LAYERS):
@@ -241,7 +241,7 @@ def test_more_host_pages_than_can_be_pinned_are_refused_with_the_sizes(monkeypat
     sizes = f"{size // spec.bytes_per_block} slots of {spec.bytes_per_block} bytes are {size} bytes, "
     with pytest.raises(OutOfMemoryError, match=sizes + "(which were refused: cuMemHostAlloc|the machine has)"):
         HostPages(spec, size // spec.bytes_per_block)
-    assert [plane.shape for plane in HostPages(spec, 4).planes] == [(4, spec.planes[0].size_bytes)] * 2
+    assert [plane.shape for plane in HostPages(spec, 4).planes] == [(4, spec.planes[0][0].size_bytes)] * 2
     gpu.pinned.check_integrity()
 
 

@@ -231,7 +231,7 @@ def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkey
     assert leads[-1]
     block = engine.requests["r1"].sequences[0].blocks[0][0]
     keys, _ = engine.executor.kv_cache.layer(0)
-    page_bytes = engine.executor.kv_cache.spec.planes[0].size_bytes
+    page_bytes = engine.executor.kv_cache.spec.planes[0][0].size_bytes
     Gpu.of("emulated:sm_80").fill(keys.address + block * page_bytes, 0xFF, page_bytes)
     run_to_end(engine, results)
     assert [results[f"r{i}"].finish_reason() for i in range(3)] == ["length", "error", "length"]
