@@ -126,13 +126,12 @@ def _qkv_prepare(
             if weight != uint64(0) and not is_value:
                 normalise(lows, highs, lane, weight, reciprocal_sqrt(squares * reciprocal_dim + eps))
 
-        if is_head:
-            if rotary > 0 and not is_value:
-                row = uint64(uint32(positions[token])) * table_row_bytes
-                for part in range(rounds):
-                    unit = uint32(lane + uint32(part * lanes))
-                    if unit < uint32(num_units):
-                        rotate(unit, lows[part], highs[part], cos + row, sin + row)
+        if is_head and rotary > 0 and not is_value:
+            row = uint64(uint32(positions[token])) * table_row_bytes
+            for part in range(rounds):
+                unit = uint32(lane + uint32(part * lanes))
+                if unit < uint32(num_units):
+                    rotate(unit, lows[part], highs[part], cos + row, sin + row)
         largest = uint32(0)  # of the bits of a head's numbers without their signs
         if has_scales:
             for part in range(rounds):

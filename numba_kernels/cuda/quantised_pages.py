@@ -1,15 +1,15 @@
 """KV pages of a byte a number, "s8" and "e4m3", with a scale a token and head: written by rows, read by fragments.
 
 A row x of a head's keys or values is stored as round(x / scale), scale = max |x| / 127, or / 448, ties to even: the
-bytes and scales of the cpu (`numba_kernels.cpu.quantised_rows`), by the same arithmetic on all architectures. Scales are
-float32 ``[num_blocks, num_kv_heads, block_size]``, of keys and of values.
+bytes and scales of the cpu (`numba_kernels.cpu.quantised_rows`), by the same arithmetic on all architectures. Scales
+are float32 ``[num_blocks, num_kv_heads, block_size]``, of keys and of values.
 
 **Fragments.** Bytes lie in shared memory as they lie in the page, and are widened in registers. `ldmatrix` gives a
 lane 4 neighbouring bytes of a row of keys, 4 t to 4 t + 3: bytes 0 and 2 become the operand's first pair, 1 and 3 its
 second. The tensor core takes them for columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of 16: queries have their columns
-exchanged alike (`column_exchanger`), once, and no sum knows. Of values, transposed, a lane gets columns 2 g and 2 g + 1
-of keys 2 t and 2 t + 1: bytes 0 and 2 are a pair of column 2 g, 1 and 3 one of column 2 g + 1. So the even columns of 16
-are one tile of results, the odd ones the next.
+exchanged alike (`column_exchanger`), once, and no sum knows. Of values, transposed, a lane gets columns 2 g and
+2 g + 1 of keys 2 t and 2 t + 1: bytes 0 and 2 are a pair of column 2 g, 1 and 3 one of column 2 g + 1. So the even
+columns of 16 are one tile of results, the odd ones the next.
 
 A key's scale multiplies its score, a value's its softmax weight, each with what unpacking lacks (`page_factor`).
 """

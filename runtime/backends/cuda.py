@@ -1,8 +1,9 @@
 """The operations of a model on a GPU, real or emulated, as `runtime.ops` describes them.
 
-Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16, but that matrices may be packed and
-pages of a byte a number; norm weights and biases are float32. Every operation is one launch, or a few, on the device's current stream; none waits. A `plan` of the kernel's
-family chooses specialisation, grid and block; `Gpu.launch` compiles, packs and launches.
+Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16, but that matrices may be packed,
+and pages be of a byte a number; norm weights and biases are float32. Every operation is one launch, or a few, on the
+device's current stream; none waits. A `plan` of the kernel's family chooses specialisation, grid and block;
+`Gpu.launch` compiles, packs and launches.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, page_row]``, of x's type or one of
-    a byte a number."""
+    """(blocks, KV heads, block size) of both caches, ``[blocks, KV heads, block size, page_row]``, of x's type or one
+    of a byte a number."""
     dtype = k_cache.dtype if k_cache.dtype.ptx in _QUANTISED else x.dtype
     check(op, "k_cache", k_cache, x.device, dtype, (None, None, None, page_row(head_dim, dtype.ptx)))
     blocks, heads, block_size, _ = k_cache.shape
@@ -185,7 +186,8 @@ def qkv_prepare(
     k_scales, v_scales = (scales.address for scales in page_scales) if page_scales else (0, 0)
     gpu.launch(
         launch, qkv.address, positions.address, cos, sin, q_scales, norm_scales, *norms, slot_mapping.address,
-        k_cache.address, v_cache.address, k_scales, v_scales, result.address, tokens, num_q_heads, num_kv_heads, norm_eps,
+        k_cache.address, v_cache.address, k_scales, v_scales, result.address, tokens, num_q_heads, num_kv_heads,
+        norm_eps,
     )  # fmt: skip
     return result
 

@@ -237,7 +237,8 @@ def _attention(
     work = Work(rows + 2 * seqs * length * kv_heads * key_bytes, rows, 4 * seen * num_heads * head_dim, dtype != "f32")
     unsplit = " unsplit" if num_sms == 1 else ""
     shape = f"{seqs} x {queries} queries, {length} keys, {num_heads}/{kv_heads} heads of {head_dim}"
-    name = f"attention {tier} {dtype}{f' {pages} pages' if pages else ''}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
+    held = f" {pages} pages" if pages else ""
+    name = f"attention {tier} {dtype}{held}{unsplit}{f' d{head_dim}' if sizes != _SIZES else ''}"
     share = num_heads // kv_heads
     if tier == "naive":
         return Case(name, "attention", shape, work, run, _KEY_A_LANE)

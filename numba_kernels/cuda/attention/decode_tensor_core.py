@@ -102,8 +102,8 @@ def shared_bytes(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> i
 
 
 def _result_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
-    """A warp's results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks, then the
-    rows' statistics."""
+    """A warp's results: sums [num_rows, columns], rows such that 8 columns of 4 rows fall into different banks, then
+    the rows' statistics."""
     return num_rows * (tile_shape(dtype, head_dim).columns + 4) * 4 + num_rows * 8
 
 

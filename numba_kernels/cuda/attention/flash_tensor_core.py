@@ -252,10 +252,11 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             _wait_for_copies()
             sync_block()  # the keys are there, and all warps have done with the values
             if is_double:
-                other = uint32(uint32(tile_bytes) - odd)
+                k_other = uint32(k_tile + uint32(tile_bytes) - odd)
+                v_other = uint32(v_tile + uint32(tile_bytes) - odd)
                 if following < longest_end:
-                    copy_keys(uint32(k_tile + other), k_column, k_scale, next_page, following, seen, longest_end, thread)
-                    copy_keys(uint32(v_tile + other), v_column, v_scale, next_page, following, seen, longest_end, thread)
+                    copy_keys(k_other, k_column, k_scale, next_page, following, seen, longest_end, thread)
+                    copy_keys(v_other, v_column, v_scale, next_page, following, seen, longest_end, thread)
             else:
                 copy_keys(v_tile, v_column, v_scale, page, key, seen, longest_end, thread)
             copy_async_commit()

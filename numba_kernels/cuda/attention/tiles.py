@@ -40,8 +40,8 @@ from numba_kernels.cuda.intrinsics.memory import (
     load_f32,
     shared_load_4xb32,
     shared_load_b32,
-    shared_store_b16,
     shared_store_4xf32,
+    shared_store_b16,
     shared_store_b32,
     store_4xb32,
     store_b16,
@@ -226,8 +226,8 @@ def _rows_of_thread(num_keys: int, pieces: int, threads: int) -> int:
 def scale_copier(
     pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
 ) -> tuple[Any, Any]:
-    """``(column, copy)`` as `key_tile_copier`'s, for the scales of the keys: `copy` takes its `offset`, and puts them to
-    the shared address `target`, zeros where a row is one."""
+    """``(column, copy)`` as `key_tile_copier`'s, for the scales of the keys: `copy` takes its `offset`, and puts them
+    to the shared address `target`, zeros where a row is one."""
     pieces = tile_shape(pages, head_dim).pieces
     row_bytes = page_row(head_dim, pages)
     unit = _rows_of_thread(num_keys, pieces, threads)

@@ -13,7 +13,6 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 from tests.oracles import attention as oracle
 
-
 PAGES = {"s8": np.dtype(np.int8), "e4m3": numpy_dtype("f8_e4m3")}
 
 

@@ -1,5 +1,5 @@
-"""KV pages of int8 and fp8 on a GPU: written to the bytes that numpy and the cpu write, read within the dtype's rounding of
-float64 over what the pages hold."""
+"""KV pages of int8 and fp8 on a GPU: written to the bytes that numpy and the cpu write, read within the dtype's
+rounding of float64 over what the pages hold."""
 
 from __future__ import annotations
 
