@@ -24,6 +24,7 @@ from numba import float32, uint32, uint64
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.integer import maximum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     load_u8,
@@ -34,7 +35,6 @@ from numba_kernels.cuda.intrinsics.memory import (
     store_b32,
 )
 from numba_kernels.cuda.intrinsics.rounded import divide, f32_from_u32, multiply
-from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.unpack import half_pair, unpack_all
 
 PAGES = ("s8", "e4m3")
@@ -87,8 +87,8 @@ def column_exchanger(num_rows: int, columns: int, pitch: int, threads: int) -> A
     def exchange(tile, thread):
         index = thread
         while index < uint32(count):
-            row = uint32(index // uint32(steps))
-            place = uint32(tile + row * uint32(pitch) + (index - row * uint32(steps)) * uint32(32))
+            step = uint32(index // uint32(num_rows))  # neighbouring lanes take rows, whose pieces lie in other banks
+            place = uint32(tile + (index - step * uint32(num_rows)) * uint32(pitch) + step * uint32(32))
             a, b, c, d = shared_load_4xb32(place)
             e, f, g, h = shared_load_4xb32(uint32(place + uint32(16)))
             low = first_halves(a, b), first_halves(c, d), first_halves(e, f), first_halves(g, h)

@@ -227,9 +227,10 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         scores = cuda.local.array((groups, 4), float32)
         weights = cuda.local.array((groups, 2), uint32)
         sums = cuda.local.array((steps, groups, 4), float32)
-        words = cuda.local.array(4, uint32)
-        pairs = cuda.local.array(8, uint32)
-        room = cuda.local.array(1, uint32)
+        if has_scales:
+            words = cuda.local.array(4, uint32)
+            pairs = cuda.local.array(8, uint32)
+            room = cuda.local.array(1, uint32)
         shares = cuda.local.array(warps, float32)
         values = cuda.local.array(4, float32)
         value = cuda.local.array(1, float32)
@@ -296,27 +297,30 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             for n in range(groups):
                 for j in range(4):
                     scores[n, j] = float32(0)
-            for two in range(step_pairs):
-                first, second, third, fourth = load_matrix_x4(uint32(k_tile + key_place + uint32(two * 32)))
-                words[0] = first
-                words[1] = second
-                words[2] = third
-                words[3] = fourth
-                unpack(pairs, words, room)
-                for side in range(2):
-                    step = 2 * two + side  # of an odd number of steps the last one's other half is none
-                    if step < steps:
-                        keys = pairs[4 * side], pairs[4 * side + 2], pairs[4 * side + 1], pairs[4 * side + 3]
-                        for n in range(groups):
-                            if keeps_queries:
-                                pair = (queries[step, n, 0], queries[step, n, 1])
-                            else:
-                                pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
-                            s0, s1, s2, s3 = mma((scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair)
-                            scores[n, 0] = s0
-                            scores[n, 1] = s1
-                            scores[n, 2] = s2
-                            scores[n, 3] = s3
+            if has_scales:
+                for two in range(step_pairs):
+                    first, second, third, fourth = load_matrix_x4(uint32(k_tile + key_place + uint32(two * 32)))
+                    words[0] = first
+                    words[1] = second
+                    words[2] = third
+                    words[3] = fourth
+                    unpack(pairs, words, room)
+                    for side in range(2):
+                        step = 2 * two + side  # of an odd number of steps the last one's other half is none
+                        if step < steps:
+                            keys = pairs[4 * side], pairs[4 * side + 2], pairs[4 * side + 1], pairs[4 * side + 3]
+                            for n in range(groups):
+                                if keeps_queries:
+                                    pair = (queries[step, n, 0], queries[step, n, 1])
+                                else:
+                                    pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
+                                s0, s1, s2, s3 = mma(
+                                    (scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair
+                                )
+                                scores[n, 0] = s0
+                                scores[n, 1] = s1
+                                scores[n, 2] = s2
+                                scores[n, 3] = s3
             for step in range(single_steps):
                 keys = load_matrix_x4(uint32(k_tile + key_place + uint32(step * 32)))
                 for n in range(groups):
@@ -329,14 +333,17 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     scores[n, 1] = s1
                     scores[n, 2] = s2
                     scores[n, 3] = s3
-            for side in range(2):
-                key_scale = scale
-                if has_scales:
+            if has_scales:
+                for side in range(2):
                     place = uint32(k_tile + uint32(scales_offset + 32 * side) + below * uint32(4))
                     key_scale = shared_load_f32(place) * factor * scale
+                    for n in range(groups):
+                        for j in range(2):
+                            scores[n, 2 * side + j] = scaled(scores[n, 2 * side + j], key_scale)
+            else:
                 for n in range(groups):
-                    for j in range(2):
-                        scores[n, 2 * side + j] = scaled(scores[n, 2 * side + j], key_scale)
+                    for j in range(4):
+                        scores[n, j] = scaled(scores[n, j], scale)
             if uint32(key + uint32(NUM_KEYS)) > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for n in range(groups):
                     for j in range(2):
@@ -384,29 +391,30 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                 for n in range(groups):
                     weights[n, 0] = transpose_matrix(pack(scores[n, 0] * upper, scores[n, 1] * upper))
                     weights[n, 1] = transpose_matrix(pack(scores[n, 2] * lower, scores[n, 3] * lower))
-            for two in range(step_pairs):
-                first, second, third, fourth = load_matrix_x4_transposed(
-                    uint32(v_tile + value_place + uint32(two * 32))
-                )
-                words[0] = first
-                words[1] = second
-                words[2] = third
-                words[3] = fourth
-                unpack(pairs, words, room)
-                for side in range(2):
-                    i = 2 * two + side
-                    if i < steps:
-                        v = pairs[4 * side], pairs[4 * side + 1], pairs[4 * side + 2], pairs[4 * side + 3]
-                        for n in range(groups):
-                            s0, s1, s2, s3 = mma(
-                                (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]),
-                                v,
-                                (weights[n, 0], weights[n, 1]),
-                            )
-                            sums[i, n, 0] = s0
-                            sums[i, n, 1] = s1
-                            sums[i, n, 2] = s2
-                            sums[i, n, 3] = s3
+            if has_scales:
+                for two in range(step_pairs):
+                    first, second, third, fourth = load_matrix_x4_transposed(
+                        uint32(v_tile + value_place + uint32(two * 32))
+                    )
+                    words[0] = first
+                    words[1] = second
+                    words[2] = third
+                    words[3] = fourth
+                    unpack(pairs, words, room)
+                    for side in range(2):
+                        i = 2 * two + side
+                        if i < steps:
+                            v = pairs[4 * side], pairs[4 * side + 1], pairs[4 * side + 2], pairs[4 * side + 3]
+                            for n in range(groups):
+                                s0, s1, s2, s3 = mma(
+                                    (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]),
+                                    v,
+                                    (weights[n, 0], weights[n, 1]),
+                                )
+                                sums[i, n, 0] = s0
+                                sums[i, n, 1] = s1
+                                sums[i, n, 2] = s2
+                                sums[i, n, 3] = s3
             for i in range(single_steps):
                 v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
                 for n in range(groups):
@@ -496,8 +504,8 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                         store_4xf32(record + uint64(column) * uint64(4), (values[0], values[1], values[2], values[3]))
                     elif has_pairs:
                         if head_dim == columns or column < uint32(head_dim):
-                            pairs = (pack(values[0], values[1]), pack(values[2], values[3]))
-                            store_2xb32(target + uint64(column) * uint64(2), pairs)
+                            packed = (pack(values[0], values[1]), pack(values[2], values[3]))
+                            store_2xb32(target + uint64(column) * uint64(2), packed)
                     else:
                         for j in range(4):
                             if uint32(column + uint32(j)) < uint32(head_dim):

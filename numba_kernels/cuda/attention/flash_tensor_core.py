@@ -56,7 +56,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
     copy_async_wait,
     shared_address,
-    shared_load_f32,
+    shared_load_2xf32,
     shared_store_2xb32,
     shared_store_b32,
 )
@@ -201,9 +201,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         maxima = cuda.local.array((strips, 2), float32)
         totals = cuda.local.array((strips, 2), float32)
         factors = cuda.local.array((strips, 2), float32)
-        words = cuda.local.array(4, uint32)
-        pairs = cuda.local.array(8, uint32)
-        room = cuda.local.array(1, uint32)
+        if has_scales:
+            words = cuda.local.array(4, uint32)
+            pairs = cuda.local.array(8, uint32)
+            room = cuda.local.array(1, uint32)
         for m in range(strips):
             for h in range(2):
                 row = uint32(own_row + upper + uint32(16 * m + 8 * h))
@@ -274,28 +275,29 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                         queries[m, 0, 2] = c
                         queries[m, 0, 3] = d
                 at = step if keeps_queries else 0
-                for four in range(key_fours):
-                    first, second, third, fourth = load_matrix_x4(
-                        uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))
-                    )
-                    words[0] = first
-                    words[1] = second
-                    words[2] = third
-                    words[3] = fourth
-                    unpack(pairs, words, room)
-                    for m in range(strips):
-                        query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
-                        for each in range(4):
-                            i = 4 * four + each
-                            s0, s1, s2, s3 = mma(
-                                (scores[m, i, 0], scores[m, i, 1], scores[m, i, 2], scores[m, i, 3]),
-                                query,
-                                (pairs[2 * each], pairs[2 * each + 1]),
-                            )
-                            scores[m, i, 0] = s0
-                            scores[m, i, 1] = s1
-                            scores[m, i, 2] = s2
-                            scores[m, i, 3] = s3
+                if has_scales:
+                    for four in range(key_fours):
+                        first, second, third, fourth = load_matrix_x4(
+                            uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))
+                        )
+                        words[0] = first
+                        words[1] = second
+                        words[2] = third
+                        words[3] = fourth
+                        unpack(pairs, words, room)
+                        for m in range(strips):
+                            query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
+                            for each in range(4):
+                                i = 4 * four + each
+                                s0, s1, s2, s3 = mma(
+                                    (scores[m, i, 0], scores[m, i, 1], scores[m, i, 2], scores[m, i, 3]),
+                                    query,
+                                    (pairs[2 * each], pairs[2 * each + 1]),
+                                )
+                                scores[m, i, 0] = s0
+                                scores[m, i, 1] = s1
+                                scores[m, i, 2] = s2
+                                scores[m, i, 3] = s3
                 for pair in range(key_pairs):
                     k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + odd + uint32(pair * 16 * pitch + step * 32)))
                     for m in range(strips):
@@ -311,15 +313,21 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                             scores[m, i, 2] = s2
                             scores[m, i, 3] = s3
 
-            for i in range(key_tiles):
-                for side in range(2):
-                    key_scale = scale
-                    if has_scales:
-                        place = uint32(k_tile + odd + uint32(scales_offset + 32 * i + 4 * side) + column * uint32(4))
-                        key_scale = shared_load_f32(place) * factor * scale
+            if has_scales:
+                for i in range(key_tiles):
+                    place = uint32(k_tile + odd + uint32(scales_offset + 32 * i) + column * uint32(4))
+                    a, b = shared_load_2xf32(place)
+                    even_scale, odd_scale = a * factor * scale, b * factor * scale
                     for m in range(strips):
-                        for h in range(2):
-                            scores[m, i, 2 * h + side] = scaled(scores[m, i, 2 * h + side], key_scale)
+                        scores[m, i, 0] = scaled(scores[m, i, 0], even_scale)
+                        scores[m, i, 1] = scaled(scores[m, i, 1], odd_scale)
+                        scores[m, i, 2] = scaled(scores[m, i, 2], even_scale)
+                        scores[m, i, 3] = scaled(scores[m, i, 3], odd_scale)
+            else:
+                for m in range(strips):
+                    for i in range(key_tiles):
+                        for j in range(4):
+                            scores[m, i, j] = scaled(scores[m, i, j], scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
                 for m in range(strips):
                     for i in range(key_tiles):
@@ -363,12 +371,14 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             later = uint32(following + uint32(keys))
             next_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
             for i in range(4 * key_fours):
-                for side in range(2):
-                    place = uint32(v_tile + odd + uint32(scales_offset + 32 * i + 4 * side) + column * uint32(4))
-                    value_scale = shared_load_f32(place) * factor
-                    for m in range(strips):
-                        for h in range(2):
-                            scores[m, i, 2 * h + side] = scores[m, i, 2 * h + side] * value_scale
+                place = uint32(v_tile + odd + uint32(scales_offset + 32 * i) + column * uint32(4))
+                a, b = shared_load_2xf32(place)
+                even_scale, odd_scale = a * factor, b * factor
+                for m in range(strips):
+                    scores[m, i, 0] = scores[m, i, 0] * even_scale
+                    scores[m, i, 1] = scores[m, i, 1] * odd_scale
+                    scores[m, i, 2] = scores[m, i, 2] * even_scale
+                    scores[m, i, 3] = scores[m, i, 3] * odd_scale
             for step in range(key_tiles // 2):
                 for m in range(strips):
                     left = 2 * step
@@ -376,29 +386,30 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     weights[m, 1] = pack(scores[m, left, 2], scores[m, left, 3])
                     weights[m, 2] = pack(scores[m, left + 1, 0], scores[m, left + 1, 1])
                     weights[m, 3] = pack(scores[m, left + 1, 2], scores[m, left + 1, 3])
-                for two in range(value_fours):
-                    first, second, third, fourth = load_matrix_x4_transposed(
-                        uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))
-                    )
-                    words[0] = first
-                    words[1] = second
-                    words[2] = third
-                    words[3] = fourth
-                    unpack(pairs, words, room)
-                    for m in range(strips):
-                        weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
-                        for each in range(4):
-                            i = 4 * two + each  # of an odd number of pairs of tiles the last one's other half is none
-                            if i < value_tiles:
-                                s0, s1, s2, s3 = mma(
-                                    (sums[m, i, 0], sums[m, i, 1], sums[m, i, 2], sums[m, i, 3]),
-                                    weight,
-                                    (pairs[each // 2 * 4 + each % 2], pairs[each // 2 * 4 + each % 2 + 2]),
-                                )
-                                sums[m, i, 0] = s0
-                                sums[m, i, 1] = s1
-                                sums[m, i, 2] = s2
-                                sums[m, i, 3] = s3
+                if has_scales:
+                    for two in range(value_fours):
+                        first, second, third, fourth = load_matrix_x4_transposed(
+                            uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))
+                        )
+                        words[0] = first
+                        words[1] = second
+                        words[2] = third
+                        words[3] = fourth
+                        unpack(pairs, words, room)
+                        for m in range(strips):
+                            weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
+                            for each in range(4):
+                                i = 4 * two + each  # the last one's other half may be none
+                                if i < value_tiles:
+                                    s0, s1, s2, s3 = mma(
+                                        (sums[m, i, 0], sums[m, i, 1], sums[m, i, 2], sums[m, i, 3]),
+                                        weight,
+                                        (pairs[each // 2 * 4 + each % 2], pairs[each // 2 * 4 + each % 2 + 2]),
+                                    )
+                                    sums[m, i, 0] = s0
+                                    sums[m, i, 1] = s1
+                                    sums[m, i, 2] = s2
+                                    sums[m, i, 3] = s3
                 for pair in range(value_pairs):
                     v0, v1, v2, v3 = load_matrix_x4_transposed(
                         uint32(v_place + odd + uint32(step * 16 * pitch + pair * 32))

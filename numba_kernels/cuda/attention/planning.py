@@ -54,7 +54,7 @@ class AttentionPlan:
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
         seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace, arrivals, sinks and scales 0 where none are needed), and the scale of the scores, in
+        """All addresses (workspace, arrivals, sinks and scales 0 where none are needed) and the scale of the scores, in
         the kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
