@@ -96,7 +96,7 @@ PARAMETERS = [
     for index in range(len(cases))
     for is_usual in [(tier, dtype, pages, index) in {
         ("decode", "bf16", "e4m3", 0), ("decode", "bf16", "s8", 2), ("flash", "bf16", "e4m3", 1),
-        ("flash", "f16", "s8", 2), ("flash", "f32", "e4m3", 0), ("naive", "f32", "s8", 0),
+        ("flash", "f32", "e4m3", 0), ("naive", "f32", "s8", 0),
     }]
 ]  # fmt: skip
 
