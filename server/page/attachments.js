@@ -94,8 +94,9 @@ export class Attachments {
   async add(files) {
     for (const file of files) {
       try {
+        const read = await readText(file); // others may come meanwhile
         if (this.#files.length >= MAX_FILES) throw new Error(`A message takes up to ${MAX_FILES} files.`);
-        this.#files = [...this.#files, await readText(file)];
+        this.#files = [...this.#files, read];
       } catch (error) {
         toast(error.message);
       }

@@ -52,6 +52,9 @@ class Crowd:
     def wait_of(self, one: Waiting) -> Wait | None:
         return self._places.get(one)
 
+    def num_of(self, wait: Wait) -> int:
+        return len(self._queues[wait])
+
     def evict(self) -> Waiting | None:
         """Close the connection whose turn it is, and tell which; None: nobody has to give way."""
         now = time.monotonic()

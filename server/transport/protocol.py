@@ -142,7 +142,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_reading_head = False
         self._num_parsed_bytes = 0
         self._stop_head_timer()
-        self.crowd.put(self, Wait.BODY)  # where there is none, this is over with the head
         if len(self.connections) > self.limits.max_connections:
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
@@ -152,12 +151,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     async def _begin_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, when what has come of the request has been read."""
-        if self.cycle.scope is scope and self.cycle.more_body and self.crowd.wait_of(self) is Wait.BODY:
+        if self.cycle.scope is scope and self.cycle.more_body:
             self.crowd.put(self, Wait.HEAD)  # nothing is done for it yet, so it may still give way to others
             await self.turns.wait(self)
             if self.crowd.wait_of(self) is Wait.HEAD:
                 self.crowd.put(self, Wait.BODY)
         await self._whole_app(scope, receive, send)
+
+    def _may_begin(self) -> bool:
+        """Whether to begin a request whose body is not whole. When all places are taken, as many of them wait for their
+        turn as have begun: those still give way."""
+        is_full = len(self.connections) >= self.limits.max_connections
+        return not is_full or self.crowd.num_of(Wait.BODY) < self.crowd.num_of(Wait.HEAD)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -298,7 +303,7 @@ def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
     class Protocol(LimitedHttpProtocol):
         limits = config
         crowd = Crowd()
-        turns: Turns[LimitedHttpProtocol] = Turns()
+        turns = Turns(LimitedHttpProtocol._may_begin)
 
     return Protocol
 

@@ -1,12 +1,13 @@
 """Requests whose bodies are not whole begin a few at a time.
 
 A request costs half a millisecond before it waits for the rest of its body. When thousands of them come at once, those
-that are whole must not stand behind them all."""
+that are whole must not stand behind them all, and those that have not begun can still give way (`crowd`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,9 +17,12 @@ TICK_S = 0.002
 
 
 class Turns(Generic[T]):
-    """The requests of one server that wait for their turn, the first in front. Belongs to its event loop."""
+    """The requests of one server that wait for their turn, the first in front. Belongs to its event loop.
 
-    def __init__(self) -> None:
+    may_begin  whether the first may begin now; while not, this is asked again at every tick"""
+
+    def __init__(self, may_begin: Callable[[T], bool] = lambda one: True) -> None:
+        self._may_begin = may_begin
         self._waiting: dict[T, asyncio.Future[None]] = {}
         self._order: deque[T] = deque()
         self._is_ticking = False
@@ -42,12 +46,12 @@ class Turns(Generic[T]):
             turn.set_result(None)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        num_begun = 0
-        while self._order and num_begun < PER_TICK:
+        num_left = PER_TICK
+        while self._order and num_left and self._may_begin(self._order[0]):
             one = self._order.popleft()
             if one in self._waiting:
                 self.release(one)
-                num_begun += 1
-        self._is_ticking = num_begun > 0
+                num_left -= 1
+        self._is_ticking = bool(self._order) or num_left < PER_TICK
         if self._is_ticking:
             loop.call_later(TICK_S, self._tick, loop)
