@@ -72,6 +72,8 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 MAX_ROWS = 64
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
+_SPILLING = {("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4)}  # weights and row tiles: with 2 it has enough
+_SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those two to six registers short
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
 BLOCK_WARPS = 8
 _PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
@@ -104,8 +106,8 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
     place_stream, advance, scale_columns, scale_column = (
         stream.place, stream.advance, stream.scale_columns, stream.scale_column
     )  # fmt: skip
-    has_row_blocks, out_bytes = row_tiles == ROW_TILES[-1] and weight != dtype, ITEM_BYTES[out_dtype]
-    num_stages = _num_stages(row_tiles)
+    has_row_blocks, out_bytes = row_tiles > 1 and weight != dtype, ITEM_BYTES[out_dtype]
+    block_rows, num_stages = 16 * row_tiles, _num_stages(row_tiles)
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
     wait_for_next = memory.copy_async_wait(num_stages - 2)
     tile_bytes = 8 * STEP * 2  # of 8 rows of x: a chunk of 16 bytes for each lane
@@ -243,8 +245,8 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
         num_streams, num_teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         g, t = lane >> uint32(2), lane & uint32(3)
         if has_row_blocks:
-            first_row = uint32(uint32(cuda.blockIdx.y) * uint32(MAX_ROWS))
-            m = minimum_u32(uint32(m - first_row), uint32(MAX_ROWS))
+            first_row = uint32(uint32(cuda.blockIdx.y) * uint32(block_rows))
+            m = minimum_u32(uint32(m - first_row), uint32(block_rows))
             x += uint64(first_row) * uint64(k) * uint64(2)
             out += uint64(first_row) * uint64(n) * uint64(out_bytes)
             if residual != uint64(0):
@@ -393,6 +395,7 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and scale_words <= 2 * MANY_SCALE_WORDS else 1,
+        spills_on=_SPILLS_ON if (weight, row_tiles) in _SPILLING else (),
         constants={
             "dtype": dtype, "weight": weight, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
             "square_columns": 0 if is_gated else COLUMNS,
@@ -421,55 +424,64 @@ def why_not(product: Product, machine: Machine) -> str:
     return f"takes at most {MAX_ROWS} rows, 16-bit factors in the weight layout on 16-byte bounds, and is not exact"
 
 
-def cache_reads(product: Product, num_multiprocessors: int = 132) -> int:
+def cache_reads(product: Product, machine: Machine) -> int:
     """Bytes asked of the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
     each block."""
-    row_blocks = -(-product.m // MAX_ROWS)
     x_bytes = product.m * product.k * ITEM_BYTES[product.x]
-    return row_blocks * product.weight_bytes + _column_blocks(product, num_multiprocessors) * x_bytes
+    return _row_blocks(product, machine) * product.weight_bytes + _column_blocks(product, machine) * x_bytes
 
 
-def _streams(product: Product, num_multiprocessors: int) -> int:
+def _row_tiles(product: Product, machine: Machine) -> int:
+    """Of 16 rows, that a block has: all rows of the product, else as many as a kernel takes on this architecture."""
+    spilling = _SPILLING if machine.arch in _SPILLS_ON else set()
+    fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
+    return next((tiles for tiles in fitting if 16 * tiles >= product.m), fitting[-1])
+
+
+def _row_blocks(product: Product, machine: Machine) -> int:
+    return -(-product.m // (16 * _row_tiles(product, machine)))
+
+
+def _streams(product: Product, machine: Machine) -> int:
     """Streams of K: of exact products and few rows by the weight alone; of more, as many as fill the GPU."""
     n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
     num_streams = split(n, k, product.weight)
     if product.exact or product.m <= MAX_ROWS:
         return num_streams
-    row_blocks, columns = -(-product.m // MAX_ROWS), -(-product.weight_rows // COLUMNS)
-    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= num_multiprocessors:
+    row_blocks, columns = _row_blocks(product, machine), -(-product.weight_rows // COLUMNS)
+    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= machine.num_multiprocessors:
         num_streams //= 2
     return num_streams
 
 
-def _column_blocks(product: Product, num_multiprocessors: int) -> int:
-    num_teams = BLOCK_WARPS // _streams(product, num_multiprocessors)
+def _column_blocks(product: Product, machine: Machine) -> int:
+    num_teams = BLOCK_WARPS // _streams(product, machine)
     return -(-product.weight_rows // (COLUMNS * num_teams))
 
 
 def seconds(product: Product, machine: Machine) -> float:
     """By work, what its blocks read from the second-level cache, and latency."""
-    row_blocks = -(-product.m // MAX_ROWS)
-    rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * MAX_ROWS
+    row_blocks, column_blocks = _row_blocks(product, machine), _column_blocks(product, machine)
+    rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * _row_tiles(product, machine)
     work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
-    at_once = min(_column_blocks(product, machine.num_multiprocessors) * row_blocks, machine.num_multiprocessors)
+    at_once = min(column_blocks * row_blocks, machine.num_multiprocessors)
     if product.weight == product.x:
-        at_once, under_way = _column_blocks(product, machine.num_multiprocessors), _BYTES_UNDER_WAY
+        at_once, under_way = column_blocks, _BYTES_UNDER_WAY
     else:  # unpacking shares the instructions' issue with the products
         work, under_way = work / _PACKED_EFFICIENCY if row_blocks > 1 else work, _BYTES_UNDER_WAY // 2
     return max(
         work,
-        cache_reads(product, machine.num_multiprocessors) / machine.cache_bytes,
+        cache_reads(product, machine) / machine.cache_bytes,
         LATENCY_S * product.weight_bytes * row_blocks / (at_once * under_way),
     )
 
 
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
-    row_tiles = next((tiles for tiles in ROW_TILES if 16 * tiles >= product.m), ROW_TILES[-1])
-    num_streams = _streams(product, machine.num_multiprocessors)
+    row_tiles, num_streams = _row_tiles(product, machine), _streams(product, machine)
     return Launch(
         _kernel(product.x, product.weight, product.out, row_tiles, product.epilogue.activation),
-        (_column_blocks(product, machine.num_multiprocessors), -(-product.m // MAX_ROWS), 1),
+        (_column_blocks(product, machine), _row_blocks(product, machine), 1),
         (32, num_streams, BLOCK_WARPS // num_streams),
         shared_bytes=shared_bytes(row_tiles, num_streams),
     )

@@ -17,6 +17,7 @@ DEFAULT = [
     ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
     ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
     ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"),
+    ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),  # in blocks of 32 rows
 ]  # fmt: skip
 SWEEP = [
     (name, dtype, shape, arch)
@@ -103,6 +104,17 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
     whole = rows(0, 130)
     for first, last in ((0, 1), (3, 20), (60, 124)):
         assert_equal(rows(first, last), whole[first:last])
+
+
+def test_blocks_have_fewer_rows_where_a_kernel_spills():
+    for arch, m, row_blocks, name in (
+        ("sm_90a", 70, 2, "gemm_few_rows_u4_g32_bf16_bf16_64"), ("sm_120a", 70, 3, "gemm_few_rows_u4_g32_bf16_bf16_32"),
+        ("sm_100a", 64, 2, "gemm_few_rows_u4_g32_bf16_bf16_32"), ("sm_120a", 16, 1, "gemm_few_rows_u4_g32_bf16_bf16_16"),
+    ):  # fmt: skip
+        asked = gemm.Product(m, 40, 256, "bf16", "u4_g32", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        launch = gemm.plan(asked, gemm.machine_of(arch))
+        assert launch is not None
+        assert (launch.grid[1], launch.specialisation.name) == (row_blocks, name)
 
 
 def test_what_is_refused():

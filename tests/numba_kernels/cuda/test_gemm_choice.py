@@ -54,7 +54,7 @@ def test_what_tiers_read_of_the_cache_is_what_the_emulator_counts(gpu):
     arrays, work = case(sizes, "bf16", bias=None, residual=False), gemm.Product(*sizes, "bf16")
     machine = gemm.machine_of("sm_90a", H200.num_sms, H200.max_clusters)
     launches = {
-        few_rows.cache_reads(work): few_rows.plan(work, machine),
+        few_rows.cache_reads(work, machine): few_rows.plan(work, machine),
         hopper.cache_reads(work, hopper.NARROW): hopper.plan_tile(work, machine, hopper.NARROW, 4),
     }
     for expected, launch in launches.items():
@@ -68,6 +68,6 @@ def test_from_33_rows_on_a_weight_is_split_where_the_bytes_saved_outlast_the_spl
     for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (2048, 2048), (6144, 1024), (1024, 3072)):
         for m in (33, 48, 64):
             work = gemm.Product(m, n, k, "bf16")
-            saved = few_rows.cache_reads(work) - hopper.cache_reads(work, hopper.NARROW)
+            saved = few_rows.cache_reads(work, machine) - hopper.cache_reads(work, hopper.NARROW)
             ends = hopper.SPLIT_ENDS_CYCLES / hopper.CLOCK_HZ * machine.cache_bytes
             assert (gemm.choose(work, machine) == "hopper") == (saved > ends), (m, n, k)
