@@ -1,7 +1,8 @@
 """Tests that go on behind what fails, so that a device that does nothing sees everything that they would launch.
 
 Modules of `tests` that are imported from then on have their assertions evaluated and their outcome ignored; a call that
-stands alone may raise AssertionError, or the IndexError of a comparison of zeros. Divisors may be zero. Functions within functions stay as they are: kernels are among them.
+stands alone may raise AssertionError, or the IndexError of a comparison of zeros. Divisors may be zero. Functions
+within functions stay as they are: kernels are among them.
 """
 
 from __future__ import annotations

@@ -449,7 +449,8 @@ def _streams(product: Product, machine: Machine) -> int:
     if product.exact or product.m <= MAX_ROWS:
         return num_streams
     row_blocks, columns = _row_blocks(product, machine), -(-product.weight_rows // COLUMNS)
-    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= machine.num_multiprocessors:
+    enough = machine.num_multiprocessors
+    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= enough:
         num_streams //= 2
     return num_streams
 

