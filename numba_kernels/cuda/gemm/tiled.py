@@ -11,46 +11,40 @@ The order of each sum is the naive tier's: k from first to last.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import (
-    ARGUMENT_TYPES,
-    DTYPE_PAIRS,
-    finisher,
-    scale_element,
-    scale_of_row,
-)
-from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
+from numba_kernels.cuda.gemm.epilogue import finisher, scale_element, scale_of_row
+from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.square import SIDE, plan_with, seconds, specialisations_of, specialise, why_not
 from numba_kernels.cuda.intrinsics.element import element_loader
-from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
+__all__ = ["plan", "seconds", "specialisations", "why_not"]
+
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-TILE = 16
-ACROSS_STRIDE = TILE + 2  # floats between neighbours of a column: 16 of these and the 16 behind them fill all banks
+ACROSS_STRIDE = SIDE + 2  # floats between neighbours of a column: 16 of these and the 16 behind them fill all banks
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = False) -> Specialisation:
+def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) -> Specialisation:
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
-    weight_stride = ACROSS_STRIDE if is_weight_layout else TILE
+    weight_stride = ACROSS_STRIDE if is_weight_layout else SIDE
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        x_tile = cuda.shared.array((TILE, TILE), float32)  # [row, k]
-        weight_tile = cuda.shared.array((TILE, weight_stride), float32)  # [k, column]
+        x_tile = cuda.shared.array((SIDE, SIDE), float32)  # [row, k]
+        weight_tile = cuda.shared.array((SIDE, weight_stride), float32)  # [k, column]
         tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
-        tiles_m = (m + uint32(TILE - 1)) // uint32(TILE)
+        tiles_m = (m + uint32(SIDE - 1)) // uint32(SIDE)
         column_tile = uint32(cuda.blockIdx.x) // tiles_m
-        row = (uint32(cuda.blockIdx.x) - column_tile * tiles_m) * uint32(TILE) + ty
-        first_column = column_tile * uint32(TILE)
+        row = (uint32(cuda.blockIdx.x) - column_tile * tiles_m) * uint32(SIDE) + ty
+        first_column = column_tile * uint32(SIDE)
         column = first_column + tx
 
         start, end = uint32(0), k
@@ -77,45 +71,22 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool = F
                     element = load(weight + place * uint64(item_bytes))
                 weight_tile[ty, tx] = element
             sync_block()
-            for i in range(TILE):
+            for i in range(SIDE):
                 total += x_tile[ty, i] * weight_tile[i, tx]
             sync_block()
-            start += uint32(TILE)
+            start += uint32(SIDE)
         if row < m and column < n:
             total = scale_element(total, scale_of_row(x_squares, row, x_parts, k, eps))
             finish(bias, bias_is_f32, residual, out, n, row, column, total)
 
-    layout = "nk" if is_weight_layout else "kn"
-    return Specialisation(
-        name=f"gemm_tiled_{dtype}_{out_dtype}_{layout}{'_segments' if is_cut else ''}",
-        kernel=cuda.jit(gemm),
-        argument_types=ARGUMENT_TYPES,
-        max_threads=TILE * TILE,
-        constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "is_cut": is_cut},
-    )
-
-
-def why_not(product: Product, machine: Machine) -> str:
-    """Why it cannot compute a product; "" if it can."""
-    return "" if product.is_plain else NOT_PLAIN
-
-
-def seconds(product: Product, machine: Machine) -> float:
-    """Never chosen: it is there to be compared with."""
-    return math.inf
+    return specialise("tiled", gemm, dtype, out_dtype, is_weight_layout, is_cut)
 
 
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
-    tiles = -(-product.m // TILE) * -(-product.n // TILE)
-    parts = product.num_segments
-    kernel = _kernel(product.x, product.out, product.is_weight_layout, parts > 1)
-    return Launch(kernel, (tiles, max(1, parts), 1), (TILE, TILE, 1))
+    return plan_with(_kernel, product)
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
-    for (dtype, out_dtype), is_weight_layout in itertools.product(DTYPE_PAIRS, (True, False)):
-        yield _kernel(dtype, out_dtype, is_weight_layout)
-    for dtype in DTYPES:
-        yield _kernel(dtype, "f32", True, is_cut=True)
+    return specialisations_of(_kernel)
