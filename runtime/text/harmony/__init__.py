@@ -1,0 +1,16 @@
+"""Harmony, the format of gpt-oss: messages with a role, a channel and perhaps a recipient, told apart by special tokens.
+
+    message.py         a message, and the special tokens by name
+    typescript.py      a function's JSON schema as a TypeScript type
+    system_text.py     what the system's and the developer's message say
+    conversation.py    OpenAI's messages and tools to harmony's messages
+    render.py          messages to token ids
+    header.py          a message's header to role, channel and recipient
+    reader.py          an answer's text and special tokens to messages, piece by piece
+    parse.py           token ids to whole messages
+    answer_parts.py    the same for the text pipeline: reasoning, tool calls, content
+    grammar.py         grammars that force calls, or an answer's form in the final channel
+    prompt.py          whether a model speaks harmony, and how its prompt leaves the answer
+
+Rendering and reading follow the package `openai-harmony`; `tools/compare_harmony.py` compares the two.
+"""

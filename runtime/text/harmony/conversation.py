@@ -1,0 +1,143 @@
+"""OpenAI's messages and tools to harmony's messages.
+
+System and developer messages in front become one developer's message, which tells the tools, too; later ones become
+developer's messages where they stand. An assistant's text beside calls is a preamble on the commentary channel, its
+reasoning is analysis. Analysis in front of the last final answer is dropped, as the model was trained; what follows it,
+between calls and their answers, is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from runtime.engine.errors import RequestError
+from runtime.text.harmony.message import CONSTRAIN, FUNCTIONS, HarmonyMessage
+from runtime.text.harmony.system_text import EFFORTS, MODEL_IDENTITY, developer_text, system_text
+
+_INSTRUCTING = ("system", "developer")
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def harmony_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    current_date: str,
+    reasoning_effort: str | None = None,
+    model_identity: str | None = None,
+    keeps_last_reasoning: bool = False,
+) -> list[HarmonyMessage]:
+    """
+    current_date          as the system's message tells it: "2026-11-23"
+    keeps_last_reasoning  the last message is to be continued, with its reasoning
+
+    Raises ``RequestError`` for a role or an effort that harmony does not know, and for an answer to no call.
+    """
+    if reasoning_effort not in (None, *EFFORTS):
+        problem = f"reasoning_effort must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]} for this model"
+        raise RequestError(f"{problem}, got {reasoning_effort!r}", param="reasoning_effort")
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    system = system_text(
+        model_identity=MODEL_IDENTITY if model_identity is None else model_identity,
+        current_date=current_date,
+        reasoning_effort=reasoning_effort or "medium",
+        has_functions=bool(functions),
+    )
+    num_leading = next((i for i, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), len(messages))
+    leading = [text for i in range(num_leading) if (text := _content(messages[i], i))]
+    built = [HarmonyMessage("system", system)]
+    if leading or functions:
+        instructions = "\n\n".join(leading) if leading else None
+        built.append(HarmonyMessage("developer", developer_text(instructions, functions)))
+    calls = _Calls()
+    finals = [i for i, message in enumerate(messages) if _is_final(message)]
+    last_final = finals[-1] if finals else -1
+    for i in range(num_leading, len(messages)):
+        is_last = i == len(messages) - 1
+        keeps_reasoning = i > last_final or (keeps_last_reasoning and is_last)
+        built += _of_message(messages[i], i, calls, keeps_reasoning=keeps_reasoning)
+    return built
+
+
+class _Calls:
+    """The functions that were called, so that answers name them: by id, or in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, str] = {}
+        self._unanswered: list[str] = []
+
+    def add(self, call_id: Any, name: str) -> None:
+        if isinstance(call_id, str):
+            self._by_id[call_id] = name
+        else:
+            self._unanswered.append(name)
+
+    def answered(self, message: Mapping[str, Any], index: int) -> str:
+        given, name = message.get("tool_call_id"), message.get("name")
+        if given in self._by_id:
+            return self._by_id[given]
+        if isinstance(name, str):
+            return name.removeprefix(f"{FUNCTIONS}.")
+        if given is None and self._unanswered:
+            return self._unanswered.pop(0)
+        raise RequestError(
+            f"messages[{index}].tool_call_id: {given!r} is the id of no call in front of it", param=f"messages[{index}]"
+        )
+
+
+def _of_message(
+    message: Mapping[str, Any], index: int, calls: _Calls, *, keeps_reasoning: bool
+) -> Iterator[HarmonyMessage]:
+    role, content = message.get("role"), _content(message, index)
+    if role in _INSTRUCTING:
+        yield HarmonyMessage("developer", developer_text(content, ()))
+    elif role == "user":
+        yield HarmonyMessage("user", content)
+    elif role == "tool":
+        name = f"{FUNCTIONS}.{calls.answered(message, index)}"
+        yield HarmonyMessage("tool", content, name, "commentary", "assistant")
+    elif role == "assistant":
+        reasoning = _reasoning(message)
+        if reasoning and keeps_reasoning:
+            yield HarmonyMessage("assistant", reasoning, channel="analysis")
+        if _is_final(message):
+            yield HarmonyMessage("assistant", content, channel="final")
+        elif content:
+            yield HarmonyMessage("assistant", content, channel="commentary")
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            calls.add(call.get("id"), function["name"])
+            arguments = function.get("arguments", "")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            recipient = f"{FUNCTIONS}.{function['name']}"
+            yield HarmonyMessage("assistant", text, None, "commentary", recipient, f"{CONSTRAIN}json")
+    else:
+        problem = f"messages[{index}].role must be system, developer, user, assistant or tool, got {role!r}"
+        raise RequestError(problem, param=f"messages[{index}]")
+
+
+def _is_final(message: Mapping[str, Any]) -> bool:
+    """Whether it is the assistant's answer: no call, and not reasoning alone."""
+    return (
+        message.get("role") == "assistant"
+        and not message.get("tool_calls")
+        and bool(message.get("content") or not _reasoning(message))
+    )
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    texts = [message.get(name) for name in _REASONING_FIELDS]
+    return next((text for text in texts if isinstance(text, str) and text), "")
+
+
+def _content(message: Mapping[str, Any], index: int) -> str:
+    """The text; of a list of parts, which must all be text, with line feeds between."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"messages[{index}].content must be text: the model reads nothing else", param="messages")
+    return "\n".join(text for text in texts if text is not None)

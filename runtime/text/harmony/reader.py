@@ -1,0 +1,183 @@
+"""An answer's text and special tokens to messages, as they come, whatever the model wrote.
+
+A message is a header, "<|message|>", its content and a token that stops it. The reading is that of the package
+`openai-harmony` in its lenient mode. Where that refuses an answer, or drops a part of it, the text becomes content of
+the best-known channel:
+
+- a header that the package refuses gives what can be read of it;
+- a header that ends without "<|message|>", or has more than MAX_HEADER characters, is itself the content;
+- what follows a message without "<|start|>" is read as a header of the assistant's.
+
+Each of these is counted in `num_malformed`. What was not read at the end, an unfinished header, is layout, unless it
+is plain text without any sign of a header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from runtime.text.harmony.header import WHITE_SPACE, Header, parse_header, recover
+from runtime.text.harmony.message import CHANNEL, CHANNELS, MESSAGE, SPECIAL_TOKENS, START, STOPS
+
+MAX_HEADER = 256
+"""Characters of a header; with more, it is content."""
+
+State = Literal["start", "header", "content", "recovered"]
+
+
+class Event(NamedTuple):
+    """A stretch of the answer: all texts, put together, are the answer.
+
+    kind    "begin": a message's header, or nothing where that is its content; "text": of the message that has begun;
+            "end": what ends it; "layout": none of these
+    header  of "begin"
+    """
+
+    kind: Literal["begin", "text", "end", "layout"]
+    text: str
+    header: Header | None = None
+
+
+class HarmonyReader:
+    """
+    role           of the first message, whose header has begun; None: "<|start|>" comes first
+    num_malformed  headers that the format's library would refuse, messages of the assistant's without one of the three
+                   channels, special tokens where none belongs
+    """
+
+    def __init__(self, role: str | None = "assistant") -> None:
+        self.num_malformed = 0
+        self._state: State = "start" if role is None else "header"
+        self._role = role
+        self._held = ""  # the header so far
+        self._is_unexpected = False  # a header began without its token
+        self._events: list[Event] = []
+
+    def push(self, text: str, places: Sequence[int] = ()) -> list[Event]:
+        """`places`: where special tokens begin in the text."""
+        at = 0
+        for place in places:
+            token = next(token for token in SPECIAL_TOKENS if text.startswith(token, place))
+            self._read_text(text[at:place])
+            self._read_token(token)
+            at = place + len(token)
+        self._read_text(text[at:])
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """The rest: the answer has ended."""
+        if self._state == "header":
+            if self._is_unexpected or not self._may_go_on():
+                self._recover()
+            else:
+                self._say("layout", self._held)
+                self._state = "start"
+        if self._state in ("content", "recovered"):
+            self._end("")
+        return self._taken()
+
+    def _may_go_on(self) -> bool:
+        """Whether the header is one as far as it goes, and no plain text."""
+        words = "".join(text for text, is_text in recover(self._held, self._role).pieces if is_text).strip(WHITE_SPACE)
+        is_begun_role = self._role is None and not any(space in words for space in WHITE_SPACE)
+        return "<|" in self._held or "to=".startswith(words[:3]) or is_begun_role
+
+    def _read_text(self, text: str) -> None:
+        if not text:
+            return
+        if self._state == "start":
+            self._begin_header("assistant", is_unexpected=True)
+        if self._state == "header":
+            self._held += text
+            self._check_length()
+        else:
+            self._say("text", text)
+
+    def _read_token(self, token: str) -> None:
+        if self._state == "start":
+            self._read_token_between(token)
+        elif self._state == "header":
+            self._read_token_in_header(token)
+        elif token in STOPS:
+            self._end(token)
+        elif self._state == "content":
+            self.num_malformed += 1
+            self._say("text", token)
+        elif token in (START, CHANNEL):  # the header was lost, and here is one
+            self._end("")
+            self._read_token_between(token)
+        else:
+            self._say("layout", token)
+
+    def _read_token_between(self, token: str) -> None:
+        if token == START:
+            self._say("layout", token)
+            self._begin_header(None)
+        elif token in STOPS:
+            self.num_malformed += 1
+            self._say("layout", token)
+        else:
+            self._begin_header("assistant", is_unexpected=True)
+            self._read_token_in_header(token)
+
+    def _read_token_in_header(self, token: str) -> None:
+        if token == MESSAGE:
+            self._begin(parse_header(self._held, self._role), self._held + token)
+            self._state = "content"
+        elif token in STOPS:
+            self._recover()
+            self._end(token)
+        elif token == START and self._is_unexpected:
+            self._recover()
+            self._end("")
+            self._read_token_between(token)
+        else:
+            self._held += token
+            self._check_length()
+
+    def _begin_header(self, role: str | None, *, is_unexpected: bool = False) -> None:
+        self._state, self._role, self._held, self._is_unexpected = "header", role, "", is_unexpected
+
+    def _begin(self, header: Header, text: str) -> None:
+        is_unknown = header.role == "assistant" and header.channel not in CHANNELS
+        is_odd = header.recipient is not None and not header.has_to
+        if header.is_malformed or is_unknown or is_odd or self._is_unexpected:
+            self.num_malformed += 1
+        self._events.append(Event("begin", text, header))
+
+    def _check_length(self) -> None:
+        """Turns a header that is too long into content. What it says must not depend on how the text was cut."""
+        if len(self._held) > MAX_HEADER:
+            rest, self._held = self._held[MAX_HEADER + 1 :], self._held[: MAX_HEADER + 1]
+            self._recover(is_open=True)
+            self._say("text", rest)
+
+    def _recover(self, *, is_open: bool = False) -> None:
+        """Makes the header the content of a message, if there is any. is_open: more of it comes"""
+        channel, pieces = recover(self._held, self._role, keeps_end=is_open)
+        has_text = any(is_text for _, is_text in pieces)
+        is_message = has_text or is_open or (bool(self._held) and self._role is not None and not self._is_unexpected)
+        self.num_malformed += 1
+        if is_message:
+            header = Header(self._role or "assistant", channel=channel, is_malformed=True)
+            self._events.append(Event("begin", "", header))
+        for text, is_text in pieces:
+            self._say("text" if is_text else "layout", text)
+        self._state = "recovered" if is_message else "start"
+
+    def _end(self, token: str) -> None:
+        """Ends the message, where one has begun."""
+        if self._state == "start":
+            self._say("layout", token)
+        else:
+            self._events.append(Event("end", token))
+        self._state = "start"
+
+    def _say(self, kind: Literal["text", "layout"], text: str) -> None:
+        if text:
+            self._events.append(Event(kind, text))
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
