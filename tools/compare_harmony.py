@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,9 +27,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.text.harmony.conversation import harmony_messages
 from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage, SpecialIds, special_ids
@@ -162,12 +163,12 @@ class Comparison:
         report = Report()
         for i in range(num):
             rng = random.Random(f"{seed} answer {i}")
-            self._compare_answer(self.any_answer(rng), rng, report)
+            role = rng.choice(("assistant", "assistant", "assistant", None))
+            self._compare_answer(self.any_answer(rng, role), role, report)
         return report
 
-    def _compare_answer(self, ids: list[int], rng: random.Random, report: Report) -> None:
+    def _compare_answer(self, ids: list[int], role: str | None, report: Report) -> None:
         report.counts["answers"] += 1
-        role = rng.choice(("assistant", "assistant", "assistant", None))
         try:
             parser = MessageParser(self.tokenizer, self.ids, role)
             parser.push(ids)
@@ -190,7 +191,7 @@ class Comparison:
         if theirs == ours:
             report.counts["agree"] += 1
             return
-        if (reason := excused(ours, theirs, text)) is not None:
+        if (reason := excused(ours, theirs, self.headers(ids, role), keeps_first=role is not None)) is not None:
             report.counts[f"agree but for {reason}"] += 1
         else:
             report.differences.append(Difference("answer", ours, theirs, text))
@@ -222,10 +223,28 @@ class Comparison:
             for each in found
         ]
 
-    def any_answer(self, rng: random.Random) -> list[int]:
+    def headers(self, ids: Sequence[int], role: str | None) -> list[Header]:
+        """The headers of an answer that the package reads."""
+        found: list[Header] = []
+        begin, is_between = (None, True) if role is None else (0, False)
+        for at, token_id in enumerate(ids):
+            if begin is not None and token_id in (self.ids.message, self.ids.end, self.ids.return_, self.ids.call):
+                length = len(self.tokenizer.decode(ids[begin:at]))
+                found.append(Header(length, token_id == self.ids.message))
+                begin = None
+                is_between = token_id != self.ids.message
+            elif begin is None and is_between and token_id == self.ids.start:
+                begin = at + 1
+            elif begin is None and token_id in (self.ids.end, self.ids.return_, self.ids.call):
+                is_between = True
+        return found
+
+    def any_answer(self, rng: random.Random, role: str | None) -> list[int]:
         """A model's answer, changed up to five times, and perhaps cut."""
-        pieces = [piece for _ in range(rng.randint(1, 4)) for piece in any_turn(rng)]
-        for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 5))):
+        pieces = any_turn(rng, has_start=role is None)
+        for _ in range(rng.randint(0, 3)):
+            pieces += any_turn(rng, has_start=rng.random() < 0.97)
+        for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3, 5))):
             place = rng.randrange(len(pieces) + 1)
             change = rng.randrange(6)
             if change == 0:
@@ -253,22 +272,34 @@ class Comparison:
         return ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.25 else ids
 
 
-def excused(ours: list[HarmonyMessage], theirs: list[HarmonyMessage], text: str) -> str | None:
-    """Which of the three things that are not done here the difference is; None: none."""
-    spaced = [_with_single_spaces(message) for message in ours]
-    if spaced == [_with_single_spaces(message) for message in theirs]:
-        return "white space"
-    rest = iter(spaced)
-    if all(_with_single_spaces(message) in rest for message in theirs):
-        return "a header that the package drops"
-    if any(len(piece) > MAX_HEADER for piece in text.split("<|message|>")[:-1]):
+def excused(
+    ours: list[HarmonyMessage], theirs: list[HarmonyMessage], headers: list[Header], *, keeps_first: bool
+) -> str | None:
+    """Which of the three things that are not done here the difference is; None: none. `headers`: the answer's;
+    keeps_first: the package keeps the first, though no "<|message|>" follows."""
+    if any(header.length > MAX_HEADER for header in headers):
         return "a header that is too long"
+    if keeps_first and not headers[0].has_message:
+        ours, theirs = ([_with_single_spaces(each) for each in side[:1]] + side[1:] for side in (ours, theirs))
+        if ours == theirs:
+            return "white space"
+    rest = iter(ours)
+    num_lost = sum(not header.has_message for header in headers)
+    if 0 < len(ours) - len(theirs) <= num_lost and all(message in rest for message in theirs):
+        return "a header that the package drops"
     return None
 
 
-def _with_single_spaces(message: HarmonyMessage) -> tuple[Any, ...]:
-    role, content, *rest = astuple(message)
-    return role, " ".join(content.replace("<|constrain|>", " <|constrain|>").split()), *rest
+class Header(NamedTuple):
+    """length: in characters. has_message: "<|message|>" follows, and not a token that stops a message"""
+
+    length: int
+    has_message: bool
+
+
+def _with_single_spaces(message: HarmonyMessage) -> HarmonyMessage:
+    content = " ".join(message.content.replace("<|constrain|>", " <|constrain|>").split())
+    return dataclasses.replace(message, content=content)
 
 
 # What is compared
@@ -366,14 +397,14 @@ def any_message(rng: random.Random) -> HarmonyMessage:
     return HarmonyMessage(role, any_text(rng), name, channel, recipient, content_type)
 
 
-def any_turn(rng: random.Random) -> list[str]:
-    """One message as a model writes it, in pieces. The start of the answer's first is the prompt's."""
+def any_turn(rng: random.Random, *, has_start: bool) -> list[str]:
+    """One message as a model writes it, in pieces."""
     recipient = rng.choice(("", "", "", f" to=functions.{any_name(rng)}", " to=browser.search", " to=python"))
-    channel = rng.choice(("analysis", "commentary", "final", "final", "comment", "analysis "))
+    channel = rng.choice(("analysis", "commentary", "final", "final", "comment"))
     kind = rng.choice(([], [], ["<|constrain|>", "json"], [" "], [" ", "<|constrain|>", "json"], [" code"], [" json"]))
     in_role, in_channel = (recipient, "") if rng.random() < 0.5 else ("", recipient)
-    start = [] if rng.random() < 0.4 else ["<|start|>", rng.choice(("assistant", "assistant", "user", "functions.f"))]
-    head = [*start, in_role, "<|channel|>", channel, in_channel, *kind, "<|message|>"]
+    start = ["<|start|>", rng.choice(("assistant", "assistant", "assistant", "user", "functions.f"))]
+    head = [*(start if has_start else []), in_role, "<|channel|>", channel, in_channel, *kind, "<|message|>"]
     return [*(piece for piece in head if piece), any_text(rng), rng.choice(("<|end|>", "<|return|>", "<|call|>"))]
 
 
