@@ -129,8 +129,8 @@ class Comparison:
         report.counts["chats whose analysis the package dropped"] += drops
         report.counts["tokens"] += len(expected)
         if rendered != expected:
-            texts = [self.tokenizer.decode(each) for each in (rendered, expected)]
-            report.differences.append(Difference("rendered chat", *texts, (chat, tools)))
+            our_text, their_text = (self.tokenizer.decode(each) for each in (rendered, expected))
+            report.differences.append(Difference("rendered chat", our_text, their_text, (chat, tools)))
             return
         self._compare_reading(rendered[: -(1 + len(self.tokenizer.encode_ordinary("assistant")))], None, report)
 
@@ -144,8 +144,8 @@ class Comparison:
         expected = self.package.render_conversation(theirs, RenderConversationConfig(auto_drop_analysis=False))
         report.counts["conversations of any messages"] += 1
         if rendered != expected:
-            texts = [self.tokenizer.decode(each) for each in (rendered, expected)]
-            report.differences.append(Difference("rendered messages", *texts, messages))
+            our_text, their_text = (self.tokenizer.decode(each) for each in (rendered, expected))
+            report.differences.append(Difference("rendered messages", our_text, their_text, messages))
             return
         self._compare_reading(rendered, None, report)
 
@@ -383,8 +383,8 @@ def any_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def any_default(rng: random.Random) -> Any:
     return rng.choice(
-        ("celsius", any_text(rng, 2), 10, -1, 0.5, 1e16, 123456789012345680.0, 1.5e-5, 2e-7, 1e300, True, None, [1, "a"],
-         {"b": [0.1, {}], "a": "é\n"})
+        ("celsius", any_text(rng, 2), 10, -1, 0.5, 1e16, 123456789012345680.0, 1.5e-5, 2e-7, 1e300, True, None,
+         [1, "a"], {"b": [0.1, {}], "a": "é\n"})
     )  # fmt: skip
 
 
@@ -429,7 +429,7 @@ def package_messages(chat: list[dict[str, Any]], tools: list[dict[str, Any]] | N
         )
     if has_instructions or tools:
         built.append(Message.from_role_and_content(Role.DEVELOPER, developer))
-    names = {}
+    names: dict[str, str] = {}
     for message in chat[has_instructions:]:
         role, content = message["role"], message.get("content")
         if role == "tool":

@@ -30,11 +30,13 @@ class Job:
         self.num_running = params.n
         prompt_token_ids = request.prompt_token_ids
         reasoning = None
-        if answer_format.reasoning and tokenizer is not None:
+        if answer_format.reasoning and not answer_format.harmony and tokenizer is not None:
             reasoning = reasoning_start(tokenizer, prompt_token_ids)
         tools = None if answer_format.tools is None else ToolReading(answer_format.tools)
         self.pipelines = [
-            TextPipeline(tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=tools)
+            TextPipeline(
+                tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=tools, harmony=answer_format.harmony
+            )
             for _ in range(params.n)
         ]
         self._tokenizer = tokenizer

@@ -27,7 +27,7 @@ from runtime.llm.prompts import Prompt, scheduling_of
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
-from runtime.text.formats import AnswerFormat
+from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class LoadedModel:
         special_tokens_in_content  "text": a special token's text in a message stays text, so that whoever writes it
                                 cannot write turns of others; "parse": it becomes the token
         """
-        answer_format = AnswerFormat() if tools is None or chat_template is not None else self._answer_format
+        answer_format = AnswerFormat() if chat_template is not None else self._answer_format
         return chat_prompt(
             self.tokenizer,
             messages,
@@ -164,7 +164,8 @@ class LoadedModel:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             special_tokens_in_content=special_tokens_in_content,
-            told_tools=answer_format.tools if answer_format.tells_tools else None,
+            told_tools=answer_format.tools if answer_format.tells_tools and tools is not None else None,
+            harmony=answer_format.renders_harmony,
             **(chat_template_kwargs or {}),
         )
 
@@ -191,7 +192,7 @@ class LoadedModel:
             request_id=request_id or self._new_id(),
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=self.client.info.eos_token_ids,
+            eos_token_ids=end_ids(answer_format or AnswerFormat(), self.tokenizer, self.client.info.eos_token_ids),
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())

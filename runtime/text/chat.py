@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
+from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import has_calls, with_short_ids, with_single_calls, with_text_arguments
 from runtime.text.tools.told import told
@@ -32,12 +33,14 @@ def chat_prompt(
     chat_template: str | None = None,
     special_tokens_in_content: Literal["parse", "text"] = "text",
     told_tools: Notation | None = None,
+    harmony: bool = False,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
     ``special_tokens_in_content``: whether a special token's text in a message becomes the token, by which whoever
     writes a message could write turns of others, or stays text. ``told_tools``: the
-    template knows no tools; a message of our own tells them, and that calls are written so.
+    template knows no tools; a message of our own tells them, and that calls are written so. ``harmony``: messages are
+    rendered as harmony's, unless a template is given, or a variable that only a template reads.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -49,6 +52,16 @@ def chat_prompt(
     if chat_template is None and not tokenizer.has_chat_template:
         raise RequestError(
             "the model has no chat template: give a prompt, or chat_template", param="messages"
+        )
+    if harmony and chat_template is None and template_kwargs.keys() <= VARIABLES:
+        return harmony_prompt(
+            tokenizer,
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            parses_content=special_tokens_in_content == "parse",
+            **template_kwargs,
         )
     if told_tools is not None:
         messages, tools = told(tokenizer, told_tools, messages, tools), None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runtime.text.harmony.grammar import HARMONY
+from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
 from runtime.text.reasoning import TAGS
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, notation_in
@@ -22,12 +24,16 @@ class AnswerFormat:
     tools         how it writes tool calls; None: not at all, or in a way that is not known here
     forced_tools  how a call is written that it is made to write; None: it is never made to
     tells_tools   its chat template leaves tools out, so that a message of our own tells them, and how to call them
+    harmony       its answers are harmony's messages, which tell reasoning and calls
+    renders_harmony  conversations are rendered as harmony's messages, not by the chat template, which writes the same
     """
 
     reasoning: bool = False
     tools: Notation | None = None
     forced_tools: Notation | None = None
     tells_tools: bool = False
+    harmony: bool = False
+    renders_harmony: bool = False
 
     @classmethod
     def of(
@@ -36,6 +42,9 @@ class AnswerFormat:
         """With "auto", what the tokenizer's chat templates and vocabulary show. Without a tokenizer nothing is text."""
         if tokenizer is None:
             return cls()
+        if reasoning_parser == "auto" and tool_call_parser in ("auto", "none") and speaks_harmony(tokenizer):
+            tools = HARMONY if tool_call_parser == "auto" else None
+            return cls(True, tools, tools, harmony=True, renders_harmony=has_plain_template(tokenizer))
         reasoning = _has_reasoning(tokenizer) if reasoning_parser == "auto" else reasoning_parser == "think"
         if tool_call_parser == "none":
             return cls(reasoning)
@@ -45,6 +54,15 @@ class AnswerFormat:
         else:
             tools = HERMES if tells_tools else notation_in(tokenizer.chat_templates.values())
         return cls(reasoning, tools, tools or JSON, tells_tools)
+
+
+def end_ids(
+    answer_format: AnswerFormat, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The ids that end an answer: the model's, and those of its format that its configuration leaves out."""
+    if tokenizer is None or not answer_format.harmony:
+        return eos_token_ids
+    return tuple(dict.fromkeys((*eos_token_ids, *answer_end_ids(tokenizer))))
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:

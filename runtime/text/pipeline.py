@@ -16,6 +16,9 @@ import msgspec
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.harmony.answer_parts import HarmonyParser
+from runtime.text.harmony.message import special_ids
+from runtime.text.harmony.prompt import answer_start
 from runtime.text.parts import Part, PartKind, PartParser, ToolCallDelta
 from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
@@ -70,6 +73,7 @@ class TextPipeline:
 
     reasoning       the model may think between tags: how the prompt leaves that; None: it is all content
     tools           how the answer's tool calls are read; None: it has none
+    harmony         the answer is harmony's messages, which say what is reasoning, a call or content
 
     Without a tokenizer, or with ``detokenize=False``, ids pass through and the text is empty. Raises
     ``RequestError`` for stop strings without a tokenizer.
@@ -83,6 +87,7 @@ class TextPipeline:
         *,
         reasoning: ReasoningStart | None = None,
         tools: ToolReading | None = None,
+        harmony: bool = False,
     ) -> None:
         if tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
@@ -90,13 +95,19 @@ class TextPipeline:
         self._params = params
         self._decoder = None
         self._sorter = None
-        self._markers: dict[int, str] = {}  # special tokens that mark tool calls
+        self._harmony: HarmonyParser | None = None
+        self._markers: dict[int, str] = {}  # special tokens that mark tool calls, or messages
         if tokenizer is not None and params.detokenize:
             from tokenizer import IncrementalDecoder
 
             tags: list[str] = []
             parser: PartParser | None = None
-            if tools is not None:
+            if harmony and (harmony_ids := special_ids(tokenizer)) is not None:
+                start = answer_start(tokenizer, harmony_ids, prompt_token_ids)
+                parser = self._harmony = HarmonyParser(start, tools)
+                self._markers = harmony_ids.by_id
+                tags += self._markers.values()
+            elif tools is not None:
                 ids = {marker: tokenizer.token_to_id(marker) for marker in tools.notation.markers}
                 special = {ids[marker]: marker for marker in ids if ids[marker] in tokenizer.all_special_ids}
                 parser = ToolCallParser(tools, frozenset(special.values()))
@@ -118,6 +129,11 @@ class TextPipeline:
         self._held_text = ""  # text[_held_start:], not handed out yet
         self._held_start = 0
         self._places: list[int] = []  # where the markers that are not handed out yet begin
+
+    @property
+    def num_malformed_headers(self) -> int:
+        """Of harmony's messages: what `HarmonyReader.num_malformed` counts."""
+        return 0 if self._harmony is None else self._harmony.num_malformed
 
     def push(self, output: EngineOutput) -> TextDelta:
         """What this output adds. After the choice has finished, nothing."""

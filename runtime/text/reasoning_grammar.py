@@ -22,7 +22,7 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
         f"thinking: {opening}thought line_ends",
         f"thought[suffix={json.dumps(CLOSE_TAG)}]: /(?s:.*)/",
         r"line_ends: /\n{0,2}/",
-        f"answer: {_rule(grammar)}",
+        f"answer: {rule_body(grammar)}",
     ]
     return Grammar(kind="lark", text="\n".join(lines))
 
@@ -30,11 +30,11 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
 def or_calls(grammar: Grammar, calls: str) -> Grammar:
     """A text of the grammar, or tool calls, whose grammar in Lark's notation begins with the rule `start`. Raises
     ``RequestError`` where both are too long."""
-    lines = ["start: content | calls", f"content: {_rule(grammar)}", f"calls: {calls.removeprefix('start:')}"]
+    lines = ["start: content | calls", f"content: {rule_body(grammar)}", f"calls: {calls.removeprefix('start:')}"]
     return Grammar(kind="lark", text="\n".join(lines))
 
 
-def _rule(grammar: Grammar) -> str:
+def rule_body(grammar: Grammar) -> str:
     """What stands behind a rule's name, and further rules below."""
     if grammar.kind == "json_schema":
         return f"%json {grammar.text}"

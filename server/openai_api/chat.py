@@ -16,6 +16,9 @@ from starlette.responses import Response
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.formats import end_ids
+from runtime.text.harmony.grammar import after_analysis, in_final_channel
+from runtime.text.harmony.message import SpecialIds, special_ids
 from runtime.text.pipeline import TextDelta
 from runtime.text.reasoning import reasoning_start
 from runtime.text.reasoning_grammar import after_reasoning, or_calls
@@ -116,12 +119,11 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     token_ids, echo = conversation_prompt(
         asked, service.tokenizer, service.config, service.answer_format, service.client.info
     )
-    reasoning = service.answer_format.reasoning
+    answer_format = service.answer_format
+    harmony = answer_format.harmony and not _is_of_whole_answer(asked)
+    reasoning = answer_format.reasoning and not answer_format.harmony and not _is_of_whole_answer(asked)
     if reasoning and grammar is not None:
-        if forced_by == "structured_outputs" and grammar.kind == "lark":
-            reasoning = False  # the client's own grammar is one of all that the model writes
-        else:
-            params = _with_reasoning(params, service.tokenizer, token_ids, forced_by)
+        params = _with_reasoning(params, service.tokenizer, token_ids, forced_by)
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -133,6 +135,8 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         scheduling=Scheduling.of(asked),
         reasoning=reasoning,
         tools=_tool_reading(service, asked, tools),
+        harmony=harmony,
+        eos_token_ids=end_ids(answer_format, service.tokenizer, service.client.info.eos_token_ids),
     )
     return Chat(
         service=service,
@@ -156,20 +160,47 @@ def chat_grammar(
     """What the answer has to be, and the field that says so. A call that is forced is all that there will be; where
     calls may be made, an answer of some format is that, or calls. Raises `ApiError` 400."""
     closes_schemas = service.config.close_schemas
+    harmony = _harmony_ids(service, asked)
     if forces_call(asked):
         if asked.structured_outputs is not None:
             raise contradiction("structured_outputs", "tool_choice")
         forced = forced_calls(asked, tools, service.answer_format, service.tokenizer, closes_schemas=closes_schemas)
-        return forced, "tool_choice"
+        return _with_channels(forced, harmony, "tool_choice"), "tool_choice"
     grammar, field = answer_grammar(asked, closes_schemas=closes_schemas), grammar_field(asked)
+    if grammar is None:
+        return None, field
     notation = service.answer_format.tools
-    if grammar is None or field != "response_format" or tools is None or notation is None:
-        return grammar, field
-    calls = calls_text(asked, tools, notation, service.tokenizer, closes_schemas=closes_schemas)
     try:
-        return or_calls(grammar, calls), field
+        if harmony is not None:
+            grammar = in_final_channel(grammar, harmony)
+        if field == "response_format" and tools is not None and notation is not None:
+            calls = calls_text(asked, tools, notation, service.tokenizer, closes_schemas=closes_schemas)
+            grammar = or_calls(grammar, calls)
     except RequestError as error:
         raise refused(error, field) from None
+    return _with_channels(grammar, harmony, field), field
+
+
+def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds | None:
+    """Of an answer whose grammar has to have harmony's messages in it. One that goes on with a message is within it."""
+    if not service.answer_format.harmony or _is_of_whole_answer(asked) or asked.continue_final_message:
+        return None
+    assert service.tokenizer is not None
+    return special_ids(service.tokenizer)
+
+
+def _with_channels(grammar: Grammar, harmony: SpecialIds | None, field: str | None) -> Grammar:
+    """The message that the grammar is of, behind those of harmony's analysis. Raises `ApiError` 400 where it is then
+    too long."""
+    try:
+        return grammar if harmony is None else after_analysis(grammar, harmony)
+    except RequestError as error:
+        raise refused(error, field) from None
+
+
+def _is_of_whole_answer(asked: ChatCompletionRequest) -> bool:
+    """Whether the client's own grammar is one of all that the model writes."""
+    return asked.structured_outputs is not None and asked.structured_outputs.grammar is not None
 
 
 def _tool_reading(

@@ -112,7 +112,9 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
-    reasoning, tools  what to look for in the answers: whether the model may think, and how it writes calls
+    reasoning, tools, harmony  what to look for in the answers: whether the model may think between tags, how it writes
+                    calls, and whether it writes harmony's messages
+    eos_token_ids   the ids that end a choice; None: those of the model
     meter           is shown every output; `Service.admit` sets it
 
     max_kept_bytes  of outputs that nobody has taken, about: then the engine pauses it until half of them are taken
@@ -133,6 +135,8 @@ class Generation:
     scheduling: Scheduling = Scheduling()
     reasoning: bool = False
     tools: ToolReading | None = None
+    harmony: bool = False
+    eos_token_ids: tuple[int, ...] | None = None
     meter: RequestMeter | None = None
     max_kept_bytes: int = 1 << 62
     num_completion_tokens: int = 0
@@ -172,6 +176,7 @@ class Generation:
                 prompt_token_ids,
                 reasoning=reasoning,
                 tools=self.tools,
+                harmony=self.harmony,
             )
             for _ in range(self.params.n)
         ]
@@ -179,7 +184,7 @@ class Generation:
     def start(self) -> None:
         """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`
         raises."""
-        eos_token_ids = self.client.info.eos_token_ids
+        eos_token_ids = self.client.info.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
         for prompt in self._prompts:
             request = EngineRequest(
                 request_id=prompt.request_id,
@@ -226,7 +231,7 @@ class Generation:
     @property
     def has_parts(self) -> bool:
         """Whether an answer may hold anything beside content."""
-        return self.reasoning or self.tools is not None
+        return self.reasoning or self.harmony or self.tools is not None
 
     @property
     def num_prompt_tokens(self) -> int:

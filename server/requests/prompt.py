@@ -125,6 +125,7 @@ def _rendered(
             continue_final_message=continues_final_message,
             special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
             told_tools=answer_format.tools if answer_format.tells_tools else None,
+            harmony=answer_format.renders_harmony,
             **variables,
         )
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: messages with a role, a channel and perhaps a recipient, told apart by special tokens.
+"""Harmony, the format of gpt-oss: messages with a role, a channel and perhaps a recipient, between special tokens.
 
     message.py         a message, and the special tokens by name
     typescript.py      a function's JSON schema as a TypeScript type

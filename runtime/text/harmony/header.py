@@ -108,14 +108,20 @@ def recover(text: str, role: str | None, *, keeps_end: bool = False) -> Recovere
     found = _CHANNEL.search(text)
     start, end = (len(text), len(text)) if found is None else found.span()
     front, behind = text[:start], text[end:]
-    first = _PART.search(front)
+    is_behind = not front.strip(WHITE_SPACE)  # the role, if it stands anywhere
+    first = _PART.match(behind.lstrip(WHITE_SPACE)) if is_behind else _PART.search(front)
     word, role_end = ("", 0) if first is None else (first[0], first.end())
     channel = None if found is None else found[1]
     if role is None and word in CHANNELS:
         channel = channel or word
     elif word != (role or "assistant"):
         role_end = 0
-    pieces = [(front[:role_end], False), (front[role_end:], True), (text[start:end], False), (behind, True)]
+    if is_behind and role_end:
+        role_end += len(behind) - len(behind.lstrip(WHITE_SPACE))
+        front_pieces, behind_pieces = [(front, False)], [(behind[:role_end], False), (behind[role_end:], True)]
+    else:
+        front_pieces, behind_pieces = [(front[:role_end], False), (front[role_end:], True)], [(behind, True)]
+    pieces = [*front_pieces, (text[start:end], False), *behind_pieces]
     return Recovered(channel or None, _trimmed(pieces, keeps_end=keeps_end))
 
 

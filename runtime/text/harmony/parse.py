@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.text.harmony.header import Header
 from runtime.text.harmony.message import HarmonyMessage, SpecialIds
+from runtime.text.harmony.prompt import AnswerStart
 from runtime.text.harmony.reader import Event, HarmonyReader
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class MessageParser:
         from tokenizer import IncrementalDecoder
 
         self.messages: list[HarmonyMessage] = []
-        self._reader = HarmonyReader(role)
+        self._reader = HarmonyReader(AnswerStart(role, "", "start" if role is None else "header"))
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
         self._tokens = ids.by_id
         self._header: Header | None = None

@@ -19,12 +19,10 @@ from typing import Literal, NamedTuple
 
 from runtime.text.harmony.header import WHITE_SPACE, Header, parse_header, recover
 from runtime.text.harmony.message import CHANNEL, CHANNELS, MESSAGE, SPECIAL_TOKENS, START, STOPS
+from runtime.text.harmony.prompt import AnswerStart
 
 MAX_HEADER = 256
 """Characters of a header; with more, it is content."""
-
-State = Literal["start", "header", "content", "recovered"]
-
 
 class Event(NamedTuple):
     """A stretch of the answer: all texts, put together, are the answer.
@@ -41,27 +39,32 @@ class Event(NamedTuple):
 
 class HarmonyReader:
     """
-    role           of the first message, whose header has begun; None: "<|start|>" comes first
+    start          how the prompt leaves the answer; what it has begun counts, and is no event's text
     num_malformed  headers that the format's library would refuse, messages of the assistant's without one of the three
                    channels, special tokens where none belongs
     """
 
-    def __init__(self, role: str | None = "assistant") -> None:
-        self.num_malformed = 0
-        self._state: State = "start" if role is None else "header"
-        self._role = role
-        self._held = ""  # the header so far
-        self._is_unexpected = False  # a header began without its token
+    def __init__(self, start: AnswerStart) -> None:
+        self._state: Literal["start", "header", "content", "recovered"] = start.state
+        self._role = start.role  # where the header does not say it
+        self._held = start.header  # the header so far
+        self._num_given = len(start.header)  # characters of it that are the prompt's
+        self._is_unexpected = False  # the header began without its token
         self._events: list[Event] = []
+        self.num_malformed = 0
+        if self._state == "content":
+            self._begin(parse_header(self._held, self._role), self._held)
+            self.num_malformed = 0
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Event]:
         """`places`: where special tokens begin in the text."""
         at = 0
         for place in places:
-            token = next(token for token in SPECIAL_TOKENS if text.startswith(token, place))
-            self._read_text(text[at:place])
-            self._read_token(token)
-            at = place + len(token)
+            token = next((token for token in SPECIAL_TOKENS if text.startswith(token, place)), None)
+            if token is not None:  # a stop string may have cut it
+                self._read_text(text[at:place])
+                self._read_token(token)
+                at = place + len(token)
         self._read_text(text[at:])
         return self._taken()
 
@@ -71,7 +74,7 @@ class HarmonyReader:
             if self._is_unexpected or not self._may_go_on():
                 self._recover()
             else:
-                self._say("layout", self._held)
+                self._say("layout", self._held[self._num_given :])
                 self._state = "start"
         if self._state in ("content", "recovered"):
             self._end("")
@@ -138,13 +141,14 @@ class HarmonyReader:
 
     def _begin_header(self, role: str | None, *, is_unexpected: bool = False) -> None:
         self._state, self._role, self._held, self._is_unexpected = "header", role, "", is_unexpected
+        self._num_given = 0
 
     def _begin(self, header: Header, text: str) -> None:
         is_unknown = header.role == "assistant" and header.channel not in CHANNELS
         is_odd = header.recipient is not None and not header.has_to
         if header.is_malformed or is_unknown or is_odd or self._is_unexpected:
             self.num_malformed += 1
-        self._events.append(Event("begin", text, header))
+        self._events.append(Event("begin", text[self._num_given :], header))
 
     def _check_length(self) -> None:
         """Turns a header that is too long into content. What it says must not depend on how the text was cut."""
@@ -162,8 +166,10 @@ class HarmonyReader:
         if is_message:
             header = Header(self._role or "assistant", channel=channel, is_malformed=True)
             self._events.append(Event("begin", "", header))
+        at = 0
         for text, is_text in pieces:
-            self._say("text" if is_text else "layout", text)
+            self._say("text" if is_text else "layout", text[max(0, self._num_given - at) :])
+            at += len(text)
         self._state = "recovered" if is_message else "start"
 
     def _end(self, token: str) -> None:

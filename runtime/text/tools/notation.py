@@ -32,7 +32,7 @@ class CallForm:
 class Notation:
     """
     name       ours; names: those of vLLM's `--tool-call-parser` that mean it
-    read       finds the calls in an answer
+    read       finds the calls in an answer; None: the format has a parser of its own (harmony)
     form       what a forced call looks like
     markers    texts that count only where they were drawn as special tokens, in models that have them as such
     is_in      whether a chat template's text shows it
@@ -40,7 +40,7 @@ class Notation:
     """
 
     name: str
-    read: Reader = field(repr=False)
+    read: Reader | None = field(repr=False)
     form: CallForm = field(repr=False)
     markers: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ class ToolCallParser:
     """
 
     def __init__(self, reading: ToolReading, special_markers: frozenset[str] = frozenset()) -> None:
+        assert reading.notation.read is not None, f"{reading.notation.name} has a parser of its own"
         self._reader = AnswerReader(
             dict(reading.functions),
             special_markers,

@@ -58,7 +58,7 @@ class AnswerReader:
         self._special = special
         self._only = only
         self._is_parallel = parallel
-        self._new_id = _short_id if short_ids else _long_id
+        self._new_id = _short_id if short_ids else long_id
         self._base = 0  # characters that were handed out
         self._places: set[int] = set()  # where special tokens begin, in characters from the beginning
         self._first_characters: frozenset[str] | None = None  # of what content is searched for
@@ -306,7 +306,8 @@ def _num_begun(text: str, tail: str) -> int:
     return next((count for count in range(len(tail), 0, -1) if text.endswith(tail[:count])), 0)
 
 
-def _long_id() -> str:
+def long_id() -> str:
+    """A call's id, as OpenAI's."""
     return f"call_{uuid4().hex[:24]}"
 
 
