@@ -66,6 +66,10 @@ class RequestMeter:
         """A stop string ended the choice, whatever the engine will say."""
         self._stopped.add((request_id, index))
 
+    def mended(self, num_headers: int) -> None:
+        """So many headers of a choice's messages were malformed."""
+        self._metrics.num_malformed_headers += num_headers
+
     def finish(self, output: EngineOutput) -> None:
         """Takes the last output of a choice."""
         choice = (output.request_id, output.index)

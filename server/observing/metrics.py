@@ -85,6 +85,7 @@ class GenerationMetrics:
         self.request_params_n = Histogram((1, 2, 5, 10, 20))
         self.request_params_max_tokens = Histogram(lengths)
         self.success = dict.fromkeys(FINISHED_REASONS, 0)
+        self.num_malformed_headers = 0
 
     def finish(
         self,
@@ -178,6 +179,9 @@ class Metrics(Collector):
         yield self._gauge("xserv:engine_up", "1 while the engine answers.", float(stats is not None))
         if stats is not None:
             yield from self._own_families(stats)
+        if self._generation is not None:
+            malformed = self._generation.num_malformed_headers
+            yield self._counter("xserv:malformed_headers", "Headers of harmony's messages that were mended.", malformed)
         for name, (help_text, get) in self._gauges.items():
             yield self._gauge(f"xserv:{name}", help_text, get())
         yield from self._http_families()

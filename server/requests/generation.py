@@ -314,13 +314,16 @@ class Generation:
             prompt.logprobs = output.prompt_logprobs
         if output.index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens += output.num_cached_tokens
-        delta = prompt.pipelines[output.index].push(output)
+        pipeline = prompt.pipelines[output.index]
+        delta = pipeline.push(output)
         self.num_completion_tokens += len(delta.token_ids)
         self.num_reasoning_tokens += delta.num_reasoning_tokens
         if delta.finish_reason is not None:
             prompt.open_choices.discard(output.index)
-            if delta.finish_reason == "stop" and self.meter is not None:
-                self.meter.stop(prompt.request_id, output.index)
+            if self.meter is not None:
+                self.meter.mended(pipeline.num_malformed_headers)
+                if delta.finish_reason == "stop":
+                    self.meter.stop(prompt.request_id, output.index)
             if delta.should_cancel and output.index in prompt.running_choices:
                 prompt.running_choices.discard(output.index)
                 self.client.cancel(prompt.request_id, output.index)
