@@ -87,6 +87,7 @@ ELSEWHERE = {
         "--text code=code.txt --num-rounds 3 --loads 1",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
+        "python -m tools.compare_harmony",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
         "python -m tools.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
         "docs/measurements/DATE-before-after-seams.json",

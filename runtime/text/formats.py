@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runtime.errors import InvalidArgumentError
 from runtime.text.harmony.grammar import HARMONY
+from runtime.text.harmony.message import SPECIAL_TOKENS, special_ids
 from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
 from runtime.text.reasoning import TAGS
 from runtime.text.tools.notation import Notation
@@ -39,11 +41,19 @@ class AnswerFormat:
     def of(
         cls, tokenizer: Tokenizer | None, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto"
     ) -> AnswerFormat:
-        """With "auto", what the tokenizer's chat templates and vocabulary show. Without a tokenizer nothing is text."""
+        """With "auto", what the tokenizer's chat templates and vocabulary show. Without a tokenizer nothing is text.
+
+        Raises InvalidArgumentError for "harmony" where the vocabulary lacks its special tokens."""
         if tokenizer is None:
             return cls()
-        if reasoning_parser == "auto" and tool_call_parser in ("auto", "none") and speaks_harmony(tokenizer):
-            tools = HARMONY if tool_call_parser == "auto" else None
+        is_asked = tool_call_parser in (HARMONY.name, *HARMONY.names)
+        if is_asked and special_ids(tokenizer) is None:
+            missing = " or ".join(SPECIAL_TOKENS)
+            problem = f"tool_call_parser is {tool_call_parser!r}, and the model's vocabulary lacks {missing}"
+            raise InvalidArgumentError(problem, param="tool_call_parser")
+        may_be = reasoning_parser == "auto" and tool_call_parser in ("auto", "none")
+        if is_asked or (may_be and speaks_harmony(tokenizer)):
+            tools = None if tool_call_parser == "none" else HARMONY
             return cls(True, tools, tools, harmony=True, renders_harmony=has_plain_template(tokenizer))
         reasoning = _has_reasoning(tokenizer) if reasoning_parser == "auto" else reasoning_parser == "think"
         if tool_call_parser == "none":

@@ -115,7 +115,7 @@ def _rendered(
     if request.documents is not None:
         variables["documents"] = request.documents
     if tokenizer is not None:
-        variables |= _effort(request, template)
+        variables |= _effort(request, template, answer_format)
     try:
         return chat_prompt(
             tokenizer,
@@ -136,7 +136,7 @@ def _rendered(
         raise invalid("messages", "The chat template cannot render this conversation.") from None
 
 
-def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
+def _effort(request: ChatCompletionRequest, template: str, answer_format: AnswerFormat) -> dict[str, Any]:
     """`reasoning_effort` as the template's variable; "none" turns thinking off where the template can only do that.
     Raises `ApiError` 400 where the template knows neither."""
     effort = request.reasoning_effort
@@ -145,7 +145,7 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     if (request.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
         other = "chat_template_kwargs.reasoning_effort"
         raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
-    if "reasoning_effort" in template:
+    if answer_format.renders_harmony or "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if effort == "none" and "enable_thinking" in template:
         return {"enable_thinking": False}

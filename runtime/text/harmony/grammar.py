@@ -15,6 +15,7 @@ HARMONY = Notation(
         f"{CHANNEL}commentary to={FUNCTIONS}.NAME {CONSTRAIN}json{MESSAGE}", "", between=f"{END}{START}assistant"
     ),
     markers=SPECIAL_TOKENS,
+    names=("openai",),
 )
 """How a call is written that the model is made to write: as gpt-oss writes its own."""
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.engine.sampling_params import SamplingParams
+from runtime.errors import InvalidArgumentError
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.harmony.grammar import HARMONY
 from runtime.text.harmony.message import SPECIAL_TOKENS
@@ -139,6 +140,9 @@ def test_who_speaks_harmony() -> None:
     assert not AnswerFormat.of(byte_level_tokenizer()).harmony
     assert AnswerFormat.of(small_tokenizer(), tool_call_parser="none").tools is None
     assert not AnswerFormat.of(small_tokenizer(), tool_call_parser="hermes").harmony
+    assert AnswerFormat.of(small_tokenizer("{{ messages[0].content }}"), tool_call_parser="openai").harmony
+    with pytest.raises(InvalidArgumentError, match="tool_call_parser is 'harmony', and the model's vocabulary lacks"):
+        AnswerFormat.of(byte_level_tokenizer(), tool_call_parser="harmony")
 
 
 def test_an_answer_ends_with_return_and_call() -> None:

@@ -18,6 +18,7 @@ from runtime.engine.grammar.compiler import check_grammar, compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.harmony.grammar import HARMONY
 from runtime.text.parser_names import TOOL_CALL_PARSERS
 from runtime.text.pipeline import TextPipeline
 from runtime.text.tools.grammar import marker_ids, tool_grammar
@@ -376,7 +377,7 @@ def test_a_forced_call_draws_the_special_tokens(notation: Notation) -> None:
 
 
 def test_the_names_are_the_table_s() -> None:
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *BY_NAME}
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *BY_NAME, HARMONY.name, *HARMONY.names}
     assert HERMES is BY_NAME["hermes"]
 
 
