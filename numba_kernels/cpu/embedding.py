@@ -93,7 +93,7 @@ def _block_kernel(stored: str) -> Kernel:
     def embedding(arguments, ticket):
         a = carray(arguments, 1)[0]
         indices, start, end = _rows_of(a, ticket)
-        words = a.width // elements * block_words
+        words = -(-a.width // elements) * block_words
         for row in range(start, end):
             index = np.int64(indices[row])
             out = float32_at(a.out + row * a.width * 4, a.width)

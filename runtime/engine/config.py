@@ -126,7 +126,7 @@ class EngineConfig:
     dtype                   of the weights: "auto" (as stored), "float32", "float16", "bfloat16"
     load_format             "auto" (as stored), "safetensors", or "dummy": random weights, by the seed
     quantization            of linear maps while they are loaded: "none", "int8", "int4" (groups of 32),
-                            "mxfp4", or on a GPU "fp8"; the output head is int8 beside the latter three
+                            "mxfp4", "fp8"; the output head is int8 beside the latter three
     kv_cache_dtype          of the KV cache: "auto" (the weights'), "float32", "float16", "bfloat16", "int8", "fp8"; the
                             last two with a scale for each token and head
     kv_cache_dtype_skip_layers

@@ -95,10 +95,10 @@ row. In exact mode the sum over groups is cut into segments of whole groups, and
 
 
 
-def _blocks(name: str, elements: int, size_bytes: int) -> WeightFormat:
+def _blocks(name: str, elements: int, size_bytes: int, *, rounds: bool = True) -> WeightFormat:
     return WeightFormat(
-        name, uint8, elements / size_bytes, activation=int8_type, activation_block=32, split=elements,
-        has_gpu_kernels=False,
+        name, uint8, elements / size_bytes, activation=int8_type if rounds else None,
+        activation_block=32 if rounds else 0, split=elements, has_gpu_kernels=False,
     )  # fmt: skip
 
 
@@ -120,9 +120,10 @@ GROUP_FORMATS = {
         ("int4_float_zeros", 44), ("int8_half_zeros", 72), ("int8_bfloat", 68), ("int8_bfloat_zeros", 72),
         ("int8_float", 72), ("int8_float_zeros", 76), ("nvfp4", 48),
     )
-}  # fmt: skip
+} | {"fp8": _blocks("fp8", 128, 132, rounds=False)}  # fmt: skip
 """The same for matrices of other checkpoints: integers with such scales, and zeros, of each 32 elements; NVFP4, e2m1
-with float32 scales of 16. int4 and int8 with float16 scales alone are Q4_0 and Q8_0."""
+with float32 scales of 16. int4 and int8 with float16 scales alone are Q4_0 and Q8_0. fp8 is e4m3 with float32 scales of
+128: x is as for a bfloat16 weight."""
 
 
 @functools.cache

@@ -6,6 +6,7 @@
 | int4 or int8, scales (and zeros) of groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …, scales repeated |
 | fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4` |
 | fp4 with e4m3 scales for groups of 16 and a divisor (NVFP4) | `nvfp4`: scales are divided |
+| fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
 
 No number is rounded anew. What else there is becomes floats while it is loaded.
 """
@@ -23,6 +24,8 @@ from runtime.tensor.storage import NDArray
 
 _GROUP = 32  # of ggml's blocks
 _FP4_GROUP = 16
+_FP8_GROUP = 128
+_NAN = 0x7F  # of e4m3, without the sign
 _INTEGERS_A_WORD = 4
 _SCALES = {np.dtype(np.float16): "half", np.dtype(ml_dtypes.bfloat16): "bfloat", np.dtype(np.float32): "float"}
 _ROWS_AT_ONCE = 256
@@ -38,6 +41,8 @@ def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat |
         return None
     if layout.kind == "int8" and layout.block in ((1, 0), (0, 0)) and not layout.has_zeros:
         return None if layout.shape[1] % _INTEGERS_A_WORD else INT8
+    if layout.kind == "fp8":
+        return None if layout.block[1] % _FP8_GROUP else GROUP_FORMATS["fp8"]
     format = _block_format(layout)
     return None if format is None or layout.shape[1] % format.split else format
 
@@ -50,7 +55,7 @@ def _block_format(layout: QuantizedLayout) -> WeightFormat | None:
         return None
     if layout.kind == "fp4":
         return GGML_FORMATS["MXFP4"] if layout.scale == ml_dtypes.float8_e8m0fnu and elements == _GROUP else None
-    if layout.kind == "fp8" or layout.scale not in _SCALES:
+    if layout.scale not in _SCALES:
         return None
     if layout.scale == np.float16 and not layout.has_zeros:
         return GGML_FORMATS["Q4_0" if layout.kind == "int4" else "Q8_0"]
@@ -65,6 +70,8 @@ def row_scales(matrix: QuantizedMatrix) -> NDArray:
 
 def block_bytes(matrix: QuantizedMatrix, format: WeightFormat) -> NDArray:
     """The rows of a matrix in blocks, ``[N, row bytes]`` uint8: ggml's, or like them (`BLOCKS`)."""
+    if format.name == "fp8":
+        return _fp8_bytes(matrix)
     width, depth = matrix.shape
     block = BLOCKS[format.name]
     size = block.elements // block.pairs
@@ -96,4 +103,19 @@ def block_bytes(matrix: QuantizedMatrix, format: WeightFormat) -> NDArray:
             halves = numbers.reshape(len(numbers), -1, 2, run)
             numbers = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
         blocks["q"][some] = numbers.reshape(blocks["q"][some].shape).view(blocks["q"].dtype)
+    return blocks.view(np.uint8).reshape(width, -1)
+
+
+def _fp8_bytes(matrix: QuantizedMatrix) -> NDArray:
+    """The same for e4m3, whose last group is padded. A group with NaN has such a scale: products with it are NaN either
+    way."""
+    (width, depth), (rows, elements) = matrix.shape, matrix.layout.block
+    groups = -(-depth // _FP8_GROUP)
+    blocks = np.zeros((width, groups), BLOCKS["fp8"].fields)
+    scales = np.repeat(matrix.scales.astype(np.float32), elements // _FP8_GROUP or groups, axis=1)[:, :groups]
+    blocks["d"] = np.repeat(scales, rows or width, axis=0)[:width]
+    codes = np.zeros((width, groups * _FP8_GROUP), np.uint8)
+    codes[:, :depth] = matrix.codes
+    blocks["q"] = codes.reshape(blocks["q"].shape)
+    blocks["d"][(blocks["q"] & _NAN == _NAN).any(axis=2)] = np.nan
     return blocks.view(np.uint8).reshape(width, -1)

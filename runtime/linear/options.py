@@ -151,9 +151,7 @@ def _skip_layers(text: str, kv_dtype: str) -> tuple[str, ...]:
 
 def _check_rounding(rounding: str, device: Device, gemm: str, num_ranks: int) -> None:
     reason = ""
-    if device.kind == "cpu" and rounding == "fp8":
-        reason = "which is for GPUs: the cpu has no kernel for it, but for int8, int4 and mxfp4"
-    elif device.kind == "cpu" and num_ranks > 1:
+    if device.kind == "cpu" and num_ranks > 1:
         reason = f"which the cpu keeps whole: {num_ranks} ranks, must be 1"
     elif gemm == "cublas":
         reason = "which cublas does not read"

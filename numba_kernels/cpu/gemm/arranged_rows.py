@@ -4,10 +4,10 @@ Rows come in tiles of at most GEMM_ROWS. A tile of h rows holds words of 32 bits
 row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
 
     float32 and widened weights   the elements themselves, with zeros up to a whole word of the weight
-    bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16
+    bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which else takes floats
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
-    blocks                        groups of X_GROUP elements: words of four int8, then ``[h]`` scales and two ``[h]``
+    blocks of integers            groups of X_GROUP elements: words of four int8, then ``[h]`` scales and two ``[h]``
                                   that `packed_words.quantize_block` tells
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
@@ -55,26 +55,31 @@ def operand_words(stored: Any, depth: int) -> int:
     if stored is np.uint8:
         return -(-depth // GROUP) * GROUP_ROW_WORDS
     if stored in BLOCKS:
-        return depth // X_GROUP * X_ROW_WORDS
+        return -(-depth // BLOCKS[stored].elements) * x_words(BLOCKS[stored])
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     words = -(-depth // elements)
-    return words if _are_pairs(stored) else words * elements
+    return words if are_pairs(stored) else words * elements
 
 
 def is_own_operand(stored: Any, depth: int) -> bool:
     """True if a lone row of x, as it lies in memory, is what its tile reads."""
-    is_rounded = stored is np.uint8 or stored in BLOCKS or _are_pairs(stored)
+    is_rounded = stored is np.uint8 or are_integers(stored) or are_pairs(stored)
     return not is_rounded and operand_words(stored, depth) == depth
 
 
-def _are_pairs(stored: Any) -> bool:
+def are_integers(stored: Any) -> bool:
+    """True if weights are blocks of integers, for which x is rounded by groups of X_GROUP."""
+    return stored in BLOCKS and not BLOCKS[stored].is_e4m3
+
+
+def are_pairs(stored: Any) -> bool:
     """True if a word of x holds two elements, rounded to bfloat16."""
-    return stored is np.uint16 and ROUNDS_TO_BF16
+    return ROUNDS_TO_BF16 and (stored is np.uint16 or (stored in BLOCKS and BLOCKS[stored].is_e4m3))
 
 
 @njit(nogil=True)
 def arrange_floats(x, depth, rows, words, target):
-    """A tile's elements; those behind ``depth`` are zeros."""
+    """A tile's ``words`` elements; those behind ``depth`` are zeros."""
     for word in range(0, depth, LANES):
         transpose_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, rows * 4)
     for i in range(depth * rows, words * rows):
@@ -83,7 +88,7 @@ def arrange_floats(x, depth, rows, words, target):
 
 @njit(nogil=True)
 def arrange_pairs(x, depth, rows, words, target):
-    """A tile's pairs of bfloat16."""
+    """A tile's pairs of bfloat16, in so many words."""
     pairs = block_on_stack()
     for word in range(0, words, LANES):
         for row in range(rows):

@@ -28,6 +28,7 @@ def row_reader(stored: str) -> Any:
     planes = tuple((block.places[each.field], each.bits, each.run) for each in block.planes)
     first_plane, second_plane = planes[0], planes[-1]
     has_second, table = len(planes) > 1, np.array(block.table or (0,), np.int32)
+    is_e4m3 = block.is_e4m3
     has_table, table_values = block.table is not None, tuple(int(value) for value in table)
 
     @njit(nogil=True)
@@ -96,6 +97,18 @@ def row_reader(stored: str) -> Any:
 
     @njit(nogil=True)
     @name_by_content
+    def number(at, i):
+        if not is_e4m3:
+            return np.float32(integer(at, i))
+        code = bits_of(at, first_plane, i)
+        magnitude = code & 127
+        found = np.float32(magnitude) * np.float32(2**-9)
+        if magnitude > 7:
+            found = float_of_bits(np.int32((magnitude << 20) + (120 << 23)))
+        return -found if code > 127 else found
+
+    @njit(nogil=True)
+    @name_by_content
     def read_row(panel, column, width, multiplier, out):
         at = panel + column // LANES * vector_bytes + column % LANES * 4
         for first in range(0, width, elements):
@@ -104,8 +117,8 @@ def row_reader(stored: str) -> Any:
                 minimum = np.float32(0)
                 if minimum_field is not None:
                     minimum = minimum_of_group(at, index)
-                for i in range(index * group, (index + 1) * group):
-                    value = scale * np.float32(integer(at, i))
+                for i in range(index * group, min((index + 1) * group, width - first)):
+                    value = scale * number(at, i)
                     out[first + i] += (value - minimum) * np.float32(multiplier)
             at += block_bytes
 

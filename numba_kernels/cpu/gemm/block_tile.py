@@ -22,7 +22,7 @@ from numba.core import cgutils, types
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
-from numba_kernels.cpu.target import DOT, LANES, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.target import DOT, LANES, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 
 X_WORDS = X_GROUP // 4  # of bytes
 X_ROW_WORDS = X_WORDS + 3  # with the scale, and the starts of both halves' sums, or of the whole and the sum itself
@@ -46,6 +46,13 @@ def start_of(block: Block) -> int:
     return 0 if is_signed(block) else -block.zero
 
 
+def x_words(block: Block) -> int:
+    """Words that a row of x takes beside a block."""
+    if block.is_e4m3:
+        return block.elements // 2 if ROUNDS_TO_BF16 else block.elements
+    return block.elements // X_GROUP * X_ROW_WORDS
+
+
 class BlockSums:
     """The accumulators of a tile and how blocks add to them; as `float_tile.Sums`."""
 
@@ -56,6 +63,7 @@ class BlockSums:
         self.height = height
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
+        self.x_words = x_words(self.block)
         self.steps = max(1, _CHUNK // self.block.elements)  # blocks at once
         self.is_signed = is_signed(self.block)
         largest = 127 if self.is_signed else self.block.largest
@@ -79,7 +87,7 @@ class BlockSums:
         words = self.block.words
         num_blocks = builder.sdiv(tile.words, _i64(words))
         block_bytes = words * PANEL_COLUMNS * 4
-        x_bytes = self.block.elements // X_GROUP * X_ROW_WORDS * self.height * 4
+        x_bytes = self.x_words * self.height * 4
         chunks = builder.sdiv(builder.add(num_blocks, _i64(self.steps - 1)), _i64(self.steps))
         line_step = builder.sdiv(tile.step, _i64(PANEL_COLUMNS * 4 // _LINE_BYTES))
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:

@@ -1,12 +1,13 @@
-"""Weights in blocks of small integers, as products on the cpu read them: the file's integers and scales, unchanged.
+"""Weights in blocks of small numbers, as products on the cpu read them: the file's numbers and scales, unchanged.
 
 A format is data. Its integers lie in planes of bits, each of them as ggml cuts bytes: every `run` bytes hold, low bits
 first, 8 / bits runs of elements. An element is `scale * (integer - zero) - minimum`, or `scale * table[integer]`; a
-group of elements has one scale (and minimum).
+group of elements has one scale (and minimum). e4m3 has no integers: its elements are `scale * number`.
 
 Panels hold words of 32 bits. The words of one of our blocks, which is one or two of ggml's, follow each other: scales
 first, then the planes (`Block.places`). They come vector by vector, so that each register of columns is one stream:
-`[panel, block, vector, word, lane]`. `block_panels` arranges them, `block_tile` multiplies, `block_rows` reads rows.
+`[panel, block, vector, word, lane]`. `block_panels` arranges them, `block_tile` and `e4m3_tile` multiply, `block_rows`
+reads rows.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Block:
         minimum: the field that minima come from, None: there are none. `m` is a float16 that is added; `z` a byte, the
             integer that stands for 0 in the group.
         table: what integers stand for, as unsigned bytes, `zero` above their meaning; None: themselves.
+        is_e4m3: whether the bytes are such numbers and no integers.
         fields: ggml's block, of which `pairs` make one here.
         pairs: 2 where two of ggml's blocks are joined, else 1.
     """
@@ -76,6 +78,7 @@ class Block:
     pairs: int
     minimum: str | None = None
     table: tuple[int, ...] | None = None
+    is_e4m3: bool = False
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -137,8 +140,8 @@ class Block:
         return max(self.table) if self.table else (1 << sum(plane.bits for plane in self.planes)) - 1
 
     def words_of(self, depth: int) -> int:
-        """Words of a row of so many elements, a multiple of `elements`."""
-        return depth // self.elements * self.words
+        """Words of a row of so many elements, the last block padded."""
+        return -(-depth // self.elements) * self.words
 
 
 _ORDER = ("d", "dmin", "m", "z", "exponent", "scales", "high", "q")
@@ -203,8 +206,13 @@ BLOCKS: dict[str, Block] = {
             "nvfp4", 64, 16, (Plane("q", 4, 8),), 12, "float", np.dtype([("d", "<f4", 4), ("q", "u1", 32)]), 1,
             table=_above(_FP4_VALUES, 12),
         ),
+        Block(
+            "fp8", 128, 128, (Plane("q", 8, 128),), 0, "float", np.dtype([("d", "<f4"), ("q", "u1", 128)]), 1,
+            is_e4m3=True,
+        ),
     )
 }  # fmt: skip
 """By name. Integers of 8 bits are signed in rows of blocks and in panels; 5-bit integers' highest bits lie in panels as
 `_FIFTH` says, in files one after another. int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's
-scales are already divided by twice the matrix's divisor."""
+scales are already divided by twice the matrix's divisor. fp8's codes are no NaN: a group that had one has such a
+scale."""

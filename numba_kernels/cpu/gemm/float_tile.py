@@ -12,7 +12,7 @@ Panels and operands (`operands`) come in words of 32 bits, neighbours in K. What
     bfloat16    two: a shift and a mask make them floats; or a pair for one vdpbf16ps, where the processor has it
     float16     two, widened by conversion
     int8        four, summed up in integers (`int8_tile`)
-    blocks      of ggml's formats: many words, scales among them (`block_tile`)
+    blocks      of ggml's formats and ours: many words, scales among them (`block_tile`, `e4m3_tile`)
 
 A low tile waits for memory. It then takes several neighbouring panels at once: memory delivers several streams a little
 faster than one (4 streams: 7 to 10 % on a Xeon).
@@ -20,21 +20,21 @@ faster than one (4 streams: 7 to 10 % on a Xeon).
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
 from numba import from_dtype
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from numba_kernels.cpu.gemm.bf16_pairs import add_pairs
 from numba_kernels.cpu.gemm.block_tile import BlockSums
 from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.target import (
     GEMM_ROWS,
-    HAS_BF16_DOT,
     LANES,
     PANEL_COLUMNS,
     ROUNDS_TO_BF16,
@@ -48,13 +48,13 @@ _WORDS = simd.vector(I32)
 
 def panels_at_once(stored, rows: int) -> int:
     """Panels that a lone tile of ``rows`` rows takes together, as far as its accumulators go round: one of blocks."""
-    if stored in BLOCKS:
+    if stored in BLOCKS or stored == UNPACKED:
         return 1
     return max(1, min(_MAX_PANELS, GEMM_ROWS // rows))
 
 
 def gemm_tile_of(stored):
-    """The intrinsic for panels of ``stored``: a class, or a block's name."""
+    """The intrinsic for panels of ``stored``: a class, a block's name, or `UNPACKED`."""
 
     @intrinsic
     def gemm_tile(
@@ -99,6 +99,9 @@ def gemm_tile_of(stored):
 
 
 def _new_sums(stored, height, vectors):
+    if stored in ("fp8", UNPACKED):
+        sums = _new_sums(np.uint16 if ROUNDS_TO_BF16 else np.float32, height, vectors)
+        return E4m3Sums(sums, is_unpacked=stored == UNPACKED)
     if stored in BLOCKS:
         return BlockSums(stored, height, vectors)
     if stored is np.uint8:
@@ -128,9 +131,9 @@ class Sums:
         row_bytes = self.height * self.elements * 4
         with cgutils.for_range(builder, tile.words, intp=I64) as loop:
             at = builder.add(tile.x, builder.mul(loop.index, ir.Constant(I64, row_bytes)))
-            self._add(builder, at, tile.weight_places(builder, loop.index))
+            self.add_word(builder, at, tile.weight_places(builder, loop.index))
 
-    def _add(self, builder, x_at, weight_places):
+    def add_word(self, builder, x_at, weight_places):
         """Registers are scarce: the accumulators take most of them. So only one element of each word is at hand, and
         either all rows' values or all vectors, whichever are fewer."""
         for element in range(self.elements):
@@ -186,34 +189,14 @@ class BF16Sums(Sums):
         super().__init__(stored, height, vectors)
         self.elements = 1  # words of x a word of the weight
 
-    def _add(self, builder, x_at, weight_places):
-        dot = self.instruction if HAS_BF16_DOT else self.spelled_out
+    def add_word(self, builder, x_at, weight_places):
         weights = [simd.load(builder, place, _WORDS, 4) for place in weight_places]
         for r in range(self.height):
             place = simd.offset(builder, x_at, r * 4)
             pair = simd.splat(builder, simd.load(builder, place, I32, 4))
             for v in range(self.vectors):
                 register = self.registers[r, v]
-                builder.store(dot(builder, builder.load(register), pair, weights[v]), register)
-
-    @staticmethod
-    def instruction(builder, total, pairs, weights):
-        """``total`` and the products of two pairs in each lane."""
-        llvm.initialize_native_asmparser()
-        kind = ir.FunctionType(simd.vector(F32), [simd.vector(F32), _WORDS, _WORDS])
-        return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, pairs, weights])
-
-    @staticmethod
-    def spelled_out(builder, total, pairs, weights):
-        """The same without the instruction: the upper elements' product is added first, then the lower ones'.
-
-        The instruction takes numbers below the smallest normal one for zero; here they count.
-        """
-        mask, sixteen = simd.splat_constant(I32, 0xFFFF0000), simd.splat_constant(I32, 16)
-        for half in (lambda words: builder.and_(words, mask), lambda words: builder.shl(words, sixteen)):
-            a, b = (builder.bitcast(half(words), simd.vector(F32)) for words in (pairs, weights))
-            total = simd.fma(builder, a, b, total)
-        return total
+                builder.store(add_pairs(builder, builder.load(register), pair, weights[v]), register)
 
 
 class _Tile:

@@ -23,6 +23,8 @@ from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import (
     ELEMENTS_A_WORD,
     GROUP_ROW_WORDS,
+    are_integers,
+    are_pairs,
     arrange_blocks,
     arrange_floats,
     arrange_groups,
@@ -30,13 +32,14 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_of
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_of, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
+from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED, UNPACKED_WORDS, unpack_blocks
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
-from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
+from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
 from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
@@ -107,16 +110,20 @@ class ProductParts(NamedTuple):
 def product_parts(stored: Any) -> ProductParts:
     """For panels of ``stored``: a class, or a block's name. `linear_kernel` says what the fields mean."""
     is_block = stored in BLOCKS
-    is_int8, is_pairs = stored is np.uint8, stored is np.uint16 and ROUNDS_TO_BF16
+    is_int8, is_pairs, is_integers = stored is np.uint8, are_pairs(stored), are_integers(stored)
     # K is cut at multiples of `span` words.
     if is_block:
         elements, unit_words = BLOCKS[stored].elements, BLOCKS[stored].words
-        span, span_row_words = unit_words, elements // X_GROUP * X_ROW_WORDS
+        span, span_row_words = unit_words, x_words(BLOCKS[stored])
     else:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
-    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_block else (0, False)
+    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
     gemm_tile = gemm_tile_of(stored)
+    unpacks = is_block and BLOCKS[stored].is_e4m3  # for many rows
+    unpacked_tile = gemm_tile_of(UNPACKED) if unpacks else gemm_tile
+    most_at_once = GEMM_ROWS // 2  # rows that meet numbers as they are unpacked
+    most_words = span * 4 // PARTS if unpacks else MAX_BLOCK_WORDS
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
     stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_block else STREAM_AHEAD_BYTES
 
@@ -128,7 +135,7 @@ def product_parts(stored: Any) -> ProductParts:
         rows = min(a.tile_rows, a.num_rows - first)
         x = a.x + first * a.depth * 4
         target = a.operands + first * (-(-words // span)) * span_row_words * 4
-        if is_block:
+        if is_integers:
             groups = a.depth // X_GROUP
             begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
             x += begin * X_GROUP * 4
@@ -137,9 +144,9 @@ def product_parts(stored: Any) -> ProductParts:
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
-            arrange_pairs(x, a.depth, rows, words, target)
+            arrange_pairs(x, a.depth, rows, words // unit_words * elements // 2, target)
         else:
-            arrange_floats(x, a.depth, rows, words * elements, target)
+            arrange_floats(x, a.depth, rows, words // unit_words * elements, target)
 
     @njit(nogil=True)
     @name_by_content
@@ -155,17 +162,21 @@ def product_parts(stored: Any) -> ProductParts:
         panel_stride = words * _PANEL_ROW_BYTES
         rows = last_row - first_row
         is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
+        is_buffered = unpacks and rows > most_at_once
         is_cut = a.num_segments > 1
         step_words = max(1, a.step_elements // elements * unit_words if is_cut else words)
         num_steps = -(-words // step_words)
         longest = -(-num_steps // a.num_segments) * step_words
-        num_blocks = 1 if is_lone else max(1, -(-longest // MAX_BLOCK_WORDS))
+        num_blocks = 1 if is_lone and not is_buffered else max(1, -(-longest // most_words))
         block_words = max(1, -(-longest // (num_blocks * span))) * span
-        num_slots = _NUM_SLOTS if is_cut else 0 if is_lone else 1
+        num_slots = _NUM_SLOTS if is_cut else 0 if num_blocks == 1 else 1
         slot_rows = max(rows, GEMM_ROWS)  # a lone tile's panels lie side by side, as far as its accumulators go round
         slots = np.empty((num_slots, slot_rows, PANEL_COLUMNS), np.float32)
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
+        if unpacks and is_buffered:
+            buffer = np.empty((block_words // span * UNPACKED_WORDS, PANEL_COLUMNS), np.float32)
+            step = -(-step // PARTS)
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
@@ -190,15 +201,23 @@ def product_parts(stored: Any) -> ProductParts:
                         is_first = start == first and not is_end
                         is_last = is_end if is_cut else start + count >= last
                         partial = slot
+                        if unpacks and is_buffered:
+                            unpack_blocks(weight, count, address(buffer))
+                            weight = address(buffer)
+                            count = count // span * UNPACKED_WORDS
                         for row in range(first_row, last_row, a.tile_rows):
                             height = min(a.tile_rows, last_row - row)
                             at = row * a.out_width + column
-                            gemm_tile(
+                            arguments = (
                                 a.operands + row * row_bytes + start // span * span_row_words * height * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
                                 _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
                                 is_first, is_last, ahead, step, panels, height,
                             )  # fmt: skip
+                            if unpacks and is_buffered:
+                                unpacked_tile(*arguments)
+                            else:
+                                gemm_tile(*arguments)
                             ahead += count * step
                             partial += height * PANEL_COLUMNS * 4
                 if is_cut and not is_end:
@@ -262,7 +281,7 @@ def multiply(
             operands, num_arranging, parts = start, 0, 1
         else:
             memory = new_array((count * row_words,), np.float32)
-            parts = _arranging_parts(count, depth, tickets) if stored in BLOCKS else 1
+            parts = _arranging_parts(count, depth, tickets) if are_integers(stored) else 1
             operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows) * parts
         total = num_arranging + tickets.count
         added = residual + first * out_width * 4 if residual else 0

@@ -36,7 +36,7 @@ from runtime.linear.options import LoadOptions
 from runtime.own_packages import python_module
 from runtime.progress import Reporter, Show
 
-ROUNDED_BLOCKS = {"int4": "Q4_0", "mxfp4": "MXFP4"}
+ROUNDED_BLOCKS = {"int4": "Q4_0", "mxfp4": "MXFP4", "fp8": "fp8"}
 """In which of ggml's blocks the cpu keeps what `--quantization` asks for."""
 
 logger = logging.getLogger("xserv.engine")

@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import target
-from numba_kernels.cpu.gemm.float_tile import BF16Sums
+from numba_kernels.cpu.gemm.bf16_pairs import by_instruction, spelled_out
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.running.launch import address_of
 
@@ -31,9 +31,10 @@ KINDS = ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", target.EMUL
 _GOLDENS = "tests/models/test_goldens.py"
 _ROWS = "tests/numba_kernels/cpu/test_linear.py::test_rows_of_any_size"
 _BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables"
+_E4M3 = "tests/numba_kernels/cpu/test_e4m3.py::test_products_rows_and_tables[block1]"
 _RANKS = "tests/runtime/linear/test_segments.py::test_many_sizes"
 TELLING = {
-    "portable": [f"{_ROWS}[float16]"],
+    "portable": [f"{_ROWS}[float16]", _E4M3],
     "avx2": [f"{_ROWS}[float32]", f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]"],
     "avx512": [f"{_ROWS}[int8]", f"{_BLOCKS}[Q6_K]"],
     "avx512_vnni": [f"{_RANKS}[int8]", f"{_BLOCKS}[IQ4_NL]"],
@@ -102,7 +103,7 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
     floats, words = simd.vector(simd.F32), simd.vector(simd.I32)
     function = ir.Function(module, ir.FunctionType(floats, [floats, words, words]), "dot")
     builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(BF16Sums.instruction(builder, *function.args))
+    builder.ret(by_instruction(builder, *function.args))
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu="cooperlake")
     code = machine.emit_object(llvm.parse_assembly(str(module)))
     found = [
@@ -143,14 +144,14 @@ def test_the_instruction_spelled_out():
     count = 1600
     totals = (rng.standard_normal(count) * 10 ** rng.uniform(-3, 3, count)).astype(np.float32)
     pairs, weights = (rng.standard_normal((count, 2)).astype(ml_dtypes.bfloat16) for _ in range(2))
-    spelled_out = _sums_of_pairs(BF16Sums.spelled_out, totals, pairs, weights)
+    in_full = _sums_of_pairs(spelled_out, totals, pairs, weights)
     products = pairs.astype(np.float64) * weights.astype(np.float64)  # exact
     once = (totals + products[:, 1]).astype(np.float32)
     expected = (once + products[:, 0]).astype(np.float32)
     if target.compiled_for("avx2"):
-        np.testing.assert_array_equal(spelled_out, expected)
+        np.testing.assert_array_equal(in_full, expected)
     else:  # products are rounded, too
-        np.testing.assert_allclose(spelled_out, expected, rtol=0, atol=1e-6 * np.abs(totals).max())
+        np.testing.assert_allclose(in_full, expected, rtol=0, atol=1e-6 * np.abs(totals).max())
     if target.compiled_for("avx512bf16"):
-        by_instruction = _sums_of_pairs(BF16Sums.instruction, totals, pairs, weights)
-        np.testing.assert_array_equal(by_instruction, spelled_out)
+        at_once = _sums_of_pairs(by_instruction, totals, pairs, weights)
+        np.testing.assert_array_equal(at_once, in_full)

@@ -114,6 +114,10 @@ KEPT: list[tuple[dict[str, Any], str]] = [
         {"kind": "fp4", "shape": (70, 192), "block": (1, 16), "scale": ml_dtypes.float8_e4m3fn, "divisor": 20.0},
         "nvfp4",
     ),
+    ({"kind": "fp8", "shape": (70, 256), "block": (32, 128), "scale": np.float32}, "fp8"),
+    ({"kind": "fp8", "shape": (70, 384), "block": (0, 0), "scale": ml_dtypes.bfloat16}, "fp8"),
+    ({"kind": "fp8", "shape": (70, 76), "block": ROW, "scale": np.float32}, "fp8"),
+    ({"kind": "fp8", "shape": (70, 384), "block": (1, 256), "scale": ml_dtypes.float8_e8m0fnu}, "fp8"),
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": ml_dtypes.bfloat16}, "int4_bfloat"),
     ({"kind": "int8", "shape": (70, 64), "block": ROW, "scale": np.float32, "has_zeros": True}, "int8_float_zeros"),
 ]
@@ -134,7 +138,7 @@ OTHERS: list[dict[str, Any]] = [
     {"kind": "int4", "shape": (4, 64), "block": (1, 32), "scale": np.float16, "has_order": True},
     {"kind": "int4", "shape": (4, 64), "block": (1, 16), "scale": np.float16},
     {"kind": "int4", "shape": (4, 96), "block": (1, 32), "scale": np.float16},
-    {"kind": "fp8", "shape": (4, 64), "block": (128, 128)},
+    {"kind": "fp8", "shape": (4, 64), "block": (64, 64)},
 ]
 
 
