@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import inspect
@@ -129,8 +130,9 @@ def _value(value: object) -> str:
 
 
 def _example(module: Any) -> str:
-    """The block of code in a module's docstring."""
-    found = [each for each in re.findall(r"(?:^    .*\n|^\n)+", f"{module.__doc__}\n", re.M) if "import" in each]
+    """The block of code in a module's docstring, which Python 3.13 keeps with other spaces."""
+    text = ast.get_docstring(ast.parse(inspect.getsource(module)), clean=False)
+    found = [each for each in re.findall(r"(?:^    .*\n|^\n)+", f"{text}\n", re.M) if "import" in each]
     return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
 
 

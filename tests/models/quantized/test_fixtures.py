@@ -108,11 +108,11 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
 
 
 KEPT = {
-    "awq_w4": "int4_half_zeros", "awq_w4_channel": "int4_half_zeros", "ct_int8_asymmetric": "int8_bfloat_zeros",
-    "ct_int8_channel": "int8", "ct_mxfp4": "MXFP4", "ct_nvfp4": "nvfp4", "ct_w4_asymmetric": "int4_half_zeros",
-    "ct_w4_channel": "int4_bfloat", "ct_w4_group": "int4_bfloat", "ct_w8_group": "int8_bfloat",
-    "gptq_dynamic": "Q4_0", "gptq_w4": "Q4_0", "gptq_w4_channel": "Q4_0", "gptq_w4_v2": "int4_half_zeros",
-    "gptq_w4_zeros": "int4_half_zeros",
+    "awq_w4": "int4_half_zeros", "awq_w4_channel": "int4_half_zeros", "ct_fp8_channel": "fp8", "ct_fp8_tensor": "fp8",
+    "ct_int8_asymmetric": "int8_bfloat_zeros", "ct_int8_channel": "int8", "ct_mixed": "fp8", "ct_mxfp4": "MXFP4",
+    "ct_nvfp4": "nvfp4", "ct_w4_asymmetric": "int4_half_zeros", "ct_w4_channel": "int4_bfloat",
+    "ct_w4_group": "int4_bfloat", "ct_w8_group": "int8_bfloat", "fp8_tensor_static": "fp8", "gptq_dynamic": "Q4_0",
+    "gptq_w4": "Q4_0", "gptq_w4_channel": "Q4_0", "gptq_w4_v2": "int4_half_zeros", "gptq_w4_zeros": "int4_half_zeros",
 }  # fmt: skip
 """By fixtures, of queries, keys and values; others become floats."""
 
