@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.json_fields import read_json_object
 from models.other_formats import remedy
 from models.safetensors_file import SafetensorsFile
+from models.stacked import Stack, take_apart
+from models.stored_tensor import StoredTensor
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
@@ -39,52 +41,15 @@ class TensorLayout:
     `shapes` has a shape for every name. `prefix` starts the names of all but the output head, in some
     checkpoints and not in others. Stored tensors that match `harmless` are buffers that the model can
     compute, and are passed over. `copies` maps names that may be stored besides, or instead of, the one
-    that they must equal (a tied output head).
+    that they must equal (a tied output head). `stacks` are the tensors that may be stored instead of those that they
+    hold.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     prefix: str
     harmless: re.Pattern[str]
     copies: Mapping[str, str] = field(default_factory=dict)
-
-
-class StoredTensor(Protocol):
-    """One tensor of a file.
-
-    Attributes:
-        file: the file's name.
-        name: what the file calls it.
-        shape: of the elements.
-        dtype: of the elements as `array` gives them; None if it cannot.
-        type_name: what the file calls the type.
-        size_bytes: in the file.
-        block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
-        quantized: how the matrix that `matrix` gives is quantised; None if it is not.
-    """
-
-    file: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType | None
-    type_name: str
-    size_bytes: int
-    block_format: str | None
-    quantized: QuantizedLayout | None
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """The elements, as a view of the mapped file where they are stored so."""
-
-    def blocks(self) -> np.ndarray[Any, Any]:
-        """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
-
-    def matrix(self) -> QuantizedMatrix:
-        """A matrix that is `quantized`."""
-
-    def check(self) -> None:
-        """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN."""
-
-    def release(self) -> None:
-        """Let go of the file's memory pages; reading it again reads the file again."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
 
 
 class Checkpoint:
@@ -101,9 +66,9 @@ class Checkpoint:
         Raises `WeightsError`, naming file and tensor of all that are missing, left over, misshapen or
         wrong-typed.
         """
-        problems = []
         found = self._names_of(layout)
         shapes = dict(layout.shapes)
+        problems = take_apart(found, layout.stacks, shapes, self.label)
         for copy, original in layout.copies.items():
             if copy in found:
                 shapes[copy] = layout.shapes[original]

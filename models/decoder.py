@@ -145,9 +145,10 @@ class Attention:
         norm: NormKind = "none",
         norm_offset: float = 0.0,
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """`qkv` names the projections, or the one of all three. `norm`: queries and keys are normalised by head, or all
-        heads together. `softcap` bounds scores."""
+        heads together. `softcap` bounds scores. With `has_sinks` each head has a logit more, `sinks`."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.index, self.rope, self.softcap = index, rope, softcap
@@ -160,10 +161,10 @@ class Attention:
         )  # fmt: skip
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
-        if norm == "row" and maker.options.num_ranks > 1:
-            raise ModelLoadError(
-                f"norms over all heads of queries and keys are not split: {maker.options.num_ranks} ranks, must be 1"
-            )
+        self.sinks = maker.vector("sinks", config.num_heads) if has_sinks else None
+        if (norm == "row" or has_sinks) and maker.options.num_ranks > 1:
+            what = "sinks" if has_sinks else "norms over all heads of queries and keys"
+            raise ModelLoadError(f"{what} are not split: {maker.options.num_ranks} ranks, must be 1")
         if norm != "none":
             q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size, kv_size)
             self.q_norm = maker.vector("q_norm.weight", q_width, add=norm_offset)
@@ -193,8 +194,8 @@ class Attention:
             scales=scales,
         )
         attended = ops.attention(
-            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, softcap=self.softcap,
-            scales=scales,
+            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, sinks=self.sinks,
+            softcap=self.softcap, scales=scales,
         )  # fmt: skip
         return self.o_proj(attended, residual=residual)
 

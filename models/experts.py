@@ -1,6 +1,6 @@
 """A mixture of experts where a dense decoder has its MLP.
 
-    routing = route(router(x));   y = sum over chosen experts of weight * down(silu(gate(x)) * up(x))  [+ shared MLP]
+    routing = route(router(x));   y = sum over chosen experts of weight * down(f(gate(x)) * up(x))  [+ shared MLP]
 """
 
 from __future__ import annotations
@@ -16,8 +16,26 @@ from runtime.linear.norm import RmsNorm
 from runtime.routing import RoutingRule
 from runtime.tensor.tensor import Tensor
 
-Names = tuple[str, tuple[str, str], str]
-QWEN_NAMES: Names = ("gate", ("gate_proj", "up_proj"), "down_proj")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsForm:
+    """How a family's experts are made, and what their maps are called in a checkpoint.
+
+    Attributes:
+        under: where a layer's experts stand.
+        router, gate_up, down: the maps' names.
+        has_bias: whether router and experts have biases.
+        activation: between an expert's maps.
+        is_stacked: whether all experts' maps may be stored as one tensor (`models.stacked`).
+    """
+
+    under: str = "mlp"
+    router: str = "gate"
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    has_bias: bool = False
+    activation: ops.GluActivation = "silu"
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +58,10 @@ class MoeConfig(DecoderConfig):
 
 
 class MoeDecoder(Decoder):
-    """A decoder whose layers have experts, but for the dense ones.
-
-    Attributes:
-        experts_under: where a layer's experts stand in a checkpoint.
-        expert_names: of the router, of gate and up, of down.
-    """
+    """A decoder whose layers have experts, but for the dense ones."""
 
     config: MoeConfig
-    experts_under = "mlp"
-    expert_names = QWEN_NAMES
+    form = ExpertsForm()
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         return PreNormLayer(self, index, maker, attention={"norm": self.config.qk_norm})
@@ -58,19 +70,24 @@ class MoeDecoder(Decoder):
         if index in self.config.dense_layers:
             return self.mlp(maker, input_norm=input_norm, **choices)
         norm = self._input_norm(maker, input_norm)
-        return Experts(self.config, maker.under(self.experts_under), self.expert_names, norm)
+        return Experts(self.config, maker.under(self.form.under), self.form, norm)
 
 
 class Experts:
     """A router, its experts and perhaps a shared one, behind a norm if there is one."""
 
-    def __init__(self, config: MoeConfig, maker: Maker, names: Names, norm: RmsNorm | None) -> None:
-        router, gate_up, down = names
+    def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None) -> None:
         hidden, inner, count = config.hidden_size, config.expert_size, config.rule.num_experts
-        self.rule, self.norm = config.rule, norm
-        self.router = maker.router(router, outputs=count, inputs=hidden)
-        self.gate_up = maker.experts(gate_up, count=count, outputs=(inner, inner), inputs=hidden)
-        self.down = maker.experts(down, count=count, outputs=hidden, inputs=inner)
+        self.rule, self.norm, self.activation = config.rule, norm, form.activation
+        self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
+        self.gate_up = maker.experts(
+            form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
+            stack="gate_up_proj" if form.is_stacked else "",
+        )  # fmt: skip
+        self.down = maker.experts(
+            form.down, count=count, outputs=hidden, inputs=inner, has_bias=form.has_bias,
+            stack="down_proj" if form.is_stacked else "",
+        )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:
             self.shared = SharedExpert(config, maker)
@@ -81,7 +98,7 @@ class Experts:
         routing = ops.route(self.router.logits(x), self.rule)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         return ops.experts(
-            x, routing, self.gate_up, self.down, "silu", shared=shared, shared_gate=gate, residual=residual
+            x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual
         )
 
 

@@ -20,6 +20,7 @@ from models.checkpoint import TensorLayout
 from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
+from models.stacked import Stack
 from numba_kernels.cuda.packing import Packing
 from runtime import ops
 from runtime.dtype import DType, float16, float32
@@ -142,6 +143,7 @@ class Maker(ABC):
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
+        self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
 
     def under(self, name: str) -> Self:
         """This maker for names that begin with `name.`."""
@@ -200,19 +202,35 @@ class Maker(ABC):
 
     def experts(
         self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int,
-        has_bias: bool = False,
+        has_bias: bool = False, stack: str = "",
     ) -> ExpertsWeight:  # fmt: skip
         """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
+
+        With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names by
+        turns, and their biases in `experts.<stack>_bias [count, outputs]`.
 
         Raises ModelLoadError where the options' device has no kernels for experts, or ranks would share them.
         """
         if self.options.device.kind != "cpu" or self.options.num_ranks > 1:
             where = f"on {self.options.device}" if self.options.device.kind != "cpu" else "over several ranks"
             raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run {where} yet: use --device cpu")
-        under = (self.under(f"experts.{number}") for number in range(count))
+        if stack:
+            self._note_stack(stack, "weight", names, (count, inputs), outputs)
+        if stack and has_bias:
+            self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
+        makers = (self.under(f"experts.{number}") for number in range(count))
         return ExpertsWeight(
-            [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in under]
+            [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
         )
+
+    def _note_stack(
+        self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...], outputs: int | Sequence[int]
+    ) -> None:
+        """`shape` is that of the stack without its outputs."""
+        total = outputs if isinstance(outputs, int) else sum(outputs)
+        parts = tuple(f"{name}.{part}" for name in ((names,) if isinstance(names, str) else names))
+        under = f"{self._prefix}experts"
+        self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts)
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
@@ -330,7 +348,7 @@ class DeclaringMaker(Maker):
 
     def layout(self, prefix: str, harmless: Any) -> TensorLayout:
         """What a checkpoint must store; `prefix` and `harmless` as there."""
-        return TensorLayout(self._shapes, prefix, harmless, self._copies)
+        return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks)
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""

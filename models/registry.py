@@ -21,6 +21,7 @@ from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
 from models.model_files import open_model
 from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
+from models.stacked import take_apart
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.kept import kept_format
@@ -221,6 +222,7 @@ def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, Quantize
     if read_quantization(files.config()) is None:
         return {}
     checkpoint = files.checkpoint()
+    take_apart(checkpoint.tensors, layout.stacks, dict(layout.shapes), checkpoint.label)
     stored = [name for name in layout.shapes if name in checkpoint.tensors]
     return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
 

@@ -42,8 +42,8 @@ __all__ = [
     "silu", "take_decode_inputs",
 ]  # fmt: skip
 
-GluActivation = Literal["silu", "gelu_tanh"]
-GLU_ACTIVATIONS = ("silu", "gelu_tanh")
+GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
+GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 FLOATS = tuple(STORED)
 
 
@@ -157,7 +157,7 @@ def linear_glu(
     """
     backend = _check_factors("linear_glu", x, weight)
     scaled = _check_norm("linear_glu", weight, norm_eps)
-    _check_glu("linear_glu", "weight", weight.shape[0], activation)
+    _check_glu("linear_glu", "weight", weight.shape[0], activation, backend)
     return backend.linear_glu(x, weight, activation, *scaled)  # type: ignore[no-any-return]
 
 
@@ -296,16 +296,21 @@ def _activate(op: str, function: str, x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
-    """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or GELU by its tanh approximation."""
+    """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or GELU by its tanh approximation.
+
+    "clamped_silu" is gpt-oss's: ``g sigmoid(1.702 g) (u + 1)`` with ``g = min(gate, 7)``, ``u = max(-7, min(up, 7))``.
+    """
     backend = _backend("glu", "gate_up", gate_up)
     check("glu", "gate_up", gate_up, gate_up.device, backend.ACTIVATIONS, (None, None))
-    _check_glu("glu", "gate_up", gate_up.shape[1], activation)
+    _check_glu("glu", "gate_up", gate_up.shape[1], activation, backend)
     return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
 
 
-def _check_glu(op: str, argument: str, both: int, activation: str) -> None:
+def _check_glu(op: str, argument: str, both: int, activation: str, backend: ModuleType) -> None:
     if activation not in GLU_ACTIVATIONS:
         raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
+    if activation == "clamped_silu" and backend is not cpu:
+        raise fail(op, "activation", f"is {activation!r}, which has a kernel on the cpu alone")
     if both % 2:
         raise fail(op, argument, f"gives {both} columns, must be an even number")
 
@@ -339,7 +344,7 @@ def experts(
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
-    _check_glu(op, "gate_up", gate_up.shape[1], activation)
+    _check_glu(op, "gate_up", gate_up.shape[1], activation, backend)
     for name, found, wanted in (
         ("gate_up", gate_up.shape[0], routing.rule.num_experts), ("down", down.shape[0], routing.rule.num_experts),
     ):  # fmt: skip

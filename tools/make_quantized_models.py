@@ -4,7 +4,8 @@
     python tools/make_quantized_models.py reordered            # with compressed_tensors 0.12, the last to write g_idx
     python tools/make_quantized_models.py gptq                 # with gptqmodel (installed with BUILD_CUDA_EXT=0)
     python tools/make_quantized_models.py awq FOLDER           # FOLDER: of autoawq's unpacked source
-    python tools/make_quantized_models.py fp8                  # with transformers >= 5.20: fp8 and mxfp4
+    python tools/make_quantized_models.py fp8                  # with transformers >= 5.20
+    python tools/make_quantized_models.py mxfp4                # with transformers >= 5.20: a gpt-oss, and its logits
     python tools/make_quantized_models.py read FOLDER ...      # with compressed_tensors: what `xserv quantize` wrote
 
 Each case is a Llama of one layer, whose matrices the library quantises and packs: `config.json`, `model.safetensors`,
@@ -312,9 +313,8 @@ def awq_cases(source: str) -> None:
 
 
 def fp8_cases() -> None:
-    """Blocks, exponents as scales, one scale for all with static activations; and gpt-oss's blocks of FP4."""
+    """Blocks, exponents as scales, one scale for all with static activations."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     for name, block, scale_format, scheme in (
         ("fp8_block", [16, 32], "float", "dynamic"),
@@ -340,15 +340,57 @@ def fp8_cases() -> None:
             "scale_fmt": scale_format, "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.v_proj"],
         })  # fmt: skip
 
-    random = np.random.default_rng(4)
-    blocks = torch.tensor(random.integers(0, 256, (2, 6, 3, 16), np.uint8))
-    scales = torch.tensor(random.integers(100, 140, (2, 6, 3), np.uint8))
-    unpacked = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
-    folder = FIXTURES / "mxfp4_experts"
+
+def mxfp4_case() -> None:
+    """A gpt-oss whose experts are random blocks of FP4; transformers' floats of them, and its logits."""
+    import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder, random = FIXTURES.parent / "gpt_oss_mxfp4", np.random.default_rng(4)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+    config = transformers.GptOssConfig(
+        vocab_size=41, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2, sliding_window=5,
+        max_position_embeddings=128, dtype="bfloat16",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 8,
+            "truncate": False,
+        },
+    )  # fmt: skip
+    config.architectures = ["GptOssForCausalLM"]
+    model = transformers.GptOssForCausalLM(config)
+    tensors: Tensors = {}
+    said: dict[str, dict[str, str]] = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            values = random.normal(0, 0.2, parameter.shape) + name.endswith("norm.weight")
+            tensors[name] = torch.tensor(values, dtype=torch.bfloat16)
+            continue
+        experts, depth, width = parameter.shape
+        blocks = torch.tensor(random.integers(0, 256, (experts, width, depth // 32, 16), np.uint8))
+        scales = torch.tensor(random.integers(120, 125, (experts, width, depth // 32), np.uint8))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats = convert_moe_packed_tensors(blocks, scales)
+        said[name] = {"dtype": "bfloat16", "sha256": digest(floats.transpose(1, 2))}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales}, folder / "model.safetensors")
-    written = {"gate_up_proj": {"dtype": "bfloat16", "sha256": digest(unpacked)}}
-    (folder / "dequantised.json").write_text(json.dumps(written, indent=1) + "\n")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    quantization = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    }  # fmt: skip
+    fields = {**json.loads(config.to_json_string(use_diff=False)), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+    asked = transformers.Mxfp4Config(dequantize=True)
+    read = transformers.GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=asked, dtype=torch.bfloat16, attn_implementation="eager"
+    ).float()
+    with torch.no_grad():
+        logits = read(torch.tensor([prompt])).logits[0]
+    assert torch.isfinite(logits).all()
+    (folder / "said.json").write_text(json.dumps({"floats": said, "prompt": prompt, "logits": logits.tolist()}) + "\n")
+    print(folder.name, sum(tensor.nbytes for tensor in tensors.values()), "bytes")
 
 
 def read_folders(*folders: str) -> None:
@@ -382,6 +424,6 @@ def read_folders(*folders: str) -> None:
 if __name__ == "__main__":
     made: dict[str, Callable[..., None]] = {
         "compressed-tensors": compressed_tensors_cases, "reordered": reordered_cases, "gptq": gptq_cases,
-        "awq": awq_cases, "fp8": fp8_cases, "read": read_folders,
+        "awq": awq_cases, "fp8": fp8_cases, "mxfp4": mxfp4_case, "read": read_folders,
     }  # fmt: skip
     made[sys.argv[1]](*sys.argv[2:])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.experts import MoeConfig, MoeDecoder, read_rule
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.families.llama import read_decoder
 from models.json_fields import Fields
 
 
 class MixtralModel(MoeDecoder):
-    experts_under = "block_sparse_moe"
-    expert_names = ("gate", ("w1", "w3"), "w2")
+    form = ExpertsForm(under="block_sparse_moe", gate_up=("w1", "w3"), down="w2")
 
 
 def read_mixtral(fields: Fields) -> MoeConfig:

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import Checkpoint, StoredTensor
+from models.checkpoint import Checkpoint
 from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
 from models.json_fields import Fields
+from models.stored_tensor import StoredTensor
 from runtime.dtype import DType
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.errors import TokenizerFileError

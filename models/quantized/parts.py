@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import StoredTensor
 from models.errors import WeightsError
+from models.stored_tensor import StoredTensor
 from runtime.dtype import DType
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix, pack_halves, unpack_halves
 
@@ -93,6 +93,8 @@ class MatrixParts:
         codes, scales, zeros, divisor, input_scale: where its arrays come from.
         order: gives the group of each column, int ``[K]``, in the matrix's order; codes come so, too.
         checks: raise `WeightsError` for what else the files must say.
+        stack_shape: of a matrix in which those of all experts stand one under another: the shape of the tensor that
+            holds them in floats (`models.stacked`).
     """
 
     layout: QuantizedLayout
@@ -103,10 +105,11 @@ class MatrixParts:
     divisor: Part | None = None
     input_scale: Part | None = None
     checks: tuple[Callable[[], None], ...] = field(default=())
+    stack_shape: tuple[int, int, int] | None = None
 
 
 class QuantizedTensor:
-    """A matrix as the model asks for it, `NAME.weight`; see `models.checkpoint.StoredTensor`.
+    """A matrix as the model asks for it; see `models.stored_tensor.StoredTensor`.
 
     Attributes:
         dtype: what it is dequantised to if nothing else is asked for.
@@ -115,9 +118,9 @@ class QuantizedTensor:
 
     block_format: str | None = None
 
-    def __init__(self, module: ModuleTensors, parts: MatrixParts, tensors: list[StoredTensor], dtype: DType) -> None:
-        self.name, self.file = f"{module.name}.weight", parts.codes.stored.file
-        self.shape: tuple[int, ...] = parts.layout.shape
+    def __init__(self, name: str, parts: MatrixParts, tensors: list[StoredTensor], dtype: DType) -> None:
+        self.name, self.file = name, parts.codes.stored.file
+        self.shape: tuple[int, ...] = parts.stack_shape or parts.layout.shape
         self.dtype: DType | None = dtype
         self.type_name = parts.layout.name
         self.size_bytes = sum(stored.size_bytes for stored in tensors)

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from models.checkpoint import Checkpoint, StoredTensor
+from models.checkpoint import Checkpoint
 from models.errors import WeightsError
 from models.json_fields import Fields
 from models.quantized.awq import AwqScheme
 from models.quantized.compressed_tensors import CompressedTensorsScheme
 from models.quantized.fp8 import Fp8Scheme
 from models.quantized.gptq import GptqScheme
+from models.quantized.mxfp4 import STACKED_PARTS, Mxfp4Scheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
+from models.stored_tensor import StoredTensor
 from runtime.dtype import DType, bfloat16
 
 FIELD = "quantization_config"
@@ -38,6 +40,7 @@ _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "compressed-tensors": CompressedTensorsScheme.read,
     "gptq": GptqScheme.read,
     "awq": AwqScheme.read,
+    "mxfp4": Mxfp4Scheme.read,
 }
 
 
@@ -62,13 +65,14 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
 
 
 def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkpoint:
-    """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of those that it is stored as.
+    """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of those that it is stored as,
+    and one, `NAME`, for each stack of them.
 
     Raises `WeightsError` with every matrix that is not as the scheme says.
     """
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in checkpoint.tensors.items():
-        owner, _, part = name.rpartition(".")
+        owner, part = _module_of(name)
         modules.setdefault(owner, {})[part] = stored
     problems: list[str] = []
     made: list[tuple[ModuleTensors, MatrixParts]] = []
@@ -81,9 +85,8 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
         except WeightsError as error:
             problems.append(str(error))
         for part, stored in tensors.items():
-            full_name = f"{name}.{part}" if name else part
-            if part not in module.taken and not scheme.is_passed_over(full_name):
-                left[full_name] = stored
+            if part not in module.taken and not scheme.is_passed_over(stored.name):
+                left[stored.name] = stored
     if problems:
         one = len(problems) == 1
         count = "1 matrix is" if one else f"{len(problems)} matrices are"
@@ -91,8 +94,18 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
     dtype = _main_dtype(left)
     for quantized, parts in made:
         taken = [modules[quantized.name][part] for part in sorted(quantized.taken)]
-        left[f"{quantized.name}.weight"] = QuantizedTensor(quantized, parts, taken, dtype)
+        name = quantized.name if parts.stack_shape else f"{quantized.name}.weight"
+        left[name] = QuantizedTensor(name, parts, taken, dtype)
     return Checkpoint(checkpoint.place, checkpoint.label, left)
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    """A tensor's module, and what the tensor is of it; `X_blocks` and `X_scales` are parts of X, which is a stack."""
+    for part in STACKED_PARTS:
+        if name.endswith(f"_{part}"):
+            return name.removesuffix(f"_{part}"), part
+    owner, _, part = name.rpartition(".")
+    return owner, part
 
 
 def _main_dtype(tensors: Mapping[str, StoredTensor]) -> DType:

@@ -5,6 +5,7 @@
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
     glu           f(gate) up                                  Shazeer, https://arxiv.org/abs/2002.05202
+    clamped glu   g sigmoid(1.702 g) (u + 1),  g = min(gate, 7),  u = max(-7, min(up, 7))     gpt-oss
 
 All are memory-bound: about 25 instructions a vector, in float32, NaN in and NaN out.
 """
@@ -25,6 +26,8 @@ from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.running.launch import Fields, Kernel
 
 FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
+
+CLAMP = 7.0  # of gpt-oss's gates and factors
 
 # (1 + 2 a) e^(a^2) erfc(a) as a polynomial in t = (a - 3.75) / (a + 3.75), 0 <= a <= 9.8: a least-squares fit on
 # Chebyshev nodes, relative error 5e-9.
@@ -81,13 +84,29 @@ def _gelu_erf(builder, x):
     return builder.select(negative, tail, builder.fsub(x, tail))
 
 
-_FUNCTIONS = (_silu, _gelu_sigmoid, _gelu_tanh, _gelu_erf)
-NAMES = ("silu", "gelu_sigmoid", "gelu_tanh", "gelu_erf")  # in the same order
+def _at_most(builder, x, limit):
+    """The smaller one; NaN stays."""
+    bound = constant_like(x, limit)
+    return builder.select(builder.fcmp_ordered(">", x, bound), bound, x)
+
+
+def _clamped_silu(builder, x):
+    return _gelu_sigmoid(builder, _at_most(builder, x, CLAMP))
+
+
+def _clamped_factor(builder, up):
+    bounded = simd.larger(builder, constant_like(up, -CLAMP), _at_most(builder, up, CLAMP))
+    return builder.fadd(bounded, constant_like(up, 1.0))
+
+
+_FUNCTIONS = (_silu, _gelu_sigmoid, _gelu_tanh, _gelu_erf, _clamped_silu)
+NAMES = ("silu", "gelu_sigmoid", "gelu_tanh", "gelu_erf", "clamped_silu")  # in the same order
 
 
 @intrinsic
 def _apply(typingctx, which, x, up, out, count):
-    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]`` where that address is not 0; ``out`` may be ``x``.
+    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]``, or what a clamped function makes of it, where
+    that address is not 0; ``out`` may be ``x``.
 
     ``which`` is a literal index into _FUNCTIONS.
     """
@@ -106,6 +125,8 @@ def _apply(typingctx, which, x, up, out, count):
             builder.store(value, register)
             with builder.if_then(builder.icmp_signed("!=", up, ir.Constant(I64, 0))):
                 factor = simd.masked_load(builder, builder.add(up, offset), mask)
+                if function is _clamped_silu:
+                    factor = _clamped_factor(builder, factor)
                 builder.store(builder.fmul(value, factor), register)
             simd.masked_store(builder, builder.load(register), builder.add(out, offset), mask)
 

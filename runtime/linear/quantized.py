@@ -148,14 +148,16 @@ class QuantizedMatrix:
     def cut(self, rows: slice) -> QuantizedMatrix:
         """Some rows of the matrix, as views where they have scales of their own."""
         width, depth = self.shape
-        first, stop, _ = rows.indices(width)
-        if (first, stop) == (0, width):
+        first, stop, step = rows.indices(width)
+        if (first, stop, step) == (0, width, 1):
             return self
         block_rows, elements = self.layout.block
-        places = self._scale_rows(slice(first, stop))
-        layout = replace(self.layout, shape=(stop - first, depth), block=(min(block_rows, 1), elements))
+        some = slice(first, stop, step)
+        places = self._scale_rows(some)
+        count = len(range(first, stop, step))
+        layout = replace(self.layout, shape=(count, depth), block=(min(block_rows, 1), elements))
         zeros = None if self.zeros is None else self.zeros[places]
-        return replace(self, layout=layout, codes=self.codes[first:stop], scales=self.scales[places], zeros=zeros)
+        return replace(self, layout=layout, codes=self.codes[some], scales=self.scales[places], zeros=zeros)
 
     def dequantise(self, dtype: DType, rows: slice = slice(None)) -> NDArray:
         """Rows of the matrix, ``[rows, K]``, columns in the matrix's own order."""
@@ -210,7 +212,7 @@ class QuantizedMatrix:
         block_rows = self.layout.block[0]
         if not block_rows:
             return slice(0, 1)
-        return rows if block_rows == 1 else np.arange(rows.start, rows.stop) // block_rows
+        return rows if block_rows == 1 else np.arange(rows.start, rows.stop, rows.step) // block_rows
 
     def _groups(
         self, values: NDArray, scales: NDArray, zeros: NDArray | None

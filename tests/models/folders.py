@@ -16,7 +16,7 @@ from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 
-WITH_EXPERTS = [name for name in CASES if "moe" in name or name.startswith("mixtral")]
+WITH_EXPERTS = [name for name in CASES if "moe" in name or name.startswith(("mixtral", "gpt_oss"))]
 
 Array = np.ndarray[Any, Any]
 

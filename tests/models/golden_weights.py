@@ -22,14 +22,15 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     raw = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     uniform = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # [-1, 1)
     uniform = uniform.reshape(shape)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)
     if len(shape) == 1:
         return np.float32(1.0) + uniform * np.float32(0.5)
     if "wte" in name or "embed_tokens" in name or "wpe" in name:
         return uniform
     fan_in = shape[0] if name.split(".")[-2].startswith("c_") else shape[1]  # GPT-2 stores [inputs, outputs]
-    return uniform * np.float32(math.sqrt(3.0 / fan_in))
+    gain = 3.0 if name.endswith("experts.gate_up_proj") else 1.0  # gpt-oss's, so that its clamps are met
+    return uniform * np.float32(gain * math.sqrt(3.0 / fan_in))
 
 
 def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str, Any]]:
@@ -40,7 +41,7 @@ def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str
     if model_type == "mixtral":
         under = under.replace(".mlp", ".block_sparse_moe")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-    if not under.endswith(".experts"):
+    if not under.endswith(".experts") or model_type == "gpt_oss":  # which stores them so, too
         return [(f"{under}.{kind}" if under else kind, parameter)]
     parts, size = names[kind], parameter.shape[1] // len(names[kind])
     return [

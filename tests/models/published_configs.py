@@ -136,4 +136,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "Glm4ForCausalLM", "glm4", attention_bias=False, attention_dropout=0.0, head_dim=32, hidden_act="silu",
         num_key_value_heads=2, pad_token_id=5, partial_rotary_factor=0.5, rope_theta=10000.0, tie_word_embeddings=False,
     ),
+    "gpt-oss-20b": _config(
+        "GptOssForCausalLM", "gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=32,
+        hidden_act="silu", initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_experts_per_tok=4, num_key_value_heads=2, num_local_experts=32, output_router_logits=False, pad_token_id=5,
+        quantization_config={
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+            ],
+            "quant_method": "mxfp4",
+        },
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

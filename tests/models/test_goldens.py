@@ -25,6 +25,8 @@ TOLERANCE = (
     1e-5  # ten times stricter than promised: an epsilon of 1e-6 for 1e-5 moves logits by no more than 3e-5
 )
 
+WINDOWED = ["gemma2_odd", "gemma3_odd", "gpt_oss_odd", "mistral_window", "olmo3_windows", "qwen3_layer_types"]
+
 
 def load_case(folder: Path, case: str, stored_as: str = "F32", dtype: str = "auto") -> tuple[Golden, Model]:
     golden = load_golden(case)
@@ -67,7 +69,7 @@ def test_exact_mode(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(logits_of(model, ids, [3, 1, len(ids) - 4], block_size=8, seed=1), logits)
 
 
-@pytest.mark.parametrize("case", ["gemma2_odd", "gemma3_odd", "mistral_window", "olmo3_windows", "qwen3_layer_types"])
+@pytest.mark.parametrize("case", WINDOWED)
 def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
     golden, model = load_case(tmp_path, case)
     ids = golden.prompt_ids
@@ -145,7 +147,8 @@ def test_bfloat16_widened_to_float32(tmp_path: Path, case: str) -> None:
     check_logits(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"], TOLERANCE)
 
 
-@pytest.mark.parametrize("case", CASES[::3])
+# A longrope's sequence that outgrows its original context is the scheduler's to begin anew (test_rotary_switch).
+@pytest.mark.parametrize("case", [case for case in CASES[::3] if "longrope" not in case])
 def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path, case: str) -> None:
     golden, model = load_case(tmp_path, case)
     ids = golden.prompt_ids

@@ -63,6 +63,9 @@ def gelu(x, kind):
 
 def glu(gate_up, activation):
     gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
+    if activation == "clamped_silu":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
     return (silu(gate) if activation == "silu" else gelu(gate, "tanh")) * up
 
 

@@ -323,7 +323,14 @@ def _olmoe(draw: Draw) -> Fields:
     return {**fields, "rope_parameters": draw.rope(), **_experts(draw, 20)}
 
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+def _gpt_oss(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True), "attention_bias": draw.flip(0.7), "sliding_window": draw.window()}
+    experts = _experts(draw, 9)
+    fields |= {"num_local_experts": experts.pop("num_experts"), **experts, "rope_parameters": draw.rope()}
+    return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
+
+
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 
 _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
@@ -341,6 +348,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", _ministral3),
     "glm": ("GlmConfig", "GlmForCausalLM", _glm4),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", _glm4),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _gpt_oss),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _mixtral),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),

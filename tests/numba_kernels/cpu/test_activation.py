@@ -68,7 +68,16 @@ def test_known_values():
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 17), (3, 16), (5, 100), (33, 1001), (200, 300), (0, 4)])
 @pytest.mark.parametrize("activation", ops.GLU_ACTIVATIONS)
 def test_glu(rows, width, activation):
-    gate_up = normal(np.random.default_rng(rows), (rows, 2 * width)) * 2
+    gate_up = normal(np.random.default_rng(rows), (rows, 2 * width)) * 5  # beyond what is clamped
     out = ops.glu(tensor(gate_up), activation)
     assert out.shape == (rows, width)
     assert dense.relative_error(out.numpy(), dense.glu(gate_up, activation)) < 1e-6
+
+
+def test_clamped_glu():
+    gate, up = [7.0, 9.0, np.inf, -50.0, 1.0, 1.0, 1.0, np.nan], [1.0, 2.0, 3.0, 4.0, 8.0, -9.0, np.nan, 1.0]
+    gate_up = np.array([gate + up])
+    out = ops.glu(tensor(gate_up.astype(np.float32)), "clamped_silu").numpy()[0]
+    full, one = 7 / (1 + np.exp(-1.702 * 7)), 1 / (1 + np.exp(-1.702))
+    np.testing.assert_allclose(out[:6], [2 * full, 3 * full, 4 * full, 0, 8 * one, -6 * one], rtol=1e-6, atol=1e-30)
+    assert np.isnan(out[6:]).all()

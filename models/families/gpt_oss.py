@@ -1,0 +1,61 @@
+"""gpt-oss (arXiv 2508.10925): experts behind a clamped SwiGLU with factors plus 1, a sink beside the keys of each head,
+windows in every other layer, biases in all maps.
+
+Experts are chosen by logits, of which those chosen go through a softmax: as a softmax over all whose chosen scores are
+divided by their sum. Checkpoints hold a layer's experts as one tensor, in floats or in MXFP4.
+"""
+
+from __future__ import annotations
+
+from models.architecture import Architecture
+from models.config import read_common, read_layer_types
+from models.decoder import Layer, PreNormLayer
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
+from models.json_fields import Fields
+from models.maker import Maker
+from models.rope_config import parse_rope
+
+
+class GptOssModel(MoeDecoder):
+    form = ExpertsForm(router="router", has_bias=True, activation="clamped_silu", is_stacked=True)
+
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PreNormLayer(self, index, maker, attention={"has_sinks": True})
+
+
+def read_gpt_oss(fields: Fields) -> MoeConfig:
+    """transformers' config has rotary positions of its own where the file has none: here they must be given."""
+    common = read_common(
+        fields, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5
+    )
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise fields.error("rope_parameters", "is missing")
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], default_theta=150_000.0)
+    fields.raw("initial_context_length")  # a note: the rope's original context counts
+    fields.expect("swiglu_alpha", 1.702)
+    fields.expect("swiglu_limit", 7, 7.0)
+    rule = read_rule(fields, count=128, top_k=4, normalises=True)
+    fields.expect("experts_per_token", rule.top_k)
+    num_layers, window = common["num_layers"], _window(fields)
+    kinds = read_layer_types(fields, num_layers)
+    is_windowed = [index % 2 == 0 for index in range(num_layers)]
+    if kinds is not None:
+        is_windowed = [kind == "sliding_attention" for kind in kinds]
+    has_bias = fields.boolean("attention_bias", True)
+    common["layer_windows"] = tuple(window if each else None for each in is_windowed)
+    return MoeConfig(
+        **common,
+        layer_ropes=(rope,) * num_layers,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        expert_size=common["intermediate_size"],
+        rule=rule,
+    )
+
+
+def _window(fields: Fields) -> int | None:
+    window: int | None = fields.integer("sliding_window", None if "sliding_window" in fields else 128)
+    return window
+
+
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", read_gpt_oss, GptOssModel),)

@@ -1,0 +1,51 @@
+"""One tensor of a model's files, whatever form these have."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from runtime.dtype import DType
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+
+Array = np.ndarray[Any, Any]
+
+
+class StoredTensor(Protocol):
+    """One tensor of a file.
+
+    Attributes:
+        file: the file's name.
+        name: what the file calls it.
+        shape: of the elements.
+        dtype: of the elements as `array` gives them; None if it cannot.
+        type_name: what the file calls the type.
+        size_bytes: in the file.
+        block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
+        quantized: how the matrix that `matrix` gives is quantised; None if it is not.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType | None
+    type_name: str
+    size_bytes: int
+    block_format: str | None
+    quantized: QuantizedLayout | None
+
+    def array(self) -> Array:
+        """The elements, as a view of the mapped file where they are stored so."""
+
+    def blocks(self) -> Array:
+        """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
+
+    def matrix(self) -> QuantizedMatrix:
+        """A matrix that is `quantized`."""
+
+    def check(self) -> None:
+        """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN."""
+
+    def release(self) -> None:
+        """Let go of the file's memory pages; reading it again reads the file again."""
