@@ -209,19 +209,30 @@ class Maker(ABC):
         With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names by
         turns, and their biases in `experts.<stack>_bias [count, outputs]`.
 
-        Raises ModelLoadError where the options' device has no kernels for experts, or ranks would share them.
+        Raises ModelLoadError where there are no kernels for such experts, or ranks would share them.
         """
-        if self.options.device.kind != "cpu" or self.options.num_ranks > 1:
-            where = f"on {self.options.device}" if self.options.device.kind != "cpu" else "over several ranks"
-            raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run {where} yet: use --device cpu")
+        device, gemm = self.options.device, self.options.gemm
+        if self.options.num_ranks > 1:
+            raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run over several ranks yet")
+        if gemm != "auto":
+            raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
         if stack:
             self._note_stack(stack, "weight", names, (count, inputs), outputs)
         if stack and has_bias:
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
         makers = (self.under(f"experts.{number}") for number in range(count))
-        return ExpertsWeight(
+        made = ExpertsWeight(
             [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
         )
+        packing = made.experts[0].format.packing
+        if device.kind != "cpu" and packing:
+            raise ModelLoadError(
+                f"{self._prefix}experts: kept as {packing}, which products of experts on {device} do not read yet: "
+                "use --device cpu"
+            )
+        if device.kind != "cpu":
+            self._count(16 * count)  # of the table of where they lie
+        return made
 
     def _note_stack(
         self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...], outputs: int | Sequence[int]

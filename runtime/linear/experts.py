@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
+from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PanelWeight
 from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
 
 
 class ExpertsWeight:
@@ -18,13 +19,16 @@ class ExpertsWeight:
     Attributes:
         experts: the E weights.
         parts: each expert's weight in its parts, which are kept in formats of their own; one where it is one.
-        tables: for each part, ``[3, E]`` int64: where each expert's panels, scales and bias lie. Empty for weights that
-            are only declared.
+        tables: on the cpu, for each part, ``[3, E]`` int64: where each expert's panels, scales and bias lie. Empty for
+            weights that are only declared.
+        table: on a GPU, there, ``[2, E]`` int64: where each expert's rows and bias lie, 0 without; else None.
+        table_address: of `table`, or 0.
+        exact: on a GPU, whether a row's bits may not depend on how many rows there are.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
     """
 
-    __slots__ = ("experts", "parts", "tables")
+    __slots__ = ("exact", "experts", "parts", "table", "table_address", "tables")
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
         if not experts:
@@ -41,6 +45,13 @@ class ExpertsWeight:
                     f"ExpertsWeight: expert {number} is {theirs}, must be as expert 0: {ours}", param="experts"
                 )
         self.tables: list[NDArray] = []
+        self.table: Tensor | None = None
+        self.table_address, self.exact = 0, False
+        if isinstance(weight := self.experts[0], GpuWeight):
+            places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
+            self.table = Tensor.from_numpy(np.array(places, np.int64)).to(weight.device)
+            self.table.storage.freeze()
+            self.table_address, self.exact = self.table.address, weight.exact
         if isinstance(self.parts[0][0], PanelWeight):
             self.tables = [
                 np.array(

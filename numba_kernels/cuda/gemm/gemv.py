@@ -52,12 +52,12 @@ BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
 LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
-"""Which of the two kinds of loads that `_weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
+"""Which of the two kinds of loads that `weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
 it. Plans take the first; what the others cost is for a GPU to tell (tools/gpu/gemv_loads.py)."""
 
 
 @functools.cache
-def _weight_loader(dtype: str) -> tuple[Any, Any, Any]:
+def weight_loader(dtype: str) -> tuple[Any, Any, Any]:
     """Device functions ``address -> 4 words``, for what is read once, before `wait_for_previous_grid` and after it, and
     ``words -> VECTOR_WIDTH float32``."""
     if dtype == "f32":
@@ -76,7 +76,7 @@ def _weight_loader(dtype: str) -> tuple[Any, Any, Any]:
 
 
 @functools.cache
-def _exchange(distance: int, num_sums: int) -> Any:
+def exchange(distance: int, num_sums: int) -> Any:
     """A device function ``(sums, lane) -> None``: adds the sums of lanes that far apart.
 
     Where there are more sums than lanes nearer than that, a lane keeps one half of its sums and gives away the other.
@@ -107,7 +107,7 @@ def _kernel(
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element, load_parts = vector_loader(dtype), element_loader(dtype), memory.load_4xf32
-    *loaders, widen = _weight_loader(dtype)
+    *loaders, widen = weight_loader(dtype)
     load_early, load_later = (loaders[which] for which in LOADS[loads])
     columns, is_gated, gated = COLUMNS[rows], activation != "", GATED.get(activation)
     out_columns = columns // 2 if is_gated else columns
@@ -115,7 +115,7 @@ def _kernel(
     turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
     word = uint32 if is_aligned and dtype != "f32" else float32
     num_sums = rows * columns
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (_exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
 
     def turn_loader(load_weights):

@@ -23,7 +23,7 @@ from runtime.engine.steps import decode_graphs
 from runtime.engine.steps.decode_gpu import GpuDecodes
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
-from tests.models.folders import change_config, load_golden, write_model
+from tests.models.folders import WITH_EXPERTS, change_config, load_golden, write_model
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.engine.counted_gpu import counted_gpu
 from tests.runtime.engine.fakes import Collected, collect, make_engine, request, run_to_end, said_by_engine
@@ -41,6 +41,11 @@ pytestmark = pytest.mark.emulator
             marks=pytest.mark.exhaustive,
         ),
         pytest.param("gpt2_gelu_new", "F32", "emulated:sm_80", {"overlap": "off"}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe_odd", "BF16", "emulated:sm_90a", {"num_blocks": 10}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "qwen2_moe_shared", "F32", "emulated:sm_80", {"num_blocks": 10, "preemption": "swap"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )  # fmt: skip
 def test_replay_equals_eager(
@@ -52,13 +57,24 @@ def test_replay_equals_eager(
     Gpu.of(device).allocator.check_integrity()
 
 
-def test_replay_gives_the_golden_tokens(tmp_path: Path) -> None:
+OF_GOLDENS = [("emulated:sm_90a", "qwen3_tied_gqa4"), ("emulated:sm_90a", "olmoe_odd")]
+OTHERS = [(device, case) for device in ("emulated:sm_80", "emulated:sm_90a") for case in WITH_EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("device", "golden"),
+    [
+        *OF_GOLDENS,
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in OTHERS if each not in OF_GOLDENS),
+    ],
+)
+def test_replay_gives_the_golden_tokens(tmp_path: Path, device: str, golden: str) -> None:
     """Without exactness, in a batch that has empty places: the tokens of Hugging Face transformers."""
-    case = load_golden("qwen3_tied_gqa4")
-    engine = new_engine(write_model(tmp_path, case), "emulated:sm_90a", dtype="float32", max_num_batched_tokens=64)
+    case = load_golden(golden)
+    engine = new_engine(write_model(tmp_path, case), device, dtype="float32", max_num_batched_tokens=128)
     expected = case.greedy_ids["float32"][:12]
     for i in range(3):
-        engine.add(request(f"r{i}", case.prompt_ids, max_tokens=len(expected), ignore_eos=True))
+        engine.add(request(f"r{i}", case.prompt_ids, eos=(), max_tokens=len(expected), ignore_eos=True))
     results = run_to_end(engine)
     assert engine.stats().num_graph_steps >= len(expected) - 4
     for i in range(3):

@@ -1,0 +1,27 @@
+"""Mixtures of experts: choosing experts, and products with those that were chosen.
+
+    routing      logits of a router to experts and weights of each token
+    order        the choices of all tokens put together by expert, in tiles of rows
+    tiled        products of such rows: 16 x 16, every type
+    combine      the weighted sum of what a token's experts give
+    gather       few tokens: straight over the chosen experts, without an order; the sum comes with the second product
+
+No launch depends on what was chosen, nothing is copied to the host, and no loop of the host knows of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from numba_kernels.cuda.experts import combine, gather, order, routing, tiled
+from numba_kernels.cuda.specialisation import Specialisation
+
+__all__ = ["combine", "gather", "order", "routing", "specialisations", "tiled"]
+
+_PARTS = (routing, order, tiled, combine, gather)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every kernel of this family."""
+    for part in _PARTS:
+        yield from part.specialisations()

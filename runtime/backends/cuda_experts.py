@@ -1,0 +1,127 @@
+"""Mixtures of experts on a GPU; see `runtime.ops`. Launches are as many, and of the same shapes, whatever is chosen.
+
+Few tokens take two launches that go straight over their experts. Others have their choices put together by expert,
+which is a launch, then two products and the sum. Exact mode always takes the latter, whose sums do not depend on how
+many tokens there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_kernels.cuda.experts import combine, gather, order, routing, tiled
+from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
+from runtime.backends.checks import fail
+from runtime.backends.cuda_tensor import alignment
+from runtime.device.gpu import Gpu
+from runtime.dtype import float32, int32
+from runtime.linear.experts import ExpertsWeight
+from runtime.routing import Routing, RoutingRule
+from runtime.tensor.tensor import Tensor
+
+_MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
+_GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
+
+
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
+    """See `ops.route`."""
+    rows, num_experts = logits.shape
+    if why_not := routing.why_not(num_experts, rule.num_groups):
+        raise fail("route", "rule", f"has {why_not}")
+    ids = Tensor.empty((rows, rule.top_k), int32, logits.device)
+    weights = Tensor.empty((rows, rule.top_k), float32, logits.device)
+    if rows:
+        Gpu.of(logits.device).launch(
+            routing.plan(rows, num_experts, rule.scores, rule.num_groups), logits.address,
+            0 if bias is None else bias.address, ids.address, weights.address, rows, num_experts, rule.top_k,
+            rule.num_groups, rule.top_groups, int(rule.group_score == "two"), int(rule.normalises), rule.scale,
+            rule.sum_eps,
+        )  # fmt: skip
+    return Routing(ids, weights, rule)
+
+
+def experts(
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
+    shared_gate: Tensor | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.experts`. Very many tokens are several passes, so that their rows stay small."""
+    tokens, hidden = x.shape[0], down.shape[1]
+    result = Tensor.empty((tokens, hidden), x.dtype, x.device)
+    added = [0 if each is None else each.address for each in (shared, shared_gate, residual)]
+    if not (tokens and hidden):
+        return result
+    if _can_gather(x, chosen, gate_up, down):
+        _gathered(x, chosen, gate_up, down, activation, added, result)
+        return result
+    squares = Tensor.empty((tokens, combine.SQUARE_PARTS), float32, x.device)
+    at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
+    for first in range(0, tokens, at_once):
+        some = slice(first, first + at_once)
+        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
+        places = [
+            0 if each is None else each[some].address for each in (shared, shared_gate, residual, result, squares)
+        ]
+        _grouped(x[some], part, gate_up, down, activation, places)
+    result.row_squares = squares
+    return result
+
+
+def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight) -> bool:
+    width = VECTOR_WIDTH[x.dtype.ptx]
+    is_aligned = x.address % 16 == 0 and gate_up.shape[2] % width == 0 and down.shape[2] % width == 0
+    is_few = x.shape[0] <= _GATHERED_TOKENS and chosen.rule.top_k <= gather.MAX_CHOICES
+    return is_aligned and is_few and not gate_up.exact
+
+
+def _gathered(
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, added: list[int],
+    result: Tensor,
+) -> None:  # fmt: skip
+    gpu, dtype = Gpu.of(x.device), x.dtype.ptx
+    (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
+    between = Tensor.empty((tokens * top_k, inner), x.dtype, x.device)
+    gpu.launch(
+        gather.plan_gate_up(tokens * top_k, inner, dtype, activation), x.address, gate_up.table_address,
+        chosen.ids.address, between.address, inner, gate_up.shape[2], num_experts, top_k,
+    )  # fmt: skip
+    squares = 0
+    if hidden % (4 * gather.SQUARE_COLUMNS) == 0:
+        result.row_squares = Tensor.empty((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
+        squares = result.row_squares.address
+    gpu.launch(
+        gather.plan_down(tokens, top_k, hidden, dtype), between.address, down.table_address, chosen.ids.address,
+        chosen.weights.address, *added, result.address, squares, hidden, inner, num_experts, top_k,
+    )  # fmt: skip
+
+
+def _grouped(
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, places: list[int]
+) -> None:
+    """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
+    gpu, dtype = Gpu.of(x.device), x.dtype.ptx
+    (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
+    rows, tile_rows = tokens * top_k, tiled.TILE_ROWS
+    num_tiles = order.most_tiles(rows, num_experts, tile_rows)
+
+    def integers(*shape: int) -> Tensor:
+        return Tensor.empty(shape, int32, x.device)
+
+    starts, tiles, count = integers(num_experts + 1), integers(num_tiles, 4), integers(1)
+    tokens_of, rows_of = integers(rows), integers(tokens, top_k)
+    gpu.launch(
+        order.plan(num_experts), chosen.ids.address, starts.address, tiles.address, count.address, tokens_of.address,
+        rows_of.address, rows, top_k, num_experts, tile_rows,
+    )  # fmt: skip
+
+    def product(source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool) -> Tensor:
+        out = Tensor.empty((rows, columns), x.dtype, x.device)
+        arguments: list[Any] = [source.address, weight.table_address, tiles.address, count.address]
+        arguments += [tokens_of.address if gathers else 0, out.address, columns, weight.shape[2], num_experts]
+        gpu.launch(tiled.plan(num_tiles, columns, dtype, activation), *arguments)
+        return out
+
+    y = product(product(x, gate_up, inner, activation, gathers=True), down, hidden, "", gathers=False)
+    launch = combine.plan(tokens, hidden, dtype, alignment=alignment(y.address, *places[:4]))
+    gpu.launch(
+        launch, y.address, chosen.weights.address, rows_of.address, *places, top_k, hidden
+    )

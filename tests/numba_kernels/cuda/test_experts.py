@@ -1,0 +1,204 @@
+"""Routing and products of experts on emulated GPUs, against float64 and against what stands alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import ops
+from runtime.backends import cuda_experts
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.dtype import bfloat16
+from runtime.errors import InvalidArgumentError
+from runtime.linear.experts import ExpertsWeight
+from runtime.linear.options import LoadOptions
+from runtime.routing import Routing, RoutingRule
+from runtime.tensor.tensor import Tensor
+from tests.models.driver import relative_error
+from tests.numba_kernels.cpu.test_experts import RULES, routed, routing_of
+from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, both_archs, numpy_dtype
+
+Array = np.ndarray[Any, Any]
+
+TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "bf16": 1.5e-2}
+
+
+def put(array: Array, device: Device) -> Tensor:
+    return Tensor.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def moved(routing: Routing, device: Device) -> Routing:
+    return Routing(routing.ids.to(device), routing.weights.to(device), routing.rule)
+
+
+@both_archs
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_routes(gpu: Gpu, has_bias: bool) -> None:
+    for rule in [*RULES, RoutingRule(num_experts=500, top_k=40, normalises=True)]:
+        rng = np.random.default_rng(rule.num_experts)
+        logits = rng.standard_normal((41, rule.num_experts)).astype(np.float32)
+        bias = rng.standard_normal(rule.num_experts).astype(np.float32) if has_bias else None
+        found = ops.route(put(logits, gpu.device), rule, None if bias is None else put(bias, gpu.device))
+        wanted = [routed(row, rule, bias) for row in logits]
+        np.testing.assert_array_equal(found.ids.to("cpu").numpy(), [ids for ids, _ in wanted])
+        weights = np.array([weights for _, weights in wanted])
+        assert relative_error(found.weights.to("cpu").numpy(), weights) <= 2e-6
+
+
+def test_of_equals_the_lower_is_chosen_and_nan_stays_in_its_row(gpu: Gpu) -> None:
+    rule = RoutingRule(num_experts=70, top_k=3, normalises=True)
+    logits = np.zeros((5, 70), np.float32)
+    logits[1, 67] = np.nan
+    logits[2, 2] = np.inf
+    logits[3, 69] = 1.0
+    logits[4, 33:35] = -np.inf
+    found = ops.route(put(logits, gpu.device), rule)
+    assert found.ids.to("cpu").numpy().tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [69, 0, 1], [0, 1, 2]]
+    assert np.isfinite(found.weights.to("cpu").numpy()).all(1).tolist() == [True, False, False, True, True]
+
+
+def test_more_experts_than_a_warp_has_places_for(gpu: Gpu) -> None:
+    rule = RoutingRule(num_experts=513, top_k=1)
+    with pytest.raises(InvalidArgumentError, match="513 experts, at most 512"):
+        ops.route(put(np.zeros((1, 513), np.float32), gpu.device), rule)
+
+
+class Layer:
+    """gate_up and down of so many experts, with biases or without, and the same in float64."""
+
+    def __init__(
+        self, device: Device, count: int, hidden: int, inner: int, dtype: str, *, exact: bool = False,
+        has_bias: bool = True,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng([count, hidden, inner])
+        options = LoadOptions.parse(device=str(device), exact=exact)
+        self.dtype, self.device, self.hidden = numpy_dtype(dtype), device, hidden
+        self.weights: list[list[Array]] = []
+        made = []
+        for width, depth in ((2 * inner, hidden), (hidden, inner)):
+            matrices = [(rng.standard_normal((width, depth)) / depth**0.5).astype(self.dtype) for _ in range(count)]
+            biases = [rng.standard_normal(width).astype(np.float32) * has_bias for _ in range(count)]
+            made.append(
+                ExpertsWeight([
+                    ops.prepare_linear(Tensor.from_numpy(m), Tensor.from_numpy(b) if has_bias else None, options)
+                    for m, b in zip(matrices, biases)
+                ])
+            )  # fmt: skip
+            self.weights.append([np.concatenate([m, b[:, None]], 1).astype(np.float64) for m, b in zip(matrices, biases)])
+        self.gate_up, self.down = made
+
+    def __call__(self, x: Array, routing: Routing, activation: Any = "silu", **added: Array) -> Array:
+        tensors = {name: put(array.astype(self.dtype), self.device) for name, array in added.items()}
+        result = ops.experts(
+            put(x.astype(self.dtype), self.device), moved(routing, self.device), self.gate_up, self.down, activation,
+            **tensors,
+        )  # fmt: skip
+        squares = result.row_squares
+        found = result.to("cpu").numpy().astype(np.float64)
+        if squares is not None:
+            assert relative_error(squares.to("cpu").numpy().sum(1), (found**2).sum(1)) <= TOLERANCE[
+                result.dtype.ptx
+            ]
+        return found
+
+    def wanted(self, x: Array, routing: Routing, activation: str = "silu", **added: Array) -> Array:
+        x = x.astype(self.dtype).astype(np.float64)
+        added = {name: array.astype(self.dtype).astype(np.float64) for name, array in added.items()}
+        result = np.zeros((len(x), self.hidden))
+        for row, (ids, weights) in enumerate(zip(routing.ids.numpy(), routing.weights.numpy())):
+            for expert, weight in zip(ids, weights):
+                both = self.weights[0][expert] @ np.append(x[row], 1)
+                gate, up = np.split(both, 2)
+                result[row] += weight * (self.weights[1][expert] @ np.append(gated(gate, up, activation), 1))
+        if "shared" in added:
+            result += added["shared"] / (1 + np.exp(-added["shared_gate"])) if "shared_gate" in added else added["shared"]
+        return result + added.get("residual", 0)
+
+
+def gated(gate: Array, up: Array, activation: str) -> Array:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    return 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
+CASES = [
+    (1, 7, 3, 136, 48, "random"), (1, 1, 1, 33, 1, "random"), (4, 4, 4, 64, 72, "random"), (3, 9, 2, 264, 520, "random"),
+    (37, 11, 2, 48, 64, "random"), (130, 6, 2, 64, 32, "first"), (60, 40, 5, 128, 24, "random"),
+]  # fmt: skip
+
+
+@both_archs
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+def test_experts_against_float64(gpu: Gpu, dtype: str) -> None:
+    for tokens, count, top_k, hidden, inner, how in CASES:
+        rng = np.random.default_rng([tokens, count, hidden])
+        layer = Layer(gpu.device, count, hidden, inner, dtype, has_bias=count != 7)
+        routing = routing_of(rng, how, tokens, RoutingRule(num_experts=count, top_k=top_k))
+        x, shared, residual = rng.standard_normal((3, tokens, hidden))
+        gate = rng.standard_normal((tokens, 1))
+        for added in ({}, {"shared": shared, "residual": residual}, {"shared": shared, "shared_gate": gate}):
+            found = layer(x, routing, **added)
+            assert relative_error(found, layer.wanted(x, routing, **added)) <= TOLERANCE[dtype]
+
+
+def test_no_tokens(gpu: Gpu) -> None:
+    layer = Layer(gpu.device, 3, 16, 16, "bf16")
+    routing = routing_of(np.random.default_rng(0), "random", 0, RoutingRule(num_experts=3, top_k=1))
+    assert layer(np.zeros((0, 16)), routing).shape == (0, 16)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_exact_bits_depend_on_nobody_else(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Alone, in any company, and in several passes."""
+    rng = np.random.default_rng(5)
+    layer = Layer(gpu.device, 9, 200, 72, dtype, exact=True)
+    rule = RoutingRule(num_experts=9, top_k=3)
+    routing, x = routing_of(rng, "random", 80, rule), rng.standard_normal((80, 200))
+
+    def some(rows: Any) -> Array:
+        chosen = Routing(
+            Tensor.from_numpy(routing.ids.numpy()[rows]), Tensor.from_numpy(routing.weights.numpy()[rows]), rule
+        )
+        return layer(x[rows], chosen)
+
+    whole = some(slice(0, 80))
+    for rows in ([3], [79, 3, 11], list(range(7, 40))):
+        np.testing.assert_array_equal(some(rows), whole[rows])
+    monkeypatch.setattr(cuda_experts, "_MOST_ROWS", 50)
+    np.testing.assert_array_equal(some(slice(0, 80)), whole)
+
+
+def test_launches_do_not_depend_on_what_is_chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on how many experts there are, but for the grid of the list of rows."""
+    launches: list[Any] = []
+    launch = Gpu.launch
+
+    def recorded(self: Gpu, planned: Any, *arguments: Any, **more: Any) -> Any:
+        launches.append((planned.specialisation.name, planned.grid))
+        return launch(self, planned, *arguments, **more)
+
+    monkeypatch.setattr(Gpu, "launch", recorded)
+    rng = np.random.default_rng(2)
+    seen = []
+    for tokens in (1, 20):
+        x = rng.standard_normal((tokens, 64))
+        for count in (4, 32):
+            layer = Layer(gpu.device, count, 64, 32, "bf16")
+            for how in ("first", "random"):
+                routing = routing_of(rng, how, tokens, RoutingRule(num_experts=count, top_k=2))
+                launches.clear()
+                layer(x, routing)
+                seen.append(list(launches))
+    for first, second in zip(seen[::2], seen[1::2]):
+        assert first == second
+    assert [len(each) for each in seen] == [2] * 4 + [4] * 4
+
+
+def test_declared_types_of_a_layer(gpu: Gpu) -> None:
+    layer = Layer(gpu.device, 2, 16, 16, "bf16")
+    assert layer.gate_up.shape == (2, 32, 16)
+    assert layer.gate_up.experts[0].activations is bfloat16
+    assert gpu.device == Device.parse(DEFAULT_DEVICE)
