@@ -306,11 +306,11 @@ def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
     return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
 
 
-def _check_glu(op: str, argument: str, both: int, activation: str, backend: ModuleType) -> None:
+def _check_glu(op: str, argument: str, both: int, activation: str, backend: ModuleType | None = None) -> None:
     if activation not in GLU_ACTIVATIONS:
         raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
-    if activation == "clamped_silu" and backend is not cpu:
-        raise fail(op, "activation", f"is {activation!r}, which has a kernel on the cpu alone")
+    if activation == "clamped_silu" and backend not in (cpu, None):
+        raise fail(op, "activation", f"is {activation!r}, for which a GPU has a kernel between experts' maps alone")
     if both % 2:
         raise fail(op, argument, f"gives {both} columns, must be an even number")
 
@@ -344,7 +344,7 @@ def experts(
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
-    _check_glu(op, "gate_up", gate_up.shape[1], activation, backend)
+    _check_glu(op, "gate_up", gate_up.shape[1], activation)
     for name, found, wanted in (
         ("gate_up", gate_up.shape[0], routing.rule.num_experts), ("down", down.shape[0], routing.rule.num_experts),
     ):  # fmt: skip

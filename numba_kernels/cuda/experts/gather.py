@@ -9,8 +9,8 @@ of each of 4 rows of a weight on their way.
                   memory, where they are added up in the order of choices, then the shared expert's part and the
                   residual: the row is complete, and no launch adds anything behind it.
 
-A weight that several tokens chose is read for each of them, out of the second-level cache. The sum of a token depends on
-no other token. It is not that of the other tiers.
+A weight that several tokens chose is read for each of them, out of the second-level cache. The sum of a token depends
+on no other token. It is not that of the other tiers.
 """
 
 from __future__ import annotations

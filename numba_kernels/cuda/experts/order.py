@@ -1,8 +1,8 @@
 """Puts what tokens have chosen together by expert, so that products may take an expert's rows tile by tile.
 
-A row is one choice of one token; an expert's rows stand together, in the order of tokens. Each expert has a block, which
-counts all choices, so that it knows how many rows and tiles stand before its own; no block waits for another. What is
-written are lists of fixed sizes:
+A row is one choice of one token; an expert's rows stand together, in the order of tokens. Each expert has a block,
+which counts all choices, so that it knows how many rows and tiles stand before its own; no block waits for another.
+What is written are lists of fixed sizes:
 
     starts [E + 1]      where each expert's rows begin
     tiles [limit, 4]    of each tile its expert, first row and number of rows; how many tiles there are is `num_tiles`
@@ -23,8 +23,14 @@ from numba import cuda, types
 from numba_kernels.cuda.experts.routing import MAX_EXPERTS
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.memory import load_b32, shared_address, shared_load_b32, shared_store_b32, store_b32
-from numba_kernels.cuda.intrinsics.memory import store_4xb32
+from numba_kernels.cuda.intrinsics.memory import (
+    load_b32,
+    shared_address,
+    shared_load_b32,
+    shared_store_b32,
+    store_4xb32,
+    store_b32,
+)
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, lane_index
 from numba_kernels.cuda.specialisation import Launch, Specialisation

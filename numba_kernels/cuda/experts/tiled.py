@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.gating import ACTIVATIONS
-from numba_kernels.cuda.gemm.tiled import ACROSS_STRIDE, TILE
+from numba_kernels.cuda.gemm.square import SIDE
+from numba_kernels.cuda.gemm.tiled import ACROSS_STRIDE
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.memory import load_4xb32, load_b32, load_b64, load_f32
@@ -28,7 +29,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 ARGUMENT_TYPES = (types.uint64,) * 6 + (types.uint32,) * 3
-TILE_ROWS = TILE
+TILE_ROWS = SIDE
 
 
 @functools.cache
@@ -38,8 +39,8 @@ def _kernel(dtype: str, activation: str) -> Specialisation:
     parts = 2 if is_gated else 1
 
     def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
-        x_tile = cuda.shared.array((TILE, TILE), float32)  # [row, k]
-        weight_tile = cuda.shared.array((parts, TILE, ACROSS_STRIDE), float32)  # [gate or up, k, column]
+        x_tile = cuda.shared.array((SIDE, SIDE), float32)  # [row, k]
+        weight_tile = cuda.shared.array((parts, SIDE, ACROSS_STRIDE), float32)  # [gate or up, k, column]
         totals = cuda.local.array(parts, float32)
         tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         tile = uint32(cuda.blockIdx.y)
@@ -49,7 +50,7 @@ def _kernel(dtype: str, activation: str) -> Specialisation:
             expert, first_row, rows, _ = load_4xb32(tiles + uint64(tile) * uint64(16))
             weight = load_b64(table + uint64(expert) * uint64(8))
             bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
-            first_column = uint32(uint32(cuda.blockIdx.x) * uint32(TILE))
+            first_column = uint32(uint32(cuda.blockIdx.x) * uint32(SIDE))
             column = uint32(first_column + tx)
             row = uint32(first_row + ty)
             source = row
@@ -72,11 +73,11 @@ def _kernel(dtype: str, activation: str) -> Specialisation:
                         element = load(weight + (weight_row * uint64(k) + uint64(inside)) * uint64(item_bytes))
                     weight_tile[part, tx, ty] = element
                 sync_block()
-                for i in range(TILE):
+                for i in range(SIDE):
                     for part in range(parts):
                         totals[part] += x_tile[ty, i] * weight_tile[part, i, tx]
                 sync_block()
-                start = uint32(start + uint32(TILE))
+                start = uint32(start + uint32(SIDE))
             if ty < rows and column < n:
                 if bias != uint64(0):
                     for part in range(parts):
@@ -91,14 +92,14 @@ def _kernel(dtype: str, activation: str) -> Specialisation:
         name=f"experts_tiled_{dtype}{f'_{activation}' if activation else ''}",
         kernel=cuda.jit(experts),
         argument_types=ARGUMENT_TYPES,
-        max_threads=TILE * TILE,
+        max_threads=SIDE * SIDE,
         constants={"dtype": dtype, "activation": activation},
     )
 
 
 def plan(tiles: int, columns: int, dtype: str, activation: str) -> Launch:
     """For at most so many tiles of rows."""
-    return Launch(_kernel(dtype, activation), (-(-columns // TILE), tiles, 1), (TILE, TILE, 1))
+    return Launch(_kernel(dtype, activation), (-(-columns // SIDE), tiles, 1), (SIDE, SIDE, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -87,7 +87,8 @@ class Layer:
                     for m, b in zip(matrices, biases)
                 ])
             )  # fmt: skip
-            self.weights.append([np.concatenate([m, b[:, None]], 1).astype(np.float64) for m, b in zip(matrices, biases)])
+            joined = [np.concatenate([m, b[:, None]], 1) for m, b in zip(matrices, biases)]
+            self.weights.append([each.astype(np.float64) for each in joined])
         self.gate_up, self.down = made
 
     def __call__(self, x: Array, routing: Routing, activation: Any = "silu", **added: Array) -> Array:
@@ -114,7 +115,8 @@ class Layer:
                 gate, up = np.split(both, 2)
                 result[row] += weight * (self.weights[1][expert] @ np.append(gated(gate, up, activation), 1))
         if "shared" in added:
-            result += added["shared"] / (1 + np.exp(-added["shared_gate"])) if "shared_gate" in added else added["shared"]
+            gate = 1 / (1 + np.exp(-added["shared_gate"])) if "shared_gate" in added else 1
+            result += added["shared"] * gate
         return result + added.get("residual", 0)
 
 
@@ -125,8 +127,9 @@ def gated(gate: Array, up: Array, activation: str) -> Array:
 
 
 CASES = [
-    (1, 7, 3, 136, 48, "random"), (1, 1, 1, 33, 1, "random"), (4, 4, 4, 64, 72, "random"), (3, 9, 2, 264, 520, "random"),
-    (37, 11, 2, 48, 64, "random"), (130, 6, 2, 64, 32, "first"), (60, 40, 5, 128, 24, "random"),
+    (1, 7, 3, 136, 48, "random"), (1, 1, 1, 33, 1, "random"), (4, 4, 4, 64, 72, "random"),
+    (3, 9, 2, 264, 520, "random"), (37, 11, 2, 48, 64, "random"), (130, 6, 2, 64, 32, "first"),
+    (60, 40, 5, 128, 24, "random"),
 ]  # fmt: skip
 
 
