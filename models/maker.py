@@ -142,6 +142,7 @@ class Maker(ABC):
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
+        self._keeps_packed = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
         self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
 
@@ -209,27 +210,29 @@ class Maker(ABC):
         With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names by
         turns, and their biases in `experts.<stack>_bias [count, outputs]`.
 
-        Raises ModelLoadError where there are no kernels for such experts, or ranks would share them.
+        On a GPU experts are floats: quantised ones become so. Raises ModelLoadError where there are no kernels for such
+        experts, or ranks would share them.
         """
         device, gemm = self.options.device, self.options.gemm
         if self.options.num_ranks > 1:
             raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run over several ranks yet")
         if gemm != "auto":
             raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
+        if device.kind != "cpu" and self.options.quantization != "none":
+            raise ModelLoadError(
+                f"{self._prefix}experts: quantization is {self.options.quantization!r}, but {device} has products of"
+                " experts in floats alone: leave it out"
+            )
         if stack:
             self._note_stack(stack, "weight", names, (count, inputs), outputs)
         if stack and has_bias:
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
-        makers = (self.under(f"experts.{number}") for number in range(count))
+        makers = [self.under(f"experts.{number}") for number in range(count)]
+        for each in makers:
+            each._keeps_packed = device.kind == "cpu"
         made = ExpertsWeight(
             [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
         )
-        packing = made.experts[0].format.packing
-        if device.kind != "cpu" and packing:
-            raise ModelLoadError(
-                f"{self._prefix}experts: kept as {packing}, which products of experts on {device} do not read yet: "
-                "use --device cpu"
-            )
         if device.kind != "cpu":
             self._count(16 * count)  # of the table of where they lie
         return made
@@ -310,7 +313,9 @@ class Maker(ABC):
     def _packing(self, declaration: LinearDeclaration) -> Packing | None:
         """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
         options = self.options
-        if self._source is None or options.device.kind == "cpu" or options.format or options.gemm == "cublas":
+        if self._source is None or not self._keeps_packed or options.device.kind == "cpu":
+            return None
+        if options.format or options.gemm == "cublas":
             return None
         found = set()
         for name in declaration.names:

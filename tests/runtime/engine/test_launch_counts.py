@@ -1,4 +1,5 @@
-"""How many kernels a model launches: counted on a device that does nothing, for layers of Qwen3-8B's sizes."""
+"""How many kernels a model launches: counted on a device that does nothing, for layers of Qwen3-8B's sizes and for
+layers with experts."""
 
 from __future__ import annotations
 
@@ -32,6 +33,12 @@ QWEN3_8B = {
     "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128, "vocab_size": 512, "torch_dtype": "bfloat16",
     "max_position_embeddings": 40960, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
     "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+LAUNCHES_WITH_EXPERTS = 9, 11  # of a few sequences, which go straight over their experts, and of more
+QWEN3_MOE = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 256,
+    "moe_intermediate_size": 128, "num_experts_per_tok": 8, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -87,10 +94,13 @@ class Counted:
         is_exact: whether it is in exact mode.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, *, exact: bool) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, *, exact: bool,
+        fields: dict[str, Any] = QWEN3_8B,
+    ) -> None:  # fmt: skip
         monkeypatch.setattr(gpu_module, "_opened", {})
         monkeypatch.setattr(models.dummy.DummyCheckpoint, "array", _zeros)
-        (folder / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": num_layers}))
+        (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": num_layers}))
         driver = CountingDriver("sm_90a")
         opened = Driver(driver, bindings, arch="sm_90a")
         opened.call("cuInit", 0)
@@ -165,3 +175,18 @@ def test_prompts(pair: tuple[Counted, Counted]) -> None:
         layer = kernels_of_a_layer(fewer, two.prompts[batch])
         assert len(layer) == MOST_LAUNCHES_A_LAYER + 2 * one.is_exact, layer
         assert sum("qkv_prepare" in name for name in layer) == sum("attention" in name for name in layer) == 1
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_decode_steps_with_experts(tmp_path: Path, exact: bool) -> None:
+    """As many launches whatever the number of experts."""
+    found = []
+    for num_experts in (8, 64):
+        fields = QWEN3_MOE | {"num_experts": num_experts}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            one, two = (Counted(tmp_path, monkeypatch, count, exact=exact, fields=fields) for count in (1, 2))
+        assert len(one.graphs) == len(two.graphs) > 4
+        layers = [kernels_of_a_layer(*pair) for pair in zip(one.graphs, two.graphs, strict=True)]
+        found.append([len(layer) for layer in layers])
+        assert set(found[-1]) == ({max(LAUNCHES_WITH_EXPERTS) + 1} if exact else set(LAUNCHES_WITH_EXPERTS)), layers
+    assert found[0] == found[1]
