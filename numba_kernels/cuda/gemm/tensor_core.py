@@ -9,9 +9,8 @@ Against the register tier it changes
 - the layout: shared memory keeps the 16-bit elements in chunks of 16 bytes, and chunk c of row r lies at c ^ (r mod 8)
   (rows of 64 bytes: c ^ (r / 2 mod 4)). Both the copies' writes and `ldmatrix`, which reads 8 rows of one chunk, then
   touch all 32 banks once: no conflicts, and no padding;
-- the way out: sums pass through shared memory, each warp by itself, 16 rows at a time, so that bias, residual and
-  output are read and written along rows, four elements a lane; there, too, a swizzle (`mma.accumulator_flip`) keeps
-  lanes out of each other's banks;
+- the way out: sums pass through shared memory, so that bias, residual and output are read and written along rows
+  (`tile_out.py`);
 - of a gated unit half of a warp's columns are of the gate's half of the weight, the others those of up's that belong to
   them;
 - the order of blocks: groups of 8 row tiles share a column tile's weights while these are in the second-level cache.
@@ -34,25 +33,14 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import (
-    ARGUMENT_TYPES,
-    DTYPE_PAIRS,
-    GATED,
-    can_finish_quads,
-    finisher,
-    quad_finisher,
-    quad_gater,
-    scale_element,
-    scale_quad,
-    scales_leaver,
-)
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
 from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
-from numba_kernels.cuda.intrinsics import memory, mma
+from numba_kernels.cuda.gemm.tile_out import sums_leaver
+from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -201,12 +189,10 @@ def _kernel(
     activation: str = "",
 ) -> Specialisation:  # fmt: skip
     is_gated = activation != ""
-    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
+    leave_sums = sums_leaver(dtype, out_dtype, tile.warp_m, tile.warp_n, activation, is_cut=is_cut)
     leave_scales, scales_bytes, num_warps = scales_leaver(4), tile.scales_bytes, tile.num_warps
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
-    finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
-    store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
 
     block_m, block_n, block_k = tile.block_m, tile.block_n, tile.block_k
     warp_m, warp_n, warps_n = tile.warp_m, tile.warp_n, tile.block_n // tile.warp_n
@@ -217,10 +203,7 @@ def _kernel(
     a_bytes, stage_bytes, all_stages_bytes = block_m * block_k * 2, tile.stage_bytes, tile.num_stages * tile.stage_bytes
     ahead = tile.num_stages - 1
     columns_out, block_columns = (warp_n // 2, block_n // 2) if is_gated else (warp_n, block_n)
-    quads, flip_of = columns_out // 4, mma.accumulator_flip(warp_n)
-    square_shifts = quads.bit_length() - 1  # quads lanes in a row have the squares of a part
     num_sums, num_a_words, num_b_words = m_tiles * n_pairs * 8, m_tiles * 4, n_pairs * 4  # registers of a lane
-    pass_sums = n_pairs * 8
     multiply = multiply_all(
         dtype,
         tuple(
@@ -360,71 +343,19 @@ def _kernel(
             start = uint32(start + uint32(block_k))
 
         launch_dependents()
-        # The sums, 16 rows of this warp's tile at a time, through shared memory, which no copy uses any more. Registers
-        # cannot be indexed, so the sums move up by 16 rows each time.
+        # Through shared memory, which no copy uses any more.
         wait_for_all()
         sync_block()
         staged = shared + warp * uint32(16 * warp_n * 4)
-        pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
-        flip = flip_of(lane >> uint32(2)) * uint32(4)
         first_row += warp_row
         first_column += warp_column // uint32(warp_n) * uint32(columns_out)
         scales = uint32(scales + warp_row * uint32(4))
         if is_cut:  # not sooner: the sums need all registers
             out = sums_of_segment(out, m, n)
-        in_quads = can_finish_quads(bias, residual, out, n)
-        passed = uint32(0)
-        while passed < uint32(m_tiles):
-            for j in range(n_pairs):
-                for h in range(2):
-                    at = pair + (uint32((j * 16 + h * 8) * 4) ^ flip)
-                    store_pair(at, (sums[8 * j + 4 * h], sums[8 * j + 4 * h + 1]))
-                    store_pair(at + uint32(8 * warp_n * 4), (sums[8 * j + 4 * h + 2], sums[8 * j + 4 * h + 3]))
-            for e in range(num_sums - pass_sums):
-                sums[e] = sums[e + pass_sums]
-            sync_warp()
-            item = lane
-            if in_quads:
-                while item < uint32(16 * quads):
-                    row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
-                    total = float32(0.0)
-                    if first_row + row < m and first_column + column < n:
-                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
-                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
-                        values = load_4(uint32(at_row + (column ^ row_flip) * uint32(4)))
-                        if is_gated:
-                            ups = load_4(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            values = gate_quad(values, ups, scale)
-                        elif not is_cut:
-                            values = scale_quad(values, scale)
-                        total = finish_quad(
-                            bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
-                        )  # fmt: skip
-                    if not (is_gated or is_cut) and squares != uint64(0):
-                        for i in range(square_shifts):
-                            total += shuffle_xor_f32(total, uint32(1 << i))
-                        if column == uint32(0) and first_row + row < m and first_column < n:
-                            part = uint64(first_row + row) * uint64(n // uint32(warp_n))
-                            part += uint64(first_column // uint32(warp_n))
-                            memory.store_f32(squares + part * uint64(4), total)
-                    item += uint32(32)
-            else:
-                while item < uint32(16 * columns_out):
-                    row, column = item // uint32(columns_out), item % uint32(columns_out)
-                    if first_row + row < m and first_column + column < n:
-                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
-                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
-                        value = scale_element(load_1(uint32(at_row + (column ^ row_flip) * uint32(4))), scale)
-                        if is_gated:
-                            up = load_1(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            value = gated(value, scale_element(up, scale))
-                        finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
-                    item += uint32(32)
-            if not is_cut:
-                scales = uint32(scales + uint32(64))
-            sync_warp()
-            first_row += uint32(16)
-            passed += uint32(1)
+        leave_sums(
+            sums, staged, scales, uint64(0), bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares,
+            lane,
+        )  # fmt: skip
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     variant = "_segments" if is_cut else f"_{activation}" if is_gated else ""

@@ -27,7 +27,7 @@ SWEEP = [
 ]  # fmt: skip
 
 
-def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False):
+def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False, tier="auto"):
     """(what a device gives, what it should, by how much it may be off)."""
     m, n, k = sizes
     rng = np.random.default_rng([m, n, k])
@@ -41,8 +41,8 @@ def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False,
     epilogue = gemm.Epilogue(has_residual=residual, is_aligned=True, activation=activation)
     asked = gemm.Product(m, n, k, dtype, name, out_dtype, epilogue)
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
-    assert gemm.can_read(asked, machine)
-    launch = gemm.plan(asked, machine)
+    assert gemm.can_read(asked, machine, tier)
+    launch = gemm.plan(asked, machine, tier)
     assert launch is not None
     assert name in launch.specialisation.name
     held = [put(gpu, x), put(gpu, matrix.block), *(None if term is None else put(gpu, term) for term in terms)]

@@ -1,0 +1,397 @@
+"""Many rows times a packed weight (`packing.py`): the tensor-core tier's tiles, of which the weight's stay packed until
+they are in registers. What it teaches: unpacking costs nothing where tensor cores are what is waited for.
+
+Against `tensor_core` it changes
+
+- the weight's tile: it comes to shared memory as it is packed, with its groups' scales and offsets behind it. A lane's
+  16 bytes are what it multiplies, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
+- the order of K: lane t has elements 8t to 8t + 7 of a step (`few_rows.py`), and reads x so, 16 bytes at a time. Chunks
+  of odd rows are exchanged by fours, which keeps lanes out of each other's banks;
+- between: a warp unpacks 16 columns of a step into 8 registers, and multiplies them by its 64 rows:
+  some 14 instructions beside 8 `mma.sync`;
+- the way out: the weight's rows have scales.
+
+Against `few_rows`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a matrix
+that is written out first, 4 bytes an element are spared, and the memory for it.
+
+Each sum runs over K from first to last. All of K is one block's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scales_leaver
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
+from numba_kernels.cuda.gemm.tile_out import sums_leaver
+from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element_types import INTEGERS, ITEM_BYTES, SHIFTS
+from numba_kernels.cuda.intrinsics.fragments import copy_all, copy_rows, load_all, multiply_all
+from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.unpack import half_pair, spread_all, unpack_all
+from numba_kernels.cuda.packed_sections import sections_of
+from numba_kernels.cuda.packing import PACKINGS, TILE_BYTES, TILE_ROWS, Packing, packing_of
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+BLOCK_M, BLOCK_N, WARP_M, WARP_N = 128, 128, 64, 32
+WARPS_N = BLOCK_N // WARP_N
+NUM_WARPS = (BLOCK_M // WARP_M) * WARPS_N
+THREADS = 32 * NUM_WARPS
+SCALES_BYTES = 4 * BLOCK_M  # of x's rows, in front of the stages
+GROUP_ROWS = 8  # row tiles that pass over a column tile together
+TILE_COLUMNS = 16  # of the output, that share a load of scales
+_EFFICIENCY = 0.85  # of the tensor cores' rate; estimated
+_MIN_ROWS = 65  # fewer stream (`few_rows`)
+
+
+def _group_bytes(packing: Packing, dtype: str) -> tuple[int, int]:
+    """Bytes of the scales, and of the offsets, of 16 columns and a slot."""
+    columns = TILE_ROWS * packing.halves
+    return columns * packing.chunk_bytes(dtype), columns * packing.zeros_bytes(dtype)
+
+
+def _num_stages(packing: Packing) -> int:
+    """Slots on their way: of 128 elements of K, two are all that 99 KB hold."""
+    return 2 if packing.slot == 128 else 3
+
+
+def _stage_bytes(packing: Packing, dtype: str) -> int:
+    words = BLOCK_M * packing.slot * 2 + BLOCK_N // TILE_ROWS * TILE_BYTES
+    return words + BLOCK_N // TILE_COLUMNS * sum(_group_bytes(packing, dtype))
+
+
+def shared_bytes(weight: str, dtype: str) -> int:
+    """Of a block."""
+    packing = packing_of(weight)
+    assert packing is not None
+    staged = NUM_WARPS * 16 * WARP_N * 4  # sums on their way out
+    return SCALES_BYTES + max(_num_stages(packing) * _stage_bytes(packing, dtype), staged)
+
+
+@functools.cache
+def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") -> Specialisation:
+    packing = packing_of(weight_name)
+    assert packing is not None
+    is_gated, rows_a_column = activation != "", 2 if activation else 1
+    find, slot_elements, num_steps = sections_of(packing, dtype), packing.slot, packing.steps
+    leave_scales, leave_sums = scales_leaver(4), sums_leaver(
+        dtype, out_dtype, WARP_M, WARP_N, activation, has_row_scales=True
+    )  # fmt: skip
+    scale_bytes, zero_bytes = _group_bytes(packing, dtype)
+    has_scales, has_zeros, halves = packing.group > 0, packing.has_zeros, packing.halves
+    chunk_bytes, zeros_chunk_bytes = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
+    block_m, columns_out, block_columns = BLOCK_M, WARP_N // rows_a_column, BLOCK_N // rows_a_column
+
+    # A stage: x's tile, the weight's, its scales, its offsets.
+    x_row_bytes = slot_elements * 2
+    words_at = BLOCK_M * x_row_bytes
+    scales_at = words_at + BLOCK_N // TILE_ROWS * TILE_BYTES
+    zeros_at = scales_at + BLOCK_N // TILE_COLUMNS * scale_bytes
+    stage_bytes, num_stages = _stage_bytes(packing, dtype), _num_stages(packing)
+    ahead, all_stages_bytes = num_stages - 1, num_stages * stage_bytes
+    x_chunks = slot_elements // 8
+    x_step = THREADS // x_chunks  # rows of x that a pass of the block's threads copies: even
+    x_passes, words_passes = BLOCK_M // x_step, BLOCK_N // TILE_ROWS // NUM_WARPS
+    copy_x, copy_words = copy_all(x_passes, x_step * x_row_bytes), copy_rows(words_passes, NUM_WARPS * TILE_BYTES)
+    copy_one, commit = copy_all(1, 0), memory.copy_async_commit
+    wait_for_next, wait_for_all = memory.copy_async_wait(num_stages - 2), memory.copy_async_wait(0)
+    scale_pieces, zero_pieces = scale_bytes // 16, zero_bytes // 16  # of 16 columns, 16 bytes each
+    all_scale_pieces, all_zero_pieces = scale_pieces * BLOCK_N // TILE_COLUMNS, zero_pieces * BLOCK_N // TILE_COLUMNS
+    assert max(all_scale_pieces, all_zero_pieces) <= THREADS
+
+    @device_function
+    def column_of(inside):
+        """Which tile of 16 of the block's columns comes at a place in shared memory: (columns from the first, 1: up's)."""
+        column = inside * uint32(TILE_COLUMNS)
+        within = column % uint32(WARP_N)
+        first = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out)
+        return first // uint32(TILE_COLUMNS), within // uint32(columns_out)
+
+    @device_function
+    def tile_of(inside, first_column, n):
+        """The weight's tile of 16 rows; those beyond the last repeat it."""
+        tile, is_up = column_of(inside)
+        last = uint32(uint32(n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
+        tile = minimum_u32(uint32(tile + first_column // uint32(TILE_COLUMNS)), last)
+        return uint32(tile + is_up * uint32(n // uint32(TILE_COLUMNS)))
+
+    @device_function
+    def copy_slot(
+        index, stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group, group_targets, column,
+        k,
+    ):  # fmt: skip
+        """`column`: this thread's first k in a slot. Sources move on by a slot."""
+        start = uint32(index * uint32(slot_elements))
+        if start < k:
+            num_there = x_there if uint32(start + column) < k else uint32(0)
+            source = x_row[0]
+            copy_x(uint32(stage + x_target), source, x_row_step, uint32(0xFFFFFFFF), num_there)
+            x_row[0] = source + uint64(x_row_bytes)
+            copy_words(uint32(stage + words_target), rows, uint32(16))
+            for i in range(words_passes):
+                rows[i] += uint64(TILE_BYTES)
+            if has_scales:
+                copy_one(uint32(stage + group_targets[0]), groups[0], uint64(0), has_group[0], uint32(1))
+                groups[0] += uint64(scale_bytes)
+            if has_zeros:
+                copy_one(uint32(stage + group_targets[1]), groups[1], uint64(0), has_group[1], uint32(1))
+                groups[1] += uint64(zero_bytes)
+        commit()
+
+    load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
+    load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(WARP_M // 8)))
+    num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane: sums; x's, and the weight's
+    is_shifted = not has_scales and packing.element not in INTEGERS
+    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+
+    def columns_of(step: int, pair: int) -> Any:
+        """16 of a warp's columns, a step of K: unpacked and multiplied."""
+        index = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
+        per_word = 4 // packing.scale_bytes(dtype) if has_scales else 1
+        load_scale = load_all("shared", ((0, 0, pair * scale_bytes + 2 * index // per_word * 4),), 1)
+        load_zero = load_all("shared", ((1, 1, pair * zero_bytes + 2 * index // 2 * 4),), 1)
+        spread_scales = spread_zeros = None
+        if has_scales:
+            spread_scales = spread_all(packing.scale, dtype, tuple((r, 0, (2 * index + r) % per_word) for r in (0, 1)))
+        if has_zeros:
+            spread_zeros = spread_all("value", dtype, tuple((2 + r, 1, r) for r in (0, 1)))
+        unpack = unpack_all(
+            packing.element, dtype,
+            tuple(
+                (4 * r, 4 * (2 * pair + r) + packing.lane_words * step, r if has_scales or is_shifted else -1,
+                 2 + r if has_zeros else -1)
+                for r in (0, 1)
+            ), has_zeros,
+        )  # fmt: skip
+        multiply = multiply_all(
+            dtype,
+            tuple(
+                (8 * (i * (WARP_N // 16) + pair) + 4 * r, tuple(8 * i + 2 * h + e for e in (0, 4, 1, 5)),
+                 (4 * r + 2 * h, 4 * r + 2 * h + 1))
+                for h in (0, 1) for i in range(WARP_M // 16) for r in (0, 1)
+            ),
+        )  # fmt: skip
+
+        @device_function
+        def multiply_columns(sums, x_words, words, group_words, factors, pairs, group_at):
+            if has_scales:
+                load_scale(group_words, group_at)
+                spread_scales(factors, group_words)
+            if is_shifted:
+                factors[0], factors[1] = uint32(shift), uint32(shift)
+            if has_zeros:
+                load_zero(group_words, group_at)
+                spread_zeros(factors, group_words)
+            unpack(pairs, words, factors, factors)
+            multiply(sums, x_words, pairs)
+
+        return multiply_columns
+
+    def step_of(step: int) -> Any:
+        """32 of K: x's tile of this warp, times all its columns."""
+        columns_0, columns_1 = (columns_of(step, pair) for pair in range(WARP_N // 16))
+
+        @device_function
+        def multiply_step(stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at):
+            x_at[0] = uint32(stage + (x_place ^ uint32(step * 64)))
+            load_x(x_words, x_at)
+            columns_0(sums, x_words, words, group_words, factors, pairs, group_at)
+            columns_1(sums, x_words, words, group_words, factors, pairs, group_at)
+
+        return multiply_step
+
+    steps = [step_of(step) for step in range(num_steps)] + [None] * (4 - num_steps)
+    step_0, step_1, step_2, step_3 = steps
+    has_four_steps = num_steps == 4
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        scales = memory.shared_address(cuda.shared.array(0, uint32))
+        shared = uint32(scales + uint32(SCALES_BYTES))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), thread >> uint32(5)
+        g, t = lane >> uint32(2), lane & uint32(3)
+
+        # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
+        tiles_m = (m + uint32(block_m - 1)) // uint32(block_m)
+        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
+        block = uint32(cuda.blockIdx.x)
+        group = block // (uint32(GROUP_ROWS) * tiles_n)
+        inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
+        group_rows = min(uint32(GROUP_ROWS), tiles_m - group * uint32(GROUP_ROWS))
+        column_tile = inside // group_rows
+        first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(block_m)
+        first_column = column_tile * uint32(block_columns)
+
+        # What this thread copies. Rows of x beyond the last are zeros.
+        all_words, all_scales, all_zeros, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
+        row, chunk = thread // uint32(x_chunks), thread % uint32(x_chunks)
+        x_target = row * uint32(x_row_bytes) + ((chunk ^ ((row & uint32(1)) << uint32(2))) << uint32(4))
+        x_row = cuda.local.array(1, uint64)
+        x_row[0] = x + uint64(first_row + row) * uint64(k) * uint64(2) + uint64(chunk) * uint64(16)
+        x_row_step = uint64(x_step * 2) * uint64(k)
+        x_there = uint32(0)
+        if first_row + row < m:
+            x_there = uint32(m - first_row - row + uint32(x_step - 1)) // uint32(x_step)
+        rows = cuda.local.array(words_passes, uint64)
+        for i in range(words_passes):
+            inside = warp + uint32(i * NUM_WARPS)  # of the tiles of 8 rows
+            tile = tile_of(inside >> uint32(1), first_column, n) * uint32(2) + (inside & uint32(1))
+            rows[i] = all_words + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(lane * uint32(16))
+        words_target = uint32(words_at) + thread * uint32(16)
+        groups, has_group = cuda.local.array(2, uint64), cuda.local.array(2, uint32)
+        group_targets = cuda.local.array(2, uint32)
+        if has_scales:
+            piece = minimum_u32(thread, uint32(all_scale_pieces - 1))
+            tile = tile_of(piece // uint32(scale_pieces), first_column, n)
+            groups[0] = all_scales + uint64(tile) * uint64(slots) * uint64(scale_bytes)
+            groups[0] += uint64(piece % uint32(scale_pieces)) * uint64(16)
+            has_group[0] = uint32(1) if thread < uint32(all_scale_pieces) else uint32(0)
+            group_targets[0] = uint32(scales_at) + piece * uint32(16)
+        if has_zeros:
+            piece = minimum_u32(thread, uint32(all_zero_pieces - 1))
+            tile = tile_of(piece // uint32(zero_pieces), first_column, n)
+            groups[1] = all_zeros + uint64(tile) * uint64(slots) * uint64(zero_bytes)
+            groups[1] += uint64(piece % uint32(zero_pieces)) * uint64(16)
+            has_group[1] = uint32(1) if thread < uint32(all_zero_pieces) else uint32(0)
+            group_targets[1] = uint32(zeros_at) + piece * uint32(16)
+        column = chunk * uint32(8)
+
+        # What this warp multiplies: this lane's places in a stage.
+        warp_row, warp_column = warp // uint32(WARPS_N) * uint32(WARP_M), warp % uint32(WARPS_N) * uint32(WARP_N)
+        x_place = (warp_row + g) * uint32(x_row_bytes) + (t << uint32(4)) + ((g & uint32(1)) << uint32(6))
+        words_place = uint32(words_at) + warp_column * uint32(TILE_BYTES // TILE_ROWS) + lane * uint32(16)
+        scale_place = uint32(scales_at) + warp_column // uint32(TILE_COLUMNS) * uint32(scale_bytes)
+        zero_place = uint32(zeros_at) + warp_column // uint32(TILE_COLUMNS) * uint32(zero_bytes)
+        if halves == 2:
+            scale_place += (g * uint32(2) + (t >> uint32(1))) * uint32(chunk_bytes)
+        else:
+            scale_place += g * uint32(chunk_bytes)
+        zero_place += g * uint32(zeros_chunk_bytes)
+
+        sums = cuda.local.array(num_sums, float32)
+        for e in range(num_sums):
+            sums[e] = float32(0.0)
+        x_words, words = cuda.local.array(num_x_words, uint32), cuda.local.array(num_words, uint32)
+        pairs, factors = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
+        group_words, group_at = cuda.local.array(2, uint32), cuda.local.array(2, uint32)
+        x_at, words_from = cuda.local.array(1, uint32), cuda.local.array(1, uint32)
+
+        wait_for_previous_grid()
+        write_stage, read_stage, index = shared, shared, uint32(0)
+        last_stage = uint32(shared + uint32(all_stages_bytes))
+        while index < uint32(ahead):
+            copy_slot(
+                index, write_stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group,
+                group_targets, column, k,
+            )  # fmt: skip
+            write_stage = uint32(write_stage + uint32(stage_bytes))
+            index = uint32(index + uint32(1))
+        leave_scales(scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(NUM_WARPS), lane)
+        start = uint32(0)
+        while start < k:
+            wait_for_next()
+            sync_block()  # slot `index - ahead` has arrived for all; the stage of the one before it is free
+            copy_slot(
+                index, write_stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group,
+                group_targets, column, k,
+            )  # fmt: skip
+            write_stage = uint32(write_stage + uint32(stage_bytes))
+            if write_stage == last_stage:
+                write_stage = shared
+            index = uint32(index + uint32(1))
+
+            words_from[0] = uint32(read_stage + words_place)
+            load_words(words, words_from)
+            group_at[0], group_at[1] = uint32(read_stage + scale_place), uint32(read_stage + zero_place)
+            step_0(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
+            step_1(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
+            if has_four_steps:
+                step_2(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
+                step_3(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
+            read_stage = uint32(read_stage + uint32(stage_bytes))
+            if read_stage == last_stage:
+                read_stage = shared
+            start = uint32(start + uint32(slot_elements))
+
+        launch_dependents()
+        wait_for_all()
+        sync_block()
+        staged = shared + warp * uint32(16 * WARP_N * 4)
+        scales = uint32(scales + warp_row * uint32(4))
+        first_row += warp_row
+        first_column += warp_column // uint32(WARP_N) * uint32(columns_out)
+        leave_sums(
+            sums, staged, scales, row_scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares,
+            lane,
+        )  # fmt: skip
+
+    return Specialisation(
+        name=f"gemm_packed_tiles_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        kernel=cuda.jit(gemm),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=THREADS,
+        min_blocks=1,
+        constants={
+            "dtype": dtype, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
+            "square_columns": 0 if is_gated else WARP_N,
+        },
+    )  # fmt: skip
+
+
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    packing = packing_of(product.weight)
+    if packing is None:
+        return "multiplies packed weights"
+    if product.x == "f32" or not (product.is_weight_layout and product.is_aligned) or product.num_segments:
+        return "reads packed weights for 16-bit rows on 16-byte bounds, and cuts no K into segments"
+    if _group_bytes(packing, product.x)[0] % 16 or packing.chunk_bytes(product.x) % 4:
+        return "takes scales of 4 bytes or more a lane"
+    is_whole = not product.epilogue.activation or product.n % TILE_COLUMNS == 0
+    return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns"
+
+
+def cache_reads(product: Product) -> int:
+    """Bytes asked of the second-level cache: the weight for every 128 rows, x for every 128 columns."""
+    row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
+    return row_tiles * product.weight_bytes + column_tiles * product.m * product.k * ITEM_BYTES[product.x]
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By work in whole rounds of tiles, by what they read, and by latency. Never for few rows, nor for exact products,
+    whose tier may not depend on them."""
+    if product.exact or product.m < _MIN_ROWS:
+        return float("inf")
+    blocks = -(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N)
+    rounds = -(-blocks // machine.num_multiprocessors)
+    work = 2 * product.k * rounds * machine.num_multiprocessors * BLOCK_M * BLOCK_N / machine.tensor_flops / _EFFICIENCY
+    packing = packing_of(product.weight)
+    assert packing is not None
+    under_way = BLOCK_N // TILE_ROWS * TILE_BYTES * (_num_stages(packing) - 1)
+    latency = LATENCY_S * product.weight_bytes / (-(-product.weight_rows // BLOCK_N) * under_way)
+    return max(work, cache_reads(product) / machine.cache_bytes, latency)
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    return Launch(
+        _kernel(product.x, product.weight, product.out, product.epilogue.activation),
+        (-(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N), 1, 1),
+        (THREADS, 1, 1),
+        shared_bytes=shared_bytes(product.weight, product.x),
+    )
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    for weight in PACKINGS:
+        for activation in ("", "silu"):
+            yield _kernel("bf16", weight, "bf16", activation)

@@ -1,0 +1,134 @@
+"""How the sums of a tile of `mma.sync` leave the registers: for kernels whose warps each have a tile of the output.
+
+They pass through shared memory, each warp by itself, 16 rows at a time, so that bias, residual and output are read and
+written along rows, four elements a lane. There a swizzle (`mma.accumulator_flip`) keeps lanes out of each other's banks.
+Of a gated unit half of a warp's columns are the gate's, the others those of up's that belong to them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import types
+
+from numba_kernels.cuda.gemm.epilogue import (
+    GATED,
+    can_finish_quads,
+    finisher,
+    quad_finisher,
+    quad_gater,
+    scale_element,
+    scale_quad,
+)
+from numba_kernels.cuda.intrinsics import memory, mma
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+_same_quad = device_function(lambda values, row_scales, column: values)
+_same_element = device_function(lambda value, row_scales, column: value)
+
+
+@device_function
+def _scaled_quad(values, row_scales, column):
+    a, b, c, d = memory.load_4xf32(row_scales + uint64(column) * uint64(4))
+    return (
+        scale_element(values[0], a), scale_element(values[1], b), scale_element(values[2], c),
+        scale_element(values[3], d),
+    )  # fmt: skip
+
+
+@device_function
+def _scaled_element(value, row_scales, column):
+    return scale_element(value, memory.load_f32(row_scales + uint64(column) * uint64(4)))
+
+
+@functools.cache
+def sums_leaver(
+    dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False,
+    has_row_scales: bool = False,
+) -> Any:  # fmt: skip
+    """A device function that finishes a warp's tile of ``[warp_m, warp_n]``, whose shared memory is no longer in use.
+
+    `sums` holds quads of `mma.sync`: of 16 rows, then of 16 columns, then of 8. They are used up. `staged` is 16 rows
+    of float32 of this warp's own; `scales` the shared address of its rows' scales, which a segment's sums
+    (`is_cut`) do not have. With `has_row_scales` the weight's rows have scales, float32 at `row_scales`.
+    """
+    is_gated = activation != ""
+    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
+    finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
+    store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
+    weigh_quad, weigh = (_scaled_quad, _scaled_element) if has_row_scales else (_same_quad, _same_element)
+    m_tiles, n_pairs = warp_m // 16, warp_n // 16
+    columns_out = warp_n // 2 if is_gated else warp_n
+    quads, flip_of = columns_out // 4, mma.accumulator_flip(warp_n)
+    square_shifts = quads.bit_length() - 1  # quads lanes in a row have the squares of a part
+    num_sums, pass_sums = m_tiles * n_pairs * 8, n_pairs * 8
+
+    @device_function
+    def leave_sums(
+        sums, staged, scales, row_scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
+    ):
+        pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
+        flip = flip_of(lane >> uint32(2)) * uint32(4)
+        in_quads = can_finish_quads(bias, residual, out, n)
+        passed = uint32(0)
+        while passed < uint32(m_tiles):  # registers cannot be indexed, so the sums move up by 16 rows each time
+            for j in range(n_pairs):
+                for h in range(2):
+                    at = pair + (uint32((j * 16 + h * 8) * 4) ^ flip)
+                    store_pair(at, (sums[8 * j + 4 * h], sums[8 * j + 4 * h + 1]))
+                    store_pair(at + uint32(8 * warp_n * 4), (sums[8 * j + 4 * h + 2], sums[8 * j + 4 * h + 3]))
+            for e in range(num_sums - pass_sums):
+                sums[e] = sums[e + pass_sums]
+            sync_warp()
+            item = lane
+            if in_quads:
+                while item < uint32(16 * quads):
+                    row, column = item // uint32(quads), item % uint32(quads) * uint32(4)
+                    total = float32(0.0)
+                    if first_row + row < m and first_column + column < n:
+                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
+                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
+                        values = load_4(uint32(at_row + (column ^ row_flip) * uint32(4)))
+                        values = weigh_quad(values, row_scales, uint32(first_column + column))
+                        if is_gated:
+                            ups = load_4(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
+                            ups = weigh_quad(ups, row_scales, uint32(n + first_column + column))
+                            values = gate_quad(values, ups, scale)
+                        elif not is_cut:
+                            values = scale_quad(values, scale)
+                        total = finish_quad(
+                            bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
+                        )  # fmt: skip
+                    if not (is_gated or is_cut) and squares != uint64(0):
+                        for i in range(square_shifts):
+                            total += shuffle_xor_f32(total, uint32(1 << i))
+                        if column == uint32(0) and first_row + row < m and first_column < n:
+                            part = uint64(first_row + row) * uint64(n // uint32(warp_n))
+                            part += uint64(first_column // uint32(warp_n))
+                            memory.store_f32(squares + part * uint64(4), total)
+                    item += uint32(32)
+            else:
+                while item < uint32(16 * columns_out):
+                    row, column = item // uint32(columns_out), item % uint32(columns_out)
+                    if first_row + row < m and first_column + column < n:
+                        at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
+                        scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
+                        value = load_1(uint32(at_row + (column ^ row_flip) * uint32(4)))
+                        value = scale_element(weigh(value, row_scales, uint32(first_column + column)), scale)
+                        if is_gated:
+                            up = load_1(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
+                            up = weigh(up, row_scales, uint32(n + first_column + column))
+                            value = gated(value, scale_element(up, scale))
+                        finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
+                    item += uint32(32)
+            if not is_cut:
+                scales = uint32(scales + uint32(64))
+            sync_warp()
+            first_row += uint32(16)
+            passed += uint32(1)
+
+    return leave_sums

@@ -1,0 +1,82 @@
+"""Tiles of many rows times a packed weight: against float64 of what the weight means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import packed_tiles
+from numba_kernels.cuda.packing import PACKINGS
+from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
+from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from tests.numba_kernels.cuda.test_few_rows_packed import product
+
+DEFAULT = [
+    ("u4_g128_zeros", "bf16", (130, 150, 264), "emulated:sm_80"), ("e4m3_g128", "f16", (70, 40, 200), "emulated:sm_90a"),
+    ("e2m1_g16_e4m3", "bf16", (20, 33, 136), "emulated:sm_89"),
+]  # fmt: skip
+SWEEP = [
+    (name, dtype, shape, arch)
+    for name in (*PACKINGS, "u4_g64", "u8_g32_zeros", "u8_g128", "u4_g32_zeros")
+    for dtype, arch in (("bf16", "emulated:sm_90a"), ("f16", "emulated:sm_80"), ("bf16", "emulated:sm_89"))
+    for shape in ((1, 17, 8), (65, 260, 1160), (300, 47, 520))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "gpu"),
+    [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in SWEEP)], indirect=["gpu"],
+)  # fmt: skip
+def test_equals_float64(gpu, name, dtype, sizes):
+    got, expected, bound = product(
+        gpu, name, dtype, sizes, bias=sizes[1] != 40, residual=sizes[1] != 33, tier="packed_tiles"
+    )
+    assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
+    assert np.abs(expected).max() > 50 * np.median(bound)  # so that the bound tells
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("u4_g32", (33, 80, 328)), pytest.param("u8", (140, 112, 136), marks=pytest.mark.exhaustive)],
+)
+def test_gated_units(gpu, name, sizes):
+    got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu", tier="packed_tiles")
+    assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
+
+
+def test_squares_are_left_for_the_norm_behind(gpu):
+    """The sums of squares of what a product with a residual has written, 32 columns each."""
+    m, n, k = 20, 128, 136
+    rng = np.random.default_rng(5)
+    matrix = packed_matrix("u8", n, k, "bf16")
+    x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))
+    asked = gemm.Product(m, n, k, "bf16", "u8", epilogue=gemm.Epilogue(is_aligned=True))
+    launch = gemm.plan(asked, gemm.machine_of(gpu.arch), "packed_tiles")
+    assert launch is not None
+    assert gemm.square_columns(launch, n) == packed_tiles.WARP_N
+    held = [put(gpu, each) for each in (x, matrix.block, residual)]
+    out, squares = empty(gpu, (m, n), "bf16"), empty(gpu, (m, 4), "f32")
+    gpu.launch(
+        launch, held[0].address, held[1].address, 0, held[2].address, out.address, m, n, k, 0, 0, 0, 0.0,
+        squares.address,
+    )  # fmt: skip
+    y = get(gpu, out, (m, n), "bf16").astype(np.float64)
+    expected = (y**2).reshape(m, 4, 32).sum(axis=2)
+    assert np.abs(get(gpu, squares, (m, 4), "f32") / expected - 1).max() < 2e-2  # of what was rounded afterwards
+
+
+def test_it_is_chosen_for_many_rows_and_never_for_exact_ones():
+    def chosen(m: int, *, exact: bool = False) -> str:
+        asked = gemm.Product(m, 4096, 4096, "bf16", "u4_g128", epilogue=gemm.Epilogue(is_aligned=True), exact=exact)
+        return gemm.choose(asked.deciding if exact else asked, gemm.machine_of("sm_80", 108))
+
+    assert [chosen(m) for m in (1, 64, 256, 4096)] == ["few_rows", "few_rows", "packed_tiles", "packed_tiles"]
+    assert chosen(4096, exact=True) == "few_rows"
+
+
+def test_what_is_refused():
+    for options in ({"x": "f32"}, {"k": 9}, {"num_segments": 8, "out": "f32"}, {"weight": "bf16"}):
+        options = {"m": 2, "n": 8, "k": 8, "x": "bf16", "weight": "u8", **options}
+        options["epilogue"] = gemm.Epilogue(has_residual=False)
+        assert packed_tiles.why_not(gemm.Product(**options), gemm.machine_of("sm_90a"))
