@@ -29,7 +29,7 @@ from numba_kernels.cuda import (
     softmax,
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
-from numba_kernels.cuda.gemm import few_rows
+from numba_kernels.cuda.gemm import few_rows, packed_tiles
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
@@ -97,6 +97,8 @@ def _gemms() -> Iterator[Case]:
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
         for rows in (1, 16, 64) if packing in ("u8", "u4_g128") else (1,):
             yield _packed_gemm(packing, rows, 1024, 1024)
+    for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
+        yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
     for packing in ("e4m3_g128", "u4_g128"):
         yield _dequantized(packing, 256, 1024)
 
@@ -144,7 +146,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _packed_gemm(name: str, m: int, n: int, k: int) -> Case:
+def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> Case:
     """A product with a packed weight, of any bits: every one means a number."""
     packing = packing_of(name)
     assert packing is not None
@@ -152,14 +154,18 @@ def _packed_gemm(name: str, m: int, n: int, k: int) -> Case:
 
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-        launch = gemm.plan(gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch))
+        product = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue)
+        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch), tier)
         x, weight = bench.normal((m, k), "bf16"), bench.put(np.zeros(weight_bytes, np.uint8))
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
     columns = few_rows.COLUMNS * few_rows.BLOCK_WARPS // few_rows.split(n, k, name)  # of a block
-    tiled_bytes = weight_bytes + -(-n // columns) * m * k * 2 + m * n * 2
-    return Case(f"gemm few_rows {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+    rows = m  # of a block
+    if tier == "packed_tiles":
+        columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
+    tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * m * k * 2 + m * n * 2
+    return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _dequantized(name: str, n: int, k: int) -> Case:

@@ -25,7 +25,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scales_leaver
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
@@ -82,9 +82,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
     assert packing is not None
     is_gated, rows_a_column = activation != "", 2 if activation else 1
     find, slot_elements, num_steps = sections_of(packing, dtype), packing.slot, packing.steps
-    leave_scales, leave_sums = scales_leaver(4), sums_leaver(
-        dtype, out_dtype, WARP_M, WARP_N, activation, has_row_scales=True
-    )  # fmt: skip
+    leave_scales, leave_sums = scales_leaver(4), sums_leaver(dtype, out_dtype, WARP_M, WARP_N, activation)
     scale_bytes, zero_bytes = _group_bytes(packing, dtype)
     has_scales, has_zeros, halves = packing.group > 0, packing.has_zeros, packing.halves
     chunk_bytes, zeros_chunk_bytes = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
@@ -149,6 +147,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
     load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
     load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(WARP_M // 8)))
     num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane: sums; x's, and the weight's
+    n_tiles, m_tiles, load_pair = WARP_N // 8, WARP_M // 16, memory.load_2xf32
     is_shifted = not has_scales and packing.element not in INTEGERS
     shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
 
@@ -328,9 +327,20 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         scales = uint32(scales + warp_row * uint32(4))
         first_row += warp_row
         first_column += warp_column // uint32(WARP_N) * uint32(columns_out)
+        # The weight's rows' scales. Its last tile of 16 rows is whole.
+        last_pair = uint32((uint32(n + uint32(TILE_COLUMNS - 1)) & uint32(0xFFFFFFF0)) - uint32(2))
+        for j in range(n_tiles):  # of 8 columns, of which a lane has two
+            column = uint32(8 * j % columns_out) + first_column + t * uint32(2)
+            column = minimum_u32(column, last_pair)
+            if 8 * j >= columns_out:
+                column = uint32(column + n)  # up's
+            low, high = load_pair(row_scales + uint64(column) * uint64(4))
+            for i in range(m_tiles):
+                for h in range(2):
+                    at = 8 * (i * (n_tiles // 2) + j // 2) + 4 * (j % 2) + 2 * h
+                    sums[at], sums[at + 1] = scale_element(sums[at], low), scale_element(sums[at + 1], high)
         leave_sums(
-            sums, staged, scales, row_scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares,
-            lane,
+            sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
         )  # fmt: skip
 
     return Specialisation(
@@ -366,13 +376,13 @@ def cache_reads(product: Product) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole rounds of tiles, by what they read, and by latency. Never for few rows, nor for exact products,
+    """By work in whole tiles, by what they read, and by latency. Never for few rows, nor for exact products,
     whose tier may not depend on them."""
     if product.exact or product.m < _MIN_ROWS:
         return float("inf")
     blocks = -(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N)
-    rounds = -(-blocks // machine.num_multiprocessors)
-    work = 2 * product.k * rounds * machine.num_multiprocessors * BLOCK_M * BLOCK_N / machine.tensor_flops / _EFFICIENCY
+    blocks = max(blocks, machine.num_multiprocessors)
+    work = 2 * product.k * blocks * BLOCK_M * BLOCK_N / (machine.tensor_flops * _EFFICIENCY)
     packing = packing_of(product.weight)
     assert packing is not None
     under_way = BLOCK_N // TILE_ROWS * TILE_BYTES * (_num_stages(packing) - 1)

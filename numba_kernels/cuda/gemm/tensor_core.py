@@ -353,8 +353,7 @@ def _kernel(
         if is_cut:  # not sooner: the sums need all registers
             out = sums_of_segment(out, m, n)
         leave_sums(
-            sums, staged, scales, uint64(0), bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares,
-            lane,
+            sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
         )  # fmt: skip
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"

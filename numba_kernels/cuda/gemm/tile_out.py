@@ -27,40 +27,20 @@ from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-_same_quad = device_function(lambda values, row_scales, column: values)
-_same_element = device_function(lambda value, row_scales, column: value)
-
-
-@device_function
-def _scaled_quad(values, row_scales, column):
-    a, b, c, d = memory.load_4xf32(row_scales + uint64(column) * uint64(4))
-    return (
-        scale_element(values[0], a), scale_element(values[1], b), scale_element(values[2], c),
-        scale_element(values[3], d),
-    )  # fmt: skip
-
-
-@device_function
-def _scaled_element(value, row_scales, column):
-    return scale_element(value, memory.load_f32(row_scales + uint64(column) * uint64(4)))
-
-
 @functools.cache
 def sums_leaver(
-    dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False,
-    has_row_scales: bool = False,
+    dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False
 ) -> Any:  # fmt: skip
     """A device function that finishes a warp's tile of ``[warp_m, warp_n]``, whose shared memory is no longer in use.
 
     `sums` holds quads of `mma.sync`: of 16 rows, then of 16 columns, then of 8. They are used up. `staged` is 16 rows
     of float32 of this warp's own; `scales` the shared address of its rows' scales, which a segment's sums
-    (`is_cut`) do not have. With `has_row_scales` the weight's rows have scales, float32 at `row_scales`.
+    (`is_cut`) do not have.
     """
     is_gated = activation != ""
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
-    weigh_quad, weigh = (_scaled_quad, _scaled_element) if has_row_scales else (_same_quad, _same_element)
     m_tiles, n_pairs = warp_m // 16, warp_n // 16
     columns_out = warp_n // 2 if is_gated else warp_n
     quads, flip_of = columns_out // 4, mma.accumulator_flip(warp_n)
@@ -69,7 +49,7 @@ def sums_leaver(
 
     @device_function
     def leave_sums(
-        sums, staged, scales, row_scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
+        sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
     ):
         pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
         flip = flip_of(lane >> uint32(2)) * uint32(4)
@@ -93,10 +73,8 @@ def sums_leaver(
                         at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
                         scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
                         values = load_4(uint32(at_row + (column ^ row_flip) * uint32(4)))
-                        values = weigh_quad(values, row_scales, uint32(first_column + column))
                         if is_gated:
                             ups = load_4(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            ups = weigh_quad(ups, row_scales, uint32(n + first_column + column))
                             values = gate_quad(values, ups, scale)
                         elif not is_cut:
                             values = scale_quad(values, scale)
@@ -117,11 +95,9 @@ def sums_leaver(
                     if first_row + row < m and first_column + column < n:
                         at_row, row_flip = staged + row * uint32(warp_n * 4), flip_of(row)
                         scale = float32(1.0) if is_cut else load_1(uint32(scales + row * uint32(4)))
-                        value = load_1(uint32(at_row + (column ^ row_flip) * uint32(4)))
-                        value = scale_element(weigh(value, row_scales, uint32(first_column + column)), scale)
+                        value = scale_element(load_1(uint32(at_row + (column ^ row_flip) * uint32(4))), scale)
                         if is_gated:
                             up = load_1(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            up = weigh(up, row_scales, uint32(n + first_column + column))
                             value = gated(value, scale_element(up, scale))
                         finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
                     item += uint32(32)

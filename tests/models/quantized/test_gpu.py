@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from models.registry import declare_model, load_model
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import packed_tiles
 from runtime.dtype import float32
 from runtime.linear.weight import PackedWeight, RowWeight
 from tests.models.driver import logits_of, relative_error
@@ -49,3 +51,30 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, d
     tolerance = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}[dtype]
     assert relative_error(logits_of(model, IDS), expected) <= tolerance
     assert relative_error(logits_of(model, IDS, [4, *[1] * (len(IDS) - 4)], block_size=8), expected) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        pytest.param(case, arch, marks=[pytest.mark.exhaustive] * ((case, arch) != ("gptq_w4_zeros", "sm_89")))
+        for case in CASES if case not in DEQUANTISED for arch in ("sm_80", "sm_89", "sm_90a")
+    ],
+)  # fmt: skip
+def test_prompts_in_tiles_that_are_unpacked_in_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str
+) -> None:
+    """As many rows have them: the tier is forced on all products that it can compute."""
+    plan, names = gemm.plan, set()
+
+    def forced(product: gemm.Product, machine: gemm.Machine, tier: str = "auto", tile: str = "") -> Any:
+        is_able = not packed_tiles.why_not(product, machine)
+        launch = plan(product, machine, "packed_tiles" if is_able else tier, tile)
+        if launch is not None:
+            names.add(launch.specialisation.name)
+        return launch
+
+    monkeypatch.setattr(gemm, "plan", forced)
+    expected = logits_of(load_model(twin(case, tmp_path / "exact", float32), dtype="float32"), IDS)
+    model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
+    assert relative_error(logits_of(model, IDS), expected) <= 3e-2
+    assert any(name.startswith("gemm_packed_tiles") for name in names)
