@@ -11,8 +11,8 @@ Against `tensor_core` it changes
   some 14 instructions beside 8 `mma.sync`;
 - the way out: the weight's rows have scales.
 
-Against `few_rows`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a matrix
-that is written out first, 4 bytes an element are spared, and the memory for it.
+Against `few_rows`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a
+matrix that is written out first, 4 bytes an element are spared, and the memory for it.
 
 Each sum runs over K from first to last. All of K is one block's.
 """
@@ -107,7 +107,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
 
     @device_function
     def column_of(inside):
-        """Which tile of 16 of the block's columns comes at a place in shared memory: (columns from the first, 1: up's)."""
+        """Which of the block's tiles of 16 columns lies at a place in shared memory: (tile, 1 if it is up's)."""
         column = inside * uint32(TILE_COLUMNS)
         within = column % uint32(WARP_N)
         first = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out)
@@ -123,8 +123,8 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
 
     @device_function
     def copy_slot(
-        index, stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group, group_targets, column,
-        k,
+        index, stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group, group_targets,
+        column, k,
     ):  # fmt: skip
         """`column`: this thread's first k in a slot. Sources move on by a slot."""
         start = uint32(index * uint32(slot_elements))
@@ -146,7 +146,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
 
     load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
     load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(WARP_M // 8)))
-    num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane: sums; x's, and the weight's
+    num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane
     n_tiles, m_tiles, load_pair = WARP_N // 8, WARP_M // 16, memory.load_2xf32
     is_shifted = not has_scales and packing.element not in INTEGERS
     shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)

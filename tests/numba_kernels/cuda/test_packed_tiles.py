@@ -13,7 +13,8 @@ from tests.numba_kernels.cuda.packed_cases import packed_matrix
 from tests.numba_kernels.cuda.test_few_rows_packed import product
 
 DEFAULT = [
-    ("u4_g128_zeros", "bf16", (130, 150, 264), "emulated:sm_80"), ("e4m3_g128", "f16", (70, 40, 200), "emulated:sm_90a"),
+    ("u4_g128_zeros", "bf16", (130, 150, 264), "emulated:sm_80"),
+    ("e4m3_g128", "f16", (70, 40, 200), "emulated:sm_90a"),
     ("e2m1_g16_e4m3", "bf16", (20, 33, 136), "emulated:sm_89"),
 ]  # fmt: skip
 SWEEP = [
