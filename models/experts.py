@@ -94,8 +94,9 @@ class Experts:
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         if self.norm is not None:
-            x = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        routing = ops.route(self.router.logits(x), self.rule)
+            x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule)
+        else:
+            routing = ops.route(self.router.logits(x), self.rule)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         return ops.experts(
             x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual

@@ -27,6 +27,7 @@ from runtime.batch import Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32, int32, int64
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
@@ -38,8 +39,8 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
     "embedding", "experts", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "log_softmax_topk", "logits_linear", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample",
-    "silu", "take_decode_inputs",
+    "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
+    "sample", "silu", "take_decode_inputs",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -328,6 +329,17 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     if bias is not None:
         check(op, "bias", bias, logits.device, float32, (rule.num_experts,))
     return backend.route(logits, rule, bias)  # type: ignore[no-any-return]
+
+
+def normed_route(x: Tensor, norm: RmsNorm, router: LinearWeight, rule: RoutingRule) -> tuple[Tensor, Routing]:
+    """``x [T, H]`` normalised, and the experts that each row then chooses by its logits, its product with ``router [E,
+    H]``."""
+    backend = _backend("normed_route", "x", x)
+    check("normed_route", "x", x, x.device, backend.ACTIVATIONS, (None, router.shape[1]))
+    if backend is not cpu and (found := backend.normed_route(x, norm, router, rule)) is not None:
+        return found  # type: ignore[no-any-return]
+    x = rms_norm(x, norm.weight, norm.eps)
+    return x, route(logits_linear(x, router), rule)
 
 
 def experts(

@@ -20,7 +20,7 @@ from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
-from runtime.backends.cuda_experts import experts, route
+from runtime.backends.cuda_experts import experts, normed_route, route
 from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.batch import Batch
@@ -33,7 +33,7 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "ACTIVATIONS", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding", "add_partials", "add_scaled",
     "attention", "embedding", "experts", "gather_rows", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
+    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda.experts import combine, gather, order, routing, tiled
+from numba_kernels.cuda.experts import combine, gather, order, router, routing, tiled
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.norm import RmsNorm
+from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
@@ -38,6 +40,26 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
             rule.sum_eps,
         )  # fmt: skip
     return Routing(ids, weights, rule)
+
+
+def normed_route(x: Tensor, norm: RmsNorm, weight: LinearWeight, rule: RoutingRule) -> tuple[Tensor, Routing] | None:
+    """See `ops.normed_route`; None where there is no such launch."""
+    (rows, hidden), dtype = x.shape, x.dtype.ptx
+    if not isinstance(weight, RowWeight) or weight.exact or weight.is_normed or weight.activations is not x.dtype:
+        return None
+    is_aligned = alignment(x.address, weight.address, norm.weight.address) % 16 == 0
+    if not is_aligned or not router.can_plan(rows, hidden, rule.num_experts, dtype, rule.num_groups):
+        return None
+    normalised = Tensor.empty(x.shape, x.dtype, x.device)
+    logits = Tensor.empty((rows, rule.num_experts), float32, x.device)
+    ids = Tensor.empty((rows, rule.top_k), int32, x.device)
+    weights = Tensor.empty((rows, rule.top_k), float32, x.device)
+    Gpu.of(x.device).launch(
+        router.plan(rows, rule.num_experts, dtype, rule.scores), x.address, norm.weight.address, normalised.address,
+        weight.address, weight.bias_address, logits.address, 0, ids.address, weights.address, hidden,
+        rule.num_experts, rule.top_k, int(rule.normalises), norm.eps, rule.scale, rule.sum_eps,
+    )  # fmt: skip
+    return normalised, Routing(ids, weights, rule)
 
 
 def experts(

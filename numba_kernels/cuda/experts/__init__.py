@@ -1,5 +1,6 @@
 """Mixtures of experts: choosing experts, and products with those that were chosen.
 
+    router       a decode step's norm, router and choice at once
     routing      logits of a router to experts and weights of each token
     order        the choices of all tokens put together by expert, in tiles of rows
     tiled        products of such rows: 16 x 16, every type
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numba_kernels.cuda.experts import combine, gather, order, routing, tiled
+from numba_kernels.cuda.experts import combine, gather, order, router, routing, tiled
 from numba_kernels.cuda.specialisation import Specialisation
 
-__all__ = ["combine", "gather", "order", "routing", "specialisations", "tiled"]
+__all__ = ["combine", "gather", "order", "router", "routing", "specialisations", "tiled"]
 
-_PARTS = (routing, order, tiled, combine, gather)
+_PARTS = (routing, router, order, tiled, combine, gather)
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -44,7 +44,7 @@ SQUARE_COLUMNS = ROWS
 
 
 @functools.cache
-def _multiplier(dtype: str) -> Any:
+def multiplier(dtype: str) -> Any:
     """A device function ``(weight_rows, x_row, k, lane) -> number``: lane i < 4 gets the sum of ``weight_rows[i]``, an
     address, times x's row. All lanes call it; what the others get means nothing."""
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
@@ -98,7 +98,7 @@ def _multiplier(dtype: str) -> Any:
 @functools.cache
 def _gate_up(dtype: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
-    multiply, gated, store = _multiplier(dtype), ACTIVATIONS[activation], element_storer(dtype)
+    multiply, gated, store = multiplier(dtype), ACTIVATIONS[activation], element_storer(dtype)
     item_bytes, columns = ITEM_BYTES[dtype], ROWS // 2
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
@@ -143,7 +143,7 @@ def _gate_up(dtype: str, activation: str) -> Specialisation:
 def _down(dtype: str) -> Specialisation:
     """Arguments: h [T k, I], table [2, E], ids [T, k], weights [T, k] float32, shared, gate, residual (0 without), out
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
-    multiply, add, store = _multiplier(dtype), adder(dtype, 1), element_storer(dtype)
+    multiply, add, store = multiplier(dtype), adder(dtype, 1), element_storer(dtype)
     item_bytes = ITEM_BYTES[dtype]
 
     def experts(h, table, ids, weights, shared, gate, residual, out, squares, n, k, num_experts, top_k):

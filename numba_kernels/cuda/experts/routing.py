@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, types
 
@@ -55,10 +56,10 @@ def _lowest(number, is_candidate):
 
 
 @functools.cache
-def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
-    """Arguments: logits [T, E] float32, bias [E] float32 or 0, ids [T, k] int32, weights [T, k] float32 addresses; T,
-    E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised; scale, what is
-    added to the sum."""
+def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
+    """A device function ``(logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two,
+    normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of what is added to scores (0:
+    nothing), and of what it writes."""
     is_softmax = scores == "softmax"
 
     @device_function
@@ -100,90 +101,108 @@ def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
             if uint32(kept >> group) & uint32(1) == uint32(0):
                 choice[i] = float32(_MINUS_INFINITY)
 
-    def route(
-        logits, bias, ids, weights, num_rows, num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale,
+    @device_function
+    def choose(
+        logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale,
         sum_eps,
     ):  # fmt: skip
-        lane = lane_index()
-        row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + (uint32(cuda.threadIdx.x) >> uint32(5)))
         found = cuda.local.array(per_lane, float32)  # the experts' scores
         choice = cuda.local.array(per_lane, float32)
         keys = cuda.local.array(per_lane, uint32)
         ranks = cuda.local.array(per_lane, uint32)
+        peak = float32(_MINUS_INFINITY)
+        for i in range(per_lane):
+            expert = uint32(lane + uint32(32 * i))
+            found[i] = float32(_MINUS_INFINITY)
+            if expert < num_experts:
+                found[i] = load_f32(logits + uint64(expert) * uint64(4))
+            if found[i] > peak:
+                peak = found[i]
+        if is_softmax:
+            peak = warp_max(peak)
+            total = float32(0.0)
+            for i in range(per_lane):
+                if uint32(lane + uint32(32 * i)) < num_experts:
+                    found[i] = exp(found[i] - peak)
+                    total += found[i]
+            total = warp_sum(total)
+            for i in range(per_lane):
+                found[i] = divide(found[i], total)
+        else:
+            for i in range(per_lane):
+                found[i] = sigmoid(found[i])
+        has_nan = uint32(0)
+        for i in range(per_lane):
+            if uint32(lane + uint32(32 * i)) < num_experts and found[i] != found[i]:
+                has_nan = uint32(1)
+        is_nan = ballot(has_nan) != uint32(0)
+        for i in range(per_lane):
+            expert = uint32(lane + uint32(32 * i))
+            choice[i] = found[i]
+            if bias != uint64(0) and expert < num_experts:
+                choice[i] += load_f32(bias + uint64(expert) * uint64(4))
+            if is_nan:
+                choice[i] = float32(0.0)
+        if has_groups:
+            leave_groups(choice, lane, num_experts, num_groups, top_groups, adds_two)
+        for i in range(per_lane):
+            ranks[i] = uint32(_TOP)
+            keys[i] = uint32(0)
+            if uint32(lane + uint32(32 * i)) < num_experts:
+                keys[i] = _rising(choice[i])
+        total = float32(0.0)
+        rank = uint32(0)
+        while rank < top_k:
+            own_best = uint32(0)
+            own_expert = uint32(_TOP)
+            for i in range(per_lane):
+                if keys[i] > own_best:  # of equals the first, which is the lower expert
+                    own_best = keys[i]
+                    own_expert = uint32(lane + uint32(32 * i))
+            best = _lowest(own_expert, own_best == maximum_u32_of_warp(own_best))
+            score = float32(0.0)
+            for i in range(per_lane):
+                if uint32(lane + uint32(32 * i)) == best:
+                    keys[i] = uint32(0)
+                    ranks[i] = rank
+                    score = found[i]
+            total += shuffle_index_f32(score, uint32(best & uint32(31)))
+            rank = uint32(rank + uint32(1))
+        for i in range(per_lane):
+            if ranks[i] != uint32(_TOP):
+                value = found[i]
+                if normalises != uint32(0):
+                    value = divide(value, total + sum_eps)
+                value = value * scale
+                if is_nan:
+                    value = found[i] - found[i] + float32(float("nan"))
+                place = uint64(ranks[i]) * uint64(4)
+                store_b32(ids + place, uint32(lane + uint32(32 * i)))
+                store_f32(weights + place, value)
+
+    return choose
+
+
+@functools.cache
+def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
+    """Arguments: logits [T, E] float32, bias [E] float32 or 0, ids [T, k] int32, weights [T, k] float32 addresses; T,
+    E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised; scale, what is
+    added to the sum."""
+    choose = chooser(per_lane, scores, has_groups)
+
+    def route(
+        logits, bias, ids, weights, num_rows, num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale,
+        sum_eps,
+    ):  # fmt: skip
+        row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + (uint32(cuda.threadIdx.x) >> uint32(5)))
         wait_for_previous_grid()
         launch_dependents()
         if row < num_rows:
-            logits += uint64(row) * uint64(num_experts) * uint64(4)
             at = uint64(row) * uint64(top_k) * uint64(4)
-            peak = float32(_MINUS_INFINITY)
-            for i in range(per_lane):
-                expert = uint32(lane + uint32(32 * i))
-                found[i] = float32(_MINUS_INFINITY)
-                if expert < num_experts:
-                    found[i] = load_f32(logits + uint64(expert) * uint64(4))
-                if found[i] > peak:
-                    peak = found[i]
-            if is_softmax:
-                peak = warp_max(peak)
-                total = float32(0.0)
-                for i in range(per_lane):
-                    if uint32(lane + uint32(32 * i)) < num_experts:
-                        found[i] = exp(found[i] - peak)
-                        total += found[i]
-                total = warp_sum(total)
-                for i in range(per_lane):
-                    found[i] = divide(found[i], total)
-            else:
-                for i in range(per_lane):
-                    found[i] = sigmoid(found[i])
-            has_nan = uint32(0)
-            for i in range(per_lane):
-                if uint32(lane + uint32(32 * i)) < num_experts and found[i] != found[i]:
-                    has_nan = uint32(1)
-            is_nan = ballot(has_nan) != uint32(0)
-            for i in range(per_lane):
-                expert = uint32(lane + uint32(32 * i))
-                choice[i] = found[i]
-                if bias != uint64(0) and expert < num_experts:
-                    choice[i] += load_f32(bias + uint64(expert) * uint64(4))
-                if is_nan:
-                    choice[i] = float32(0.0)
-            if has_groups:
-                leave_groups(choice, lane, num_experts, num_groups, top_groups, adds_two)
-            for i in range(per_lane):
-                ranks[i] = uint32(_TOP)
-                keys[i] = uint32(0)
-                if uint32(lane + uint32(32 * i)) < num_experts:
-                    keys[i] = _rising(choice[i])
-            total = float32(0.0)
-            rank = uint32(0)
-            while rank < top_k:
-                own_best = uint32(0)
-                own_expert = uint32(_TOP)
-                for i in range(per_lane):
-                    if keys[i] > own_best:  # of equals the first, which is the lower expert
-                        own_best = keys[i]
-                        own_expert = uint32(lane + uint32(32 * i))
-                best = _lowest(own_expert, own_best == maximum_u32_of_warp(own_best))
-                score = float32(0.0)
-                for i in range(per_lane):
-                    if uint32(lane + uint32(32 * i)) == best:
-                        keys[i] = uint32(0)
-                        ranks[i] = rank
-                        score = found[i]
-                total += shuffle_index_f32(score, uint32(best & uint32(31)))
-                rank = uint32(rank + uint32(1))
-            for i in range(per_lane):
-                if ranks[i] != uint32(_TOP):
-                    value = found[i]
-                    if normalises != uint32(0):
-                        value = divide(value, total + sum_eps)
-                    value = value * scale
-                    if is_nan:
-                        value = found[i] - found[i] + float32(float("nan"))
-                    place = at + uint64(ranks[i]) * uint64(4)
-                    store_b32(ids + place, uint32(lane + uint32(32 * i)))
-                    store_f32(weights + place, value)
+            choose(
+                logits + uint64(row) * uint64(num_experts) * uint64(4), bias, ids + at, weights + at, lane_index(),
+                num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale, sum_eps,
+            )  # fmt: skip
 
     return Specialisation(
         name=f"route_{scores}_x{per_lane}{'_groups' if has_groups else ''}",
@@ -201,10 +220,15 @@ def why_not(num_experts: int, num_groups: int) -> str:
     return f"{num_groups} groups of experts, at most {MAX_GROUPS}" if num_groups > MAX_GROUPS else ""
 
 
+def lane_experts(num_experts: int) -> int:
+    """How many experts a lane has."""
+    return next(each for each in PER_LANE if 32 * each >= num_experts)
+
+
 def plan(num_rows: int, num_experts: int, scores: str, num_groups: int) -> Launch:
     """For at least one row, and what `why_not` allows."""
-    per_lane = next(each for each in PER_LANE if 32 * each >= num_experts)
-    return Launch(_kernel(per_lane, scores, num_groups > 1), (-(-num_rows // WARPS), 1, 1), (WARPS * 32, 1, 1))
+    kernel = _kernel(lane_experts(num_experts), scores, num_groups > 1)
+    return Launch(kernel, (-(-num_rows // WARPS), 1, 1), (WARPS * 32, 1, 1))
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -14,6 +14,7 @@ from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16
 from runtime.errors import InvalidArgumentError
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
@@ -28,6 +29,10 @@ TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "bf16": 1.5e-2}
 
 def put(array: Array, device: Device) -> Tensor:
     return Tensor.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def floats(tensor: Tensor) -> Array:
+    return tensor.to("cpu").numpy().astype(np.float64)
 
 
 def moved(routing: Routing, device: Device) -> Routing:
@@ -64,6 +69,51 @@ def test_more_experts_than_a_warp_has_places_for(gpu: Gpu) -> None:
     rule = RoutingRule(num_experts=513, top_k=1)
     with pytest.raises(InvalidArgumentError, match="513 experts, at most 512"):
         ops.route(put(np.zeros((1, 513), np.float32), gpu.device), rule)
+
+
+@both_archs
+@pytest.mark.parametrize(("dtype", "scores"), [("bf16", "softmax"), ("f16", "sigmoid")])
+def test_normed_routes(gpu: Gpu, dtype: str, scores: Any) -> None:
+    """In one launch, near what three give, and each row as alone; logits far apart, so that rounding chooses alike."""
+    kind = numpy_dtype(dtype)
+    for rows, hidden, num_experts, top_k in ((1, 64, 5, 2), (9, 136, 70, 8), (3, 2880, 32, 4)):
+        rng = np.random.default_rng(hidden)
+        rule = RoutingRule(num_experts=num_experts, top_k=top_k, normalises=True, scores=scores, scale=1.5)
+        x = (rng.standard_normal((rows, hidden)) * 3).astype(kind)
+        norm = RmsNorm(put(rng.uniform(0.5, 2, hidden).astype(np.float32), gpu.device), 1e-5, 1.0)
+        matrix = Tensor.from_numpy((rng.standard_normal((num_experts, hidden)) / 4).astype(kind))
+        bias = Tensor.from_numpy(rng.standard_normal(num_experts).astype(np.float32))
+        weight = ops.prepare_linear(matrix, bias, LoadOptions.parse(device=str(gpu.device)))
+        given = put(x, gpu.device)
+        found = cuda_experts.normed_route(given, norm, weight, rule)
+        assert found is not None
+        normalised, routing = found
+        wanted = ops.rms_norm(given, norm.weight, norm.eps)
+        assert relative_error(floats(normalised), floats(wanted)) <= TOLERANCE[dtype]
+        expected = ops.route(ops.logits_linear(wanted, weight), rule)
+        assert relative_error(floats(routing.weights), floats(expected.weights)) <= 10 * TOLERANCE[dtype]
+        same = (routing.ids.to("cpu").numpy() == expected.ids.to("cpu").numpy()).mean()
+        assert same >= 0.9
+        last = given[rows - 1 :]
+        alone = cuda_experts.normed_route(last, norm, weight, rule) if last.address % 16 == 0 else None
+        if alone is not None:
+            np.testing.assert_array_equal(alone[1].ids.to("cpu").numpy(), routing.ids.to("cpu").numpy()[-1:])
+            np.testing.assert_array_equal(floats(alone[1].weights), floats(routing.weights)[-1:])
+
+
+def test_what_takes_three_launches(gpu: Gpu) -> None:
+    norm = RmsNorm(put(np.ones(64, np.float32), gpu.device), 1e-5, 1.0)
+    for rows, num_experts, exact, dtype, groups in (
+        (257, 8, False, "bf16", 1), (2, 300, False, "bf16", 1), (2, 8, True, "bf16", 1), (2, 8, False, "f32", 1),
+        (2, 8, False, "bf16", 2), (0, 8, False, "bf16", 1),
+    ):  # fmt: skip
+        kind = numpy_dtype(dtype)
+        options = LoadOptions.parse(device=str(gpu.device), exact=exact)
+        weight = ops.prepare_linear(Tensor.from_numpy(np.ones((num_experts, 64), kind)), None, options)
+        rule = RoutingRule(num_experts=num_experts, top_k=2, num_groups=groups)
+        x = put(np.ones((rows, 64), kind), gpu.device)
+        assert cuda_experts.normed_route(x, norm, weight, rule) is None
+        assert ops.normed_route(x, norm, weight, rule)[1].ids.shape == (rows, 2)
 
 
 class Layer:

@@ -34,7 +34,7 @@ QWEN3_8B = {
     "max_position_embeddings": 40960, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
     "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
-LAUNCHES_WITH_EXPERTS = 9, 11  # of a few sequences, which go straight over their experts, and of more
+LAUNCHES_WITH_EXPERTS = 7, 9  # of a few sequences, which go straight over their experts, and of more
 QWEN3_MOE = QWEN3_8B | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 256,
     "moe_intermediate_size": 128, "num_experts_per_tok": 8, "num_attention_heads": 4, "num_key_value_heads": 1,
@@ -188,5 +188,5 @@ def test_decode_steps_with_experts(tmp_path: Path, exact: bool) -> None:
         assert len(one.graphs) == len(two.graphs) > 4
         layers = [kernels_of_a_layer(*pair) for pair in zip(one.graphs, two.graphs, strict=True)]
         found.append([len(layer) for layer in layers])
-        assert set(found[-1]) == ({max(LAUNCHES_WITH_EXPERTS) + 1} if exact else set(LAUNCHES_WITH_EXPERTS)), layers
+        assert set(found[-1]) == ({max(LAUNCHES_WITH_EXPERTS) + 3} if exact else set(LAUNCHES_WITH_EXPERTS)), layers
     assert found[0] == found[1]
