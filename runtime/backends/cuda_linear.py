@@ -11,7 +11,7 @@ from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.cuda_packed import Planned, matrix_of, plan_product
+from runtime.backends.cuda_packed import Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
@@ -44,15 +44,16 @@ def linear(
         launch = planned.launch
         assert launch is not None
         matrix, memory = matrix_of(gpu, weight, planned)
+        source, scales, rounded = rows_of(gpu, x, planned)
+        normalising = (scales, 0, 0.0) if scales else _normalising(gpu, x, norm_eps)
         columns = _gemm.square_columns(launch, width) if added and not key[4] else 0
         if columns:
             result.row_squares = Tensor.empty((rows, width // columns), float32, x.device)
         squares = 0 if result.row_squares is None else result.row_squares.address
         gpu.launch(
-            launch, x.address, matrix, bias, added, result.address, rows, width, depth, 1,
-            *_normalising(gpu, x, norm_eps), squares,
-        )  # fmt: skip
-        del memory
+            launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares
+        )
+        del memory, rounded
     return result
 
 
@@ -87,11 +88,12 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm_eps: float | 
         return glu(linear(x, weight, None, None, x.dtype, norm_eps), activation)
     result = Tensor.empty((rows, both // 2), x.dtype, x.device)
     matrix, memory = matrix_of(gpu, weight, planned)
+    source, scales, rounded = rows_of(gpu, x, planned)
+    normalising = (scales, 0, 0.0) if scales else _normalising(gpu, x, norm_eps)
     gpu.launch(
-        planned.launch, x.address, matrix, 0, 0, result.address, rows, both // 2, depth, 0,
-        *_normalising(gpu, x, norm_eps), 0,
-    )  # fmt: skip
-    del memory
+        planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, 0
+    )
+    del memory, rounded
     return result
 
 

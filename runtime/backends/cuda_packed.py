@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numba_kernels.cuda import dequantize, gemm
+from numba_kernels.cuda import dequantize, gemm, rounded_rows
 from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.cuda_tensor import alignment, id_flag
@@ -26,10 +26,12 @@ class Planned:
     Attributes:
         launch: of the product; None where no launch does what its epilogue asks for.
         dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
+        rounding: that rounds x's rows to int8 in front of it; None: it reads x as it is.
     """
 
     launch: Launch | None
     dequantization: Launch | None = None
+    rounding: Launch | None = None
 
 
 def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
@@ -38,6 +40,9 @@ def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
     if not isinstance(weight, PackedWeight):
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
+    if _is_faster_rounded(weight, product, plain, machine):
+        rounding = rounded_rows.plan(product.m, product.k, product.x)
+        return Planned(gemm.integer_tiles.plan(product), rounding=rounding)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -54,6 +59,33 @@ def _is_faster_packed(
     products never ask: the kernel may not depend on the rows."""
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
     return gemm.modelled_s(product, machine) <= made + gemm.modelled_s(plain, machine)
+
+
+def _is_faster_rounded(
+    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
+) -> bool:
+    """Whether the checkpoint has x rounded to int8, and the models say that many rows are faster so. Few rows stay as
+    they are: the weight's bytes are what takes time."""
+    if not weight.rounds_rows or weight.tier != "auto" or product.m <= FEW_ROWS:
+        return False
+    if gemm.integer_tiles.why_not(product, machine):
+        return False
+    rounding = rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
+    others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
+    return rounding + gemm.integer_tiles.seconds(product, machine) < others
+
+
+def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:
+    """The addresses that the product's launch takes for x and, where it is rounded, for its rows' scales (else 0), and
+    what holds that memory."""
+    if planned.rounding is None:
+        return x.address, 0, x
+    rows, depth = x.shape
+    codes, both = rounded_rows.sections(rows, depth)
+    memory = gpu.allocate(both)
+    gpu.launch(planned.rounding, x.address, memory.address, memory.address + codes, rows, depth)
+    return memory.address, memory.address + codes, memory
 
 
 def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:

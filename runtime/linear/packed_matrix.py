@@ -23,11 +23,12 @@ import numpy as np
 from numba_kernels.cuda.packing import GROUPS, Packing, arrange
 from runtime.linear.format import packed_format
 from runtime.linear.options import LoadOptions, Split
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from runtime.linear.quantized import ActivationScheme, QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import GpuSettings, PackedWeight
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
+ROW_INTEGERS = ActivationScheme("int8")
 _ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
 _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -97,7 +98,8 @@ def prepare_packed(
         bias = Tensor.from_numpy(joined).to(options.device)
     shape = codes.shape[0], codes.shape[1]
     settings = GpuSettings(
-        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split)
+        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
+        rounds_rows=all(part.matrix.layout.activation == ROW_INTEGERS for part in parts),
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
 

@@ -39,6 +39,7 @@ class GpuSettings(TypedDict, total=False):
     whole_shape: tuple[int, int] | None
     num_segments: int
     is_normed: bool
+    rounds_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +151,14 @@ class GpuWeight(LinearWeight):
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
+        rounds_rows: whether its author has x's rows rounded to int8, each by its largest magnitude: products of many
+            rows then may.
         plans: launches of products with it, by what they depend on.
     """
 
     __slots__ = (
-        "activations", "address", "bias", "bias_address", "elements", "exact", "is_normed", "memory", "plans", "tier",
-        "whole_shape",
+        "activations", "address", "bias", "bias_address", "elements", "exact", "is_normed", "memory", "plans",
+        "rounds_rows", "tier", "whole_shape",
     )  # fmt: skip
 
     def __init__(
@@ -171,8 +174,10 @@ class GpuWeight(LinearWeight):
         whole_shape: tuple[int, int] | None = None,
         num_segments: int = 0,
         is_normed: bool = False,
+        rounds_rows: bool = False,
     ) -> None:
         self.is_normed = is_normed
+        self.rounds_rows = rounds_rows
         self.memory = memory
         self.elements = format.packing or activations.ptx
         self.bias = bias

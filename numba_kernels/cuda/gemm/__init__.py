@@ -16,6 +16,8 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
+Beside them `integer_tiles` multiplies rows that were rounded to int8 (`rounded_rows.py`) by 8-bit integers.
+
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 
     x, weight, bias, residual, y, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares
@@ -36,6 +38,7 @@ from numba_kernels.cuda.gemm import (
     few_rows,
     gemv,
     hopper,
+    integer_tiles,
     naive,
     packed_tiles,
     register,
@@ -50,7 +53,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
     "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
-    "machine_of", "modelled_s", "plan", "specialisations",
+    "integer_tiles", "machine_of", "modelled_s", "plan", "specialisations",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
@@ -184,4 +187,5 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for tier in TIERS.values():
         yield from tier.specialisations()
+    yield from integer_tiles.specialisations()
     yield from segments.specialisations()

@@ -1,0 +1,237 @@
+"""Many rows times a weight of 8-bit integers, where the checkpoint rounds x to int8, too: `mma.sync` of bytes.
+
+What it teaches: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes rounded
+and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a bit of
+each of the weight's bytes, which are stored 128 above their value.
+
+Against `packed_tiles` a product has twice as many elements of K an instruction, and x half the bytes. Sums are int32,
+exact, for K up to 2^17; they become float32 once, times their weight row's scale, then times their row's of x.
+
+Arguments are those of all products, but for x, which is the codes' address, and x_squares, the scales' of x's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
+from numba_kernels.cuda.gemm.tile_out import sums_leaver
+from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all
+from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.integer_mma import f32_from_s32, multiply_integers
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.packed_sections import sections_of
+from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of
+from numba_kernels.cuda.rounded_rows import SLOT
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+WEIGHT = "u8"
+BLOCK_M, BLOCK_N, WARP_M, WARP_N = 128, 128, 64, 32
+WARPS_N = BLOCK_N // WARP_N
+NUM_WARPS = (BLOCK_M // WARP_M) * WARPS_N
+THREADS = 32 * NUM_WARPS
+NUM_STAGES = 4
+GROUP_ROWS = 8  # row tiles that pass over a column tile together
+TILE_COLUMNS = 16
+MAX_K = 1 << 17  # 127 * 128 * K is less than 2^31
+SCALES_BYTES = 4 * BLOCK_M
+_X_BYTES, _STAGE_BYTES = BLOCK_M * SLOT, (BLOCK_M + BLOCK_N) * SLOT
+SHARED_BYTES = SCALES_BYTES + NUM_STAGES * _STAGE_BYTES
+_RATE = 2.0  # products of bytes, against those of 16 bits
+_EFFICIENCY = 0.85
+EMULATED_ON = ("sm_100a", "sm_120a")
+"""Where ptxas makes `mma.sync` of integers out of other instructions, by way of local memory."""
+
+
+@functools.cache
+def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
+    packing = packing_of(WEIGHT)
+    assert packing == Packing(WEIGHT)
+    find, leave_sums = sections_of(packing, dtype), sums_leaver(dtype, out_dtype, WARP_M, WARP_N, activation)
+    is_gated, rows_a_column = activation != "", 2 if activation else 1
+    columns_out, block_columns = WARP_N // rows_a_column, BLOCK_N // rows_a_column
+    passes = BLOCK_N // TILE_ROWS // NUM_WARPS  # of a stage's tiles of 8 rows, for either factor
+    copy, commit = copy_rows(passes, NUM_WARPS * TILE_BYTES), memory.copy_async_commit
+    wait_for_next, wait_for_all = memory.copy_async_wait(NUM_STAGES - 2), memory.copy_async_wait(0)
+    n_tiles, m_tiles = WARP_N // 8, WARP_M // 16
+    num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane
+    load_x = load_all("shared", tuple((4 * i, 0, i * TILE_BYTES) for i in range(WARP_M // TILE_ROWS)))
+    load_words = load_all("shared", tuple((4 * i, 0, i * TILE_BYTES) for i in range(WARP_N // TILE_ROWS)))
+    multiply = multiply_integers(
+        tuple(
+            (4 * (i * n_tiles + j), tuple(8 * i + 2 * step + e for e in (0, 4, 1, 5)),
+             (4 * j + 2 * step, 4 * j + 2 * step + 1))
+            for step in (0, 1) for i in range(m_tiles) for j in range(n_tiles)
+        )
+    )  # fmt: skip
+    load_pair, load_one, store_one = memory.load_2xf32, memory.load_f32, memory.shared_store_f32
+
+    @device_function
+    def copy_slot(index, slots, stage, target, x_rows, rows):
+        if index < slots:
+            copy(uint32(stage + target), x_rows, uint32(16))
+            copy(uint32(stage + uint32(_X_BYTES) + target), rows, uint32(16))
+            for i in range(passes):
+                x_rows[i] += uint64(TILE_BYTES)
+                rows[i] += uint64(TILE_BYTES)
+        commit()
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, squares):
+        scales = memory.shared_address(cuda.shared.array(0, uint32))
+        shared = uint32(scales + uint32(SCALES_BYTES))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), thread >> uint32(5)
+
+        # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
+        tiles_m = (m + uint32(BLOCK_M - 1)) // uint32(BLOCK_M)
+        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
+        block = uint32(cuda.blockIdx.x)
+        group = block // (uint32(GROUP_ROWS) * tiles_n)
+        inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
+        group_rows = min(uint32(GROUP_ROWS), tiles_m - group * uint32(GROUP_ROWS))
+        column_tile = inside // group_rows
+        first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(BLOCK_M)
+        first_column = column_tile * uint32(block_columns)
+
+        # What this thread copies. Tiles beyond the last repeat it: their sums are never stored.
+        all_words, _, _, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
+        last_x = uint32((m + uint32(TILE_ROWS - 1)) // uint32(TILE_ROWS) - uint32(1))
+        last = uint32((n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
+        slots_bytes = uint64(slots) * uint64(TILE_BYTES)
+        x_rows, rows = cuda.local.array(passes, uint64), cuda.local.array(passes, uint64)
+        for i in range(passes):
+            inside = warp + uint32(i * NUM_WARPS)  # of the tiles of 8 rows
+            tile = minimum_u32(uint32(first_row // uint32(TILE_ROWS) + inside), last_x)
+            x_rows[i] = x + uint64(tile) * slots_bytes + uint64(lane * uint32(16))
+            column = (inside >> uint32(1)) * uint32(TILE_COLUMNS)
+            within = column % uint32(WARP_N)
+            column = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out) + first_column
+            tile = minimum_u32(uint32(column // uint32(TILE_COLUMNS)), last)
+            if is_gated:
+                tile = uint32(tile + within // uint32(columns_out) * (n // uint32(TILE_COLUMNS)))  # up's
+            tile = uint32(tile * uint32(2) + (inside & uint32(1)))
+            rows[i] = all_words + uint64(tile) * slots_bytes + uint64(lane * uint32(16))
+        target = thread * uint32(16)
+
+        warp_row, warp_column = warp // uint32(WARPS_N) * uint32(WARP_M), warp % uint32(WARPS_N) * uint32(WARP_N)
+        x_place = warp_row * uint32(SLOT) + lane * uint32(16)
+        words_place = uint32(_X_BYTES) + warp_column * uint32(SLOT) + lane * uint32(16)
+        integers = cuda.local.array(num_sums, uint32)
+        for e in range(num_sums):
+            integers[e] = uint32(0)
+        x_words, words = cuda.local.array(num_x_words, uint32), cuda.local.array(num_words, uint32)
+        x_at, words_at = cuda.local.array(1, uint32), cuda.local.array(1, uint32)
+
+        wait_for_previous_grid()
+        write_stage, read_stage, index = shared, shared, uint32(0)
+        last_stage = uint32(shared + uint32(NUM_STAGES * _STAGE_BYTES))
+        while index < uint32(NUM_STAGES - 1):
+            copy_slot(index, slots, write_stage, target, x_rows, rows)
+            write_stage = uint32(write_stage + uint32(_STAGE_BYTES))
+            index = uint32(index + uint32(1))
+        if thread < uint32(BLOCK_M):
+            row = minimum_u32(uint32(first_row + thread), uint32(m - uint32(1)))
+            store_one(uint32(scales + thread * uint32(4)), load_one(x_scales + uint64(row) * uint64(4)))
+        done = uint32(0)
+        while done < slots:
+            wait_for_next()
+            sync_block()  # slot `done` has arrived for all; the stage of the one before it is free
+            copy_slot(index, slots, write_stage, target, x_rows, rows)
+            write_stage = uint32(write_stage + uint32(_STAGE_BYTES))
+            if write_stage == last_stage:
+                write_stage = shared
+            index = uint32(index + uint32(1))
+            x_at[0], words_at[0] = uint32(read_stage + x_place), uint32(read_stage + words_place)
+            load_x(x_words, x_at)
+            load_words(words, words_at)
+            for e in range(num_words):
+                words[e] ^= uint32(0x80808080)
+            multiply(integers, x_words, words)
+            read_stage = uint32(read_stage + uint32(_STAGE_BYTES))
+            if read_stage == last_stage:
+                read_stage = shared
+            done = uint32(done + uint32(1))
+
+        launch_dependents()
+        wait_for_all()
+        sync_block()
+        first_row += warp_row
+        first_column += warp_column // uint32(WARP_N) * uint32(columns_out)
+        # The weight's rows' scales. Its last tile of 16 rows is whole.
+        last_pair = uint32((uint32(n + uint32(TILE_COLUMNS - 1)) & uint32(0xFFFFFFF0)) - uint32(2))
+        sums = cuda.local.array(num_sums, float32)
+        for j in range(n_tiles):  # of 8 columns, of which a lane has two
+            column = uint32(8 * j % columns_out) + first_column + (lane & uint32(3)) * uint32(2)
+            column = minimum_u32(column, last_pair)
+            if 8 * j >= columns_out:
+                column = uint32(column + n)  # up's
+            low, high = load_pair(row_scales + uint64(column) * uint64(4))
+            for i in range(m_tiles):
+                for h in range(2):
+                    at = 4 * (i * n_tiles + j) + 2 * h
+                    sums[at] = scale_element(f32_from_s32(integers[at]), low)
+                    sums[at + 1] = scale_element(f32_from_s32(integers[at + 1]), high)
+        leave_sums(
+            sums, shared + warp * uint32(16 * WARP_N * 4), uint32(scales + warp_row * uint32(4)), bias, bias_is_f32,
+            residual, out, m, n, first_row, first_column, squares, lane,
+        )  # fmt: skip
+
+    return Specialisation(
+        name=f"gemm_integer_tiles_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        kernel=cuda.jit(gemm),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=THREADS,
+        min_blocks=1,
+        spills_on=EMULATED_ON,
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "activation": activation,
+            "square_columns": 0 if is_gated else WARP_N,
+        },
+    )  # fmt: skip
+
+
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product whose rows may be rounded; "" if it can."""
+    if machine.arch in EMULATED_ON:
+        return f"needs tensor cores that multiply integers, which {machine.arch} has not"
+    if product.weight != WEIGHT or product.x == "f32" or not product.is_weight_layout or not product.is_aligned:
+        return "multiplies 8-bit integers with a scale a row by 16-bit rows on 16-byte bounds"
+    if product.exact or product.num_segments or product.k > MAX_K:
+        return f"takes K of at most {MAX_K}, is not exact, and cuts no K into segments"
+    is_whole = not product.epilogue.activation or product.n % TILE_COLUMNS == 0
+    return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By work in whole tiles, by what they read, and by latency; without the rounding of x."""
+    row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
+    blocks = max(row_tiles * column_tiles, machine.num_multiprocessors)
+    work = 2 * product.k * blocks * BLOCK_M * BLOCK_N / (machine.tensor_flops * _RATE * _EFFICIENCY)
+    cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k
+    under_way = BLOCK_N * SLOT * (NUM_STAGES - 1)
+    latency = LATENCY_S * product.weight_bytes / (column_tiles * under_way)
+    return max(work, cache_reads / machine.cache_bytes, latency, product.weight_bytes / machine.memory_bytes)
+
+
+def plan(product: Product) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    blocks = -(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N)
+    return Launch(
+        _kernel(product.x, product.out, product.epilogue.activation), (blocks, 1, 1), (THREADS, 1, 1),
+        shared_bytes=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Those of bf16."""
+    for activation in ("", "silu"):
+        yield _kernel("bf16", "bf16", activation)

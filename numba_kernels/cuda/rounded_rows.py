@@ -1,0 +1,115 @@
+"""Rows of x rounded to int8, each by its own largest magnitude, for products of integers (`gemm/integer_tiles.py`).
+
+    scales[r] = max |x[r]| / 127            float32 [8 ceil(m / 8)]
+    codes     = round(x[r] / scales[r])     int8, in the order of a packed weight: [ceil(m / 8), slots, 32 lanes, 16]
+
+A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
+zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
+
+A block has 8 rows, a warp each. A row is read twice; the second time out of a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.element import vector_loader
+from numba_kernels.cuda.intrinsics.integer_mma import nearest_s32
+from numba_kernels.cuda.intrinsics.math import reciprocal
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp
+from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+SLOT = 64  # elements of K
+_LARGEST = 127.0
+_BYTE_ORDER = (0, 2, 1, 3)  # of a word's elements, as packed weights have them
+_LAUNCH_S = 2e-6
+
+
+def sections(m: int, k: int) -> tuple[int, int]:
+    """Bytes of the codes, behind which the scales lie, and of both."""
+    tiles = -(-m // TILE_ROWS)
+    codes = tiles * -(-k // SLOT) * TILE_BYTES
+    return codes, codes + tiles * TILE_ROWS * 4
+
+
+@functools.cache
+def _kernel(dtype: str) -> Specialisation:
+    """Arguments: x, codes, scales addresses; m, k."""
+    load, bits_of = vector_loader(dtype), convert.bits_from_f32
+    byte_order = _BYTE_ORDER
+
+    def round_rows(x, codes, scales, m, k):
+        wait_for_previous_grid()
+        launch_dependents()
+        lane, g = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
+        tile = uint32(cuda.blockIdx.x)
+        row = uint32(tile * uint32(TILE_ROWS) + g)
+        source = x + uint64(row) * uint64(k) * uint64(2)
+        largest = uint32(0)  # as bits, which order magnitudes, NaN above all
+        if row < m:
+            column = uint32(lane * uint32(8))
+            while column < k:
+                values = load(source + uint64(column) * uint64(2))
+                for i in range(8):
+                    largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
+                column = uint32(column + uint32(256))
+        largest = maximum_u32_of_warp(largest)
+        magnitude = convert.f32_from_bits(largest)
+        factor = float32(0.0)
+        if largest > uint32(0):
+            factor = float32(_LARGEST) * reciprocal(magnitude)
+        if lane == uint32(0):
+            memory.store_f32(scales + uint64(row) * uint64(4), magnitude * float32(1 / _LARGEST))
+        slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
+        target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
+        chunk = lane
+        words = cuda.local.array(2, uint32)
+        while chunk < slots * uint32(8):
+            words[0], words[1] = uint32(0), uint32(0)
+            column = uint32(chunk * uint32(8))
+            if row < m and column < k:
+                values = load(source + uint64(column) * uint64(2))
+                for w in range(2):
+                    for b in range(4):
+                        code = nearest_s32(values[4 * w + byte_order[b]] * factor) & uint32(255)
+                        words[w] |= code << uint32(8 * b)
+            slot, inside = chunk >> uint32(3), chunk & uint32(7)
+            at = uint64(slot) * uint64(TILE_BYTES)
+            at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
+            memory.store_2xb32(target + at, (words[0], words[1]))
+            chunk = uint32(chunk + uint32(32))
+
+    return Specialisation(
+        name=f"rounded_rows_{dtype}",
+        kernel=cuda.jit(round_rows),
+        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
+        max_threads=32 * TILE_ROWS,
+        constants={"dtype": dtype},
+    )
+
+
+def plan(m: int, k: int, dtype: str) -> Launch:
+    """The launch for x [m, k] of a 16-bit dtype, where 8 divides k and x begins on a 16-byte bound.
+
+    Arguments: x, codes, scales, m, k.
+    """
+    return Launch(_kernel(dtype), (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
+
+
+def seconds(m: int, k: int, memory_bytes: float) -> float:
+    """By the bytes that are read and written, and a launch."""
+    return _LAUNCH_S + (2 * m * k + sections(m, k)[1]) / memory_bytes
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Of both types."""
+    for dtype in ("bf16", "f16"):
+        yield _kernel(dtype)

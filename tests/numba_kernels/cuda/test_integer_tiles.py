@@ -1,0 +1,90 @@
+"""Products of rows rounded to int8: the rounding against numpy, the sums against exact integers."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm, rounded_rows
+from numba_kernels.cuda.gemm import integer_tiles
+from numba_kernels.cuda.packing import Packing, arrange
+from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
+
+SHAPES = [
+    (70, 150, 264, "bf16", "", "emulated:sm_90a"), (130, 48, 128, "bf16", "silu", "emulated:sm_80"),
+    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+        (1, 17, 8, "f16", "", "emulated:sm_80"), (300, 260, 1160, "bf16", "", "emulated:sm_89"),
+        (64, 128, 72, "f16", "silu", "emulated:sm_90a"), (129, 129, 520, "f16", "", "emulated:sm_89"),
+    )),
+]  # fmt: skip
+
+
+def rounded(gpu, x: np.ndarray, dtype: str):
+    """(memory, address of the scales, codes [m, K], scales [m]) of x on the device."""
+    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape)
+    memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
+    gpu.launch(rounded_rows.plan(m, k, dtype), source.address, memory.address, memory.address + first, m, k)
+    held = get(gpu, memory, (size,), "u8")
+    tiles, slots = -(-m // 8), -(-k // 64)
+    lanes = held[:first].view(np.int8).reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
+    codes = lanes.transpose(0, 2, 1, 4, 3, 5).reshape(tiles * 8, slots * 64)
+    return memory, memory.address + first, codes, held[first:].view(np.float32)
+
+
+def test_rows_are_rounded_by_their_largest_magnitude(gpu):
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((19, 328)) * 10.0 ** rng.uniform(-3, 3, (19, 1))).astype(ml_dtypes.bfloat16)
+    x[3] = 0
+    x[5, 7], x[6, 9] = np.inf, np.nan
+    _, _, codes, scales = rounded(gpu, x, "bf16")
+    wide = x.astype(np.float64)
+    finite = np.ones(19, bool)
+    finite[[5, 6]] = False
+    expected = np.abs(wide).max(axis=1) / 127
+    assert np.abs(scales[:19] - expected)[finite].max() <= 1e-6 * expected[finite].max()
+    assert not np.isfinite(scales[[5, 6]]).any()
+    assert (scales[19:] == 0).all()
+    assert (codes[19:] == 0).all()
+    assert (codes[:, 328:] == 0).all()
+    off = np.abs(codes[:19, :328] * expected[:, None] - wide)[finite]
+    assert (off <= expected[finite][:, None] * 0.50001).all()
+    assert np.abs(codes[finite.nonzero()[0]]).max(axis=1).tolist() == [127 * (row != 3) for row in finite.nonzero()[0]]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "dtype", "activation", "gpu"), SHAPES, indirect=["gpu"])
+def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
+    rng = np.random.default_rng([m, n, k])
+    rows = n * (2 if activation else 1)
+    weight = rng.integers(0, 256, (rows, k)).astype(np.uint8)
+    row_scales = rng.uniform(0.001, 0.02, rows).astype(np.float32)
+    block = arrange(Packing("u8"), dtype, weight, None, None, row_scales)
+    x = rng.standard_normal((m, k)).astype(numpy_dtype(dtype))
+    memory, scales_at, codes, scales = rounded(gpu, x, dtype)
+    asked = gemm.Product(
+        m, n, k, dtype, "u8", "f32" if not activation else dtype,
+        gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
+    )  # fmt: skip
+    assert not integer_tiles.why_not(asked, gemm.machine_of(gpu.arch))
+    held, out = put(gpu, block), empty(gpu, (m, n), asked.out)
+    gpu.launch(
+        integer_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
+    )
+    sums = codes[:m, :k].astype(np.int64) @ (weight.astype(np.int64) - 128).T
+    values = sums.astype(np.float32) * row_scales * scales[:m, None]
+    got = get(gpu, out, (m, n), asked.out)
+    if not activation:
+        assert_equal(got, values)
+        return
+    gate, up = values[:, :n].astype(np.float64), values[:, n:].astype(np.float64)
+    expected = gate / (1 + np.exp(-gate)) * up
+    assert (np.abs(got.astype(np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-6).all()
+
+
+def test_what_is_refused():
+    plain = {"m": 70, "n": 8, "k": 8, "x": "bf16", "weight": "u8", "epilogue": gemm.Epilogue(has_residual=False)}
+    machine = gemm.machine_of("sm_80")
+    assert not integer_tiles.why_not(gemm.Product(**plain), machine)
+    assert "sm_100a" in integer_tiles.why_not(gemm.Product(**plain), gemm.machine_of("sm_100a"))
+    for other in ({"x": "f32"}, {"k": 9}, {"k": 1 << 18}, {"exact": True}, {"weight": "u8_g128"}):
+        assert integer_tiles.why_not(gemm.Product(**plain | other), machine), other
