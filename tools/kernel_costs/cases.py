@@ -25,6 +25,7 @@ from numba_kernels.cuda import (
     qkv,
     reduce,
     rope,
+    rounded_rows,
     sampling,
     softmax,
 )
@@ -99,6 +100,7 @@ def _gemms() -> Iterator[Case]:
             yield _packed_gemm(packing, rows, 1024, 1024)
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
+    yield _integer_gemm(256, 512, 512)
     for packing in ("e4m3_g128", "u4_g128"):
         yield _dequantized(packing, 256, 1024)
 
@@ -166,6 +168,24 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
     tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * m * k * 2 + m * n * 2
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+
+
+def _integer_gemm(m: int, n: int, k: int) -> Case:
+    """A product whose rows were rounded to int8 by the launch in front, which is not in it."""
+    packing = packing_of("u8")
+    assert packing is not None
+    weight_bytes, (scales, x_bytes) = packing.size_bytes(n, k, "bf16"), rounded_rows.sections(m, k)
+
+    def run(bench: Bench) -> None:
+        epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+        launch = gemm.integer_tiles.plan(gemm.Product(m, n, k, "bf16", "u8", epilogue=epilogue))
+        weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0, 0)
+
+    work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    rows, columns = -(-m // gemm.integer_tiles.BLOCK_M), -(-n // gemm.integer_tiles.BLOCK_N)
+    tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
+    return Case(f"gemm integer_tiles u8 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _dequantized(name: str, n: int, k: int) -> Case:
@@ -281,6 +301,13 @@ def _rows() -> Iterator[Case]:
         bench.launch(launch, bench.normal((_ROWS, 2 * _SIZE), "bf16"), bench.empty(2 * count), _ROWS, accesses)
 
     yield Case("swiglu bf16", "activation", f"{_ROWS} x {_SIZE}", Work(4 * count, 2 * count, 5 * count), swiglu)
+    codes, both = rounded_rows.sections(_ROWS, _SIZE)
+
+    def round_rows(bench: Bench) -> None:
+        x, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.empty(both)
+        bench.launch(rounded_rows.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
+
+    yield Case("rounded_rows bf16", "activation", f"{_ROWS} x {_SIZE}", Work(2 * count, both, 3 * count), round_rows)
     for name in ("silu", "gelu_tanh", "gelu_erf"):
         yield Case(
             f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),

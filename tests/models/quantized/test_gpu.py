@@ -13,6 +13,7 @@ import pytest
 from models.registry import declare_model, load_model
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import packed_tiles
+from runtime.backends import cuda_packed
 from runtime.dtype import float32
 from runtime.linear.weight import PackedWeight, RowWeight
 from tests.models.driver import logits_of, relative_error
@@ -78,3 +79,35 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
     model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
     assert relative_error(logits_of(model, IDS), expected) <= 3e-2
     assert any(name.startswith("gemm_packed_tiles") for name in names)
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_89", *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in ("sm_80", "sm_90a"))]
+)
+def test_prompts_rounded_to_int8_where_the_checkpoint_has_it_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """As many rows are. Rounding x moves logits by as much as the cpu's rounding of it does."""
+    launched = set()
+
+    def forced(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine) -> bool:
+        is_able = weight.rounds_rows and not gemm.integer_tiles.why_not(product, machine)
+        launched.add((is_able, bool(product.epilogue.activation)))
+        return is_able
+
+    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", forced)
+    expected = logits_of(load_model(twin("ct_int8_channel", tmp_path / "exact", float32), dtype="float32"), IDS)
+    model: Any = load_model(FIXTURES / "ct_int8_channel", device=f"emulated:{arch}", dtype="bfloat16")
+    got = logits_of(model, IDS)
+    assert launched == {(True, False), (True, True)}
+    assert relative_error(got, expected) <= 3e-2
+    exact: Any = load_model(FIXTURES / "ct_int8_channel", device=f"emulated:{arch}", dtype="bfloat16", exact=True)
+    launched.clear()
+    logits_of(exact, IDS)
+    assert launched == {(False, False), (False, True)}
+
+
+@pytest.mark.parametrize(("case", "rounds"), [("ct_int8_channel", True), ("ct_w8_group", False), ("gptq_w4", False)])
+def test_only_a_scheme_with_rows_of_int8_rounds_them(case: str, rounds: bool) -> None:
+    model: Any = load_model(FIXTURES / case, device="emulated:sm_80", dtype="bfloat16")
+    assert model.layers[0].mlp.down_proj.weight.rounds_rows == rounds
