@@ -99,7 +99,8 @@ def prepare_packed(
     shape = codes.shape[0], codes.shape[1]
     settings = GpuSettings(
         exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
-        rounds_rows=all(part.matrix.layout.activation == ROW_INTEGERS for part in parts),
+        rounds_rows=all(part.matrix.layout.activation == ROW_INTEGERS for part in parts)
+        and (split != "inputs" or options.num_ranks == 1),  # else nobody here has a whole row of x
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
 

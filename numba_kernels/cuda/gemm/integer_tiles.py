@@ -1,8 +1,8 @@
 """Many rows times a weight of 8-bit integers, where the checkpoint rounds x to int8, too: `mma.sync` of bytes.
 
-What it teaches: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes rounded
-and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a bit of
-each of the weight's bytes, which are stored 128 above their value.
+What it teaches: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes
+rounded and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a
+bit of each of the weight's bytes, which are stored 128 above their value.
 
 Against `packed_tiles` a product has twice as many elements of K an instruction, and x half the bytes. Sums are int32,
 exact, for K up to 2^17; they become float32 once, times their weight row's scale, then times their row's of x.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from numba import cuda, types
 
