@@ -1,7 +1,7 @@
-"""Rows of x rounded to int8, each by its own largest magnitude, for products of integers (`gemm/integer_tiles.py`).
+"""Rows of x rounded to int8 or e4m3, each by its own largest magnitude, for products of bytes (`gemm/byte_tiles.py`).
 
-    scales[r] = max |x[r]| / 127            float32 [8 ceil(m / 8)]
-    codes     = round(x[r] / scales[r])     int8, in the order of a packed weight: [ceil(m / 8), slots, 32 lanes, 16]
+    scales[r] = max |x[r]| / 127 or 448     float32 [8 ceil(m / 8)]
+    codes     = round(x[r] / scales[r])     int8 or e4m3, in the order of a packed weight: [ceil(m / 8), slots, 32 lanes, 16]
 
 A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
 zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import vector_loader
-from numba_kernels.cuda.intrinsics.integer_mma import nearest_s32
+from numba_kernels.cuda.intrinsics.byte_mma import e4m3_pair, nearest_s32
 from numba_kernels.cuda.intrinsics.math import reciprocal
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp
@@ -28,7 +29,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 SLOT = 64  # elements of K
-_LARGEST = 127.0
+_LARGEST = {"s8": 127.0, "e4m3": 448.0}
 _BYTE_ORDER = (0, 2, 1, 3)  # of a word's elements, as packed weights have them
 _LAUNCH_S = 2e-6
 
@@ -40,11 +41,23 @@ def sections(m: int, k: int) -> tuple[int, int]:
     return codes, codes + tiles * TILE_ROWS * 4
 
 
+@device_function
+def _integer_word(a, b, c, d):
+    low = (nearest_s32(a) & uint32(255)) | ((nearest_s32(b) & uint32(255)) << uint32(8))
+    return low | ((nearest_s32(c) & uint32(255)) << uint32(16)) | ((nearest_s32(d) & uint32(255)) << uint32(24))
+
+
+@device_function
+def _e4m3_word(a, b, c, d):
+    return e4m3_pair(b, a) | (e4m3_pair(d, c) << uint32(16))
+
+
 @functools.cache
-def _kernel(dtype: str) -> Specialisation:
+def _kernel(dtype: str, element: str) -> Specialisation:
     """Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    byte_order = _BYTE_ORDER
+    word_of = _integer_word if element == "s8" else _e4m3_word
+    (a, b, c, d), largest_code, is_integer = _BYTE_ORDER, _LARGEST[element], element == "s8"
 
     def round_rows(x, codes, scales, m, k):
         wait_for_previous_grid()
@@ -65,9 +78,9 @@ def _kernel(dtype: str) -> Specialisation:
         magnitude = convert.f32_from_bits(largest)
         factor = float32(0.0)
         if largest > uint32(0):
-            factor = float32(_LARGEST) * reciprocal(magnitude)
+            factor = float32(largest_code) * reciprocal(magnitude)
         if lane == uint32(0):
-            memory.store_f32(scales + uint64(row) * uint64(4), magnitude * float32(1 / _LARGEST))
+            memory.store_f32(scales + uint64(row) * uint64(4), magnitude * float32(1 / largest_code))
         slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
         target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
         chunk = lane
@@ -78,9 +91,10 @@ def _kernel(dtype: str) -> Specialisation:
             if row < m and column < k:
                 values = load(source + uint64(column) * uint64(2))
                 for w in range(2):
-                    for b in range(4):
-                        code = nearest_s32(values[4 * w + byte_order[b]] * factor) & uint32(255)
-                        words[w] |= code << uint32(8 * b)
+                    words[w] = word_of(
+                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
+                        values[4 * w + d] * factor,
+                    )  # fmt: skip
             slot, inside = chunk >> uint32(3), chunk & uint32(7)
             at = uint64(slot) * uint64(TILE_BYTES)
             at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
@@ -88,20 +102,21 @@ def _kernel(dtype: str) -> Specialisation:
             chunk = uint32(chunk + uint32(32))
 
     return Specialisation(
-        name=f"rounded_rows_{dtype}",
+        name=f"rounded_rows_{element}_{dtype}",
         kernel=cuda.jit(round_rows),
         argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
         max_threads=32 * TILE_ROWS,
-        constants={"dtype": dtype},
+        constants={"dtype": dtype, "element": element},
+        min_capability=80 if is_integer else 89,
     )
 
 
-def plan(m: int, k: int, dtype: str) -> Launch:
-    """The launch for x [m, k] of a 16-bit dtype, where 8 divides k and x begins on a 16-byte bound.
+def plan(m: int, k: int, dtype: str, element: str = "s8") -> Launch:
+    """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on), where 8 divides k and x begins on a 16-byte bound.
 
     Arguments: x, codes, scales, m, k.
     """
-    return Launch(_kernel(dtype), (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
+    return Launch(_kernel(dtype, element), (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
 
 
 def seconds(m: int, k: int, memory_bytes: float) -> float:
@@ -110,6 +125,7 @@ def seconds(m: int, k: int, memory_bytes: float) -> float:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of both types."""
+    """Of both types and elements."""
     for dtype in ("bf16", "f16"):
-        yield _kernel(dtype)
+        for element in _LARGEST:
+            yield _kernel(dtype, element)

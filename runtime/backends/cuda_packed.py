@@ -26,7 +26,7 @@ class Planned:
     Attributes:
         launch: of the product; None where no launch does what its epilogue asks for.
         dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
-        rounding: that rounds x's rows to int8 in front of it; None: it reads x as it is.
+        rounding: that rounds x's rows to bytes in front of it; None: it reads x as it is.
     """
 
     launch: Launch | None
@@ -41,8 +41,8 @@ def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
     if _is_faster_rounded(weight, product, plain, machine):
-        rounding = rounded_rows.plan(product.m, product.k, product.x)
-        return Planned(gemm.integer_tiles.plan(product), rounding=rounding)
+        rounding = rounded_rows.plan(product.m, product.k, product.x, gemm.byte_tiles.ELEMENTS[weight.packing.name])
+        return Planned(gemm.byte_tiles.plan(product), rounding=rounding)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -64,16 +64,16 @@ def _is_faster_packed(
 def _is_faster_rounded(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
 ) -> bool:
-    """Whether the checkpoint has x rounded to int8, and the models say that many rows are faster so. Few rows stay as
+    """Whether the checkpoint has x rounded to bytes, and the models say that many rows are faster so. Few rows stay as
     they are: the weight's bytes are what takes time."""
     if not weight.rounds_rows or weight.tier != "auto" or product.m <= FEW_ROWS:
         return False
-    if gemm.integer_tiles.why_not(product, machine):
+    if gemm.byte_tiles.why_not(product, machine):
         return False
     rounding = rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
-    return rounding + gemm.integer_tiles.seconds(product, machine) < others
+    return rounding + gemm.byte_tiles.seconds(product, machine) < others
 
 
 def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:

@@ -28,7 +28,7 @@ from runtime.linear.weight import GpuSettings, PackedWeight
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
-ROW_INTEGERS = ActivationScheme("int8")
+ROUNDED_ROWS = (ActivationScheme("int8"), ActivationScheme("fp8"))
 _ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
 _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -99,7 +99,7 @@ def prepare_packed(
     shape = codes.shape[0], codes.shape[1]
     settings = GpuSettings(
         exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
-        rounds_rows=all(part.matrix.layout.activation == ROW_INTEGERS for part in parts)
+        rounds_rows=all(part.matrix.layout.activation in ROUNDED_ROWS for part in parts)
         and (split != "inputs" or options.num_ranks == 1),  # else nobody here has a whole row of x
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)

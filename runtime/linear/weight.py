@@ -151,7 +151,7 @@ class GpuWeight(LinearWeight):
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
-        rounds_rows: whether its author has x's rows rounded to int8, each by its largest magnitude: products of many
+        rounds_rows: whether its author has x's rows rounded to its own type, each by its largest magnitude: products of many
             rows then may.
         plans: launches of products with it, by what they depend on.
     """

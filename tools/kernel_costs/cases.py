@@ -178,14 +178,14 @@ def _integer_gemm(m: int, n: int, k: int) -> Case:
 
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-        launch = gemm.integer_tiles.plan(gemm.Product(m, n, k, "bf16", "u8", epilogue=epilogue))
+        launch = gemm.byte_tiles.plan(gemm.Product(m, n, k, "bf16", "u8", epilogue=epilogue))
         weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0, 0)
 
     work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
-    rows, columns = -(-m // gemm.integer_tiles.BLOCK_M), -(-n // gemm.integer_tiles.BLOCK_N)
+    rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
-    return Case(f"gemm integer_tiles u8 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+    return Case(f"gemm byte_tiles u8 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _dequantized(name: str, n: int, k: int) -> Case:

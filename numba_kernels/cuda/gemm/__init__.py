@@ -16,7 +16,7 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
-Beside them `integer_tiles` multiplies rows that were rounded to int8 (`rounded_rows.py`) by 8-bit integers.
+Beside them `byte_tiles` multiplies rows that were rounded to int8 (`rounded_rows.py`) by 8-bit integers.
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 
@@ -38,7 +38,7 @@ from numba_kernels.cuda.gemm import (
     few_rows,
     gemv,
     hopper,
-    integer_tiles,
+    byte_tiles,
     naive,
     packed_tiles,
     register,
@@ -53,7 +53,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
     "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
-    "integer_tiles", "machine_of", "modelled_s", "plan", "specialisations",
+    "byte_tiles", "machine_of", "modelled_s", "plan", "specialisations",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
@@ -187,5 +187,5 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for tier in TIERS.values():
         yield from tier.specialisations()
-    yield from integer_tiles.specialisations()
+    yield from byte_tiles.specialisations()
     yield from segments.specialisations()

@@ -1,11 +1,13 @@
-"""Many rows times a weight of 8-bit integers, where the checkpoint rounds x to int8, too: `mma.sync` of bytes.
+"""Many rows times a weight of bytes, integers or e4m3, where the checkpoint rounds x so, too: `mma.sync` of bytes.
 
 What it teaches: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes
 rounded and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a
 bit of each of the weight's bytes, which are stored 128 above their value.
 
-Against `packed_tiles` a product has twice as many elements of K an instruction, and x half the bytes. Sums are int32,
-exact, for K up to 2^17; they become float32 once, times their weight row's scale, then times their row's of x.
+Against `packed_tiles` a product has twice as many elements of K an instruction, and x half the bytes. Sums of integers
+are int32, exact, for K up to 2^17. Those of e4m3 are kept in two levels, since tensor cores drop bits of long sums:
+128 of K in the accumulators, which are then added to float32 sums. Both end as float32, times their weight row's scale,
+then times their row's of x.
 
 Arguments are those of all products, but for x, which is the codes' address, and x_squares, the scales' of x's rows.
 """
@@ -24,7 +26,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
-from numba_kernels.cuda.intrinsics.integer_mma import f32_from_s32, multiply_integers
+from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of
@@ -33,7 +35,8 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-WEIGHT = "u8"
+ELEMENTS = {"u8": "s8", "e4m3": "e4m3"}
+"""What x is rounded to, by the weight's packing."""
 BLOCK_M, BLOCK_N, WARP_M, WARP_N = 128, 128, 64, 32
 WARPS_N = BLOCK_N // WARP_N
 NUM_WARPS = (BLOCK_M // WARP_M) * WARPS_N
@@ -47,14 +50,18 @@ _X_BYTES, _STAGE_BYTES = BLOCK_M * SLOT, (BLOCK_M + BLOCK_N) * SLOT
 SHARED_BYTES = SCALES_BYTES + NUM_STAGES * _STAGE_BYTES
 _RATE = 2.0  # products of bytes, against those of 16 bits
 _EFFICIENCY = 0.85
-EMULATED_ON = ("sm_100a", "sm_120a")
-"""Where ptxas makes `mma.sync` of integers out of other instructions, by way of local memory."""
+WITHOUT = {"u8": ("sm_100a", "sm_120a"), "e4m3": ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")}
+"""Architectures whose `mma.sync` has no such products of its own: none, or made by ptxas of other instructions, by way of
+local memory."""
+_SLOTS_A_SUM = 2  # of e4m3, before sums are added to those of the second level
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
-    packing = packing_of(WEIGHT)
-    assert packing == Packing(WEIGHT)
+def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
+    packing, element = packing_of(weight_name), ELEMENTS[weight_name]
+    assert packing == Packing(weight_name)
+    is_integer, sum_type = element == "s8", uint32 if element == "s8" else float32
+    as_float = f32_from_s32 if is_integer else device_function(lambda value: value)
     find, leave_sums = sections_of(packing, dtype), sums_leaver(dtype, out_dtype, WARP_M, WARP_N, activation)
     is_gated, rows_a_column = activation != "", 2 if activation else 1
     columns_out, block_columns = WARP_N // rows_a_column, BLOCK_N // rows_a_column
@@ -65,12 +72,13 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
     num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane
     load_x = load_all("shared", tuple((4 * i, 0, i * TILE_BYTES) for i in range(WARP_M // TILE_ROWS)))
     load_words = load_all("shared", tuple((4 * i, 0, i * TILE_BYTES) for i in range(WARP_N // TILE_ROWS)))
-    multiply = multiply_integers(
+    multiply = multiply_bytes(
+        element,
         tuple(
             (4 * (i * n_tiles + j), tuple(8 * i + 2 * step + e for e in (0, 4, 1, 5)),
              (4 * j + 2 * step, 4 * j + 2 * step + 1))
             for step in (0, 1) for i in range(m_tiles) for j in range(n_tiles)
-        )
+        ),
     )  # fmt: skip
     load_pair, load_one, store_one = memory.load_2xf32, memory.load_f32, memory.shared_store_f32
 
@@ -124,9 +132,9 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
         warp_row, warp_column = warp // uint32(WARPS_N) * uint32(WARP_M), warp % uint32(WARPS_N) * uint32(WARP_N)
         x_place = warp_row * uint32(SLOT) + lane * uint32(16)
         words_place = uint32(_X_BYTES) + warp_column * uint32(SLOT) + lane * uint32(16)
-        integers = cuda.local.array(num_sums, uint32)
+        sums, parts = cuda.local.array(num_sums, float32), cuda.local.array(num_sums, sum_type)
         for e in range(num_sums):
-            integers[e] = uint32(0)
+            sums[e], parts[e] = float32(0.0), sum_type(0)
         x_words, words = cuda.local.array(num_x_words, uint32), cuda.local.array(num_words, uint32)
         x_at, words_at = cuda.local.array(1, uint32), cuda.local.array(1, uint32)
 
@@ -152,13 +160,18 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
             x_at[0], words_at[0] = uint32(read_stage + x_place), uint32(read_stage + words_place)
             load_x(x_words, x_at)
             load_words(words, words_at)
-            for e in range(num_words):
-                words[e] ^= uint32(0x80808080)
-            multiply(integers, x_words, words)
+            if is_integer:
+                for e in range(num_words):
+                    words[e] ^= uint32(0x80808080)
+            multiply(parts, x_words, words)
             read_stage = uint32(read_stage + uint32(_STAGE_BYTES))
             if read_stage == last_stage:
                 read_stage = shared
             done = uint32(done + uint32(1))
+            if not is_integer and done % uint32(_SLOTS_A_SUM) == uint32(0):
+                for e in range(num_sums):
+                    sums[e] += parts[e]
+                    parts[e] = float32(0.0)
 
         launch_dependents()
         wait_for_all()
@@ -167,7 +180,8 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
         first_column += warp_column // uint32(WARP_N) * uint32(columns_out)
         # The weight's rows' scales. Its last tile of 16 rows is whole.
         last_pair = uint32((uint32(n + uint32(TILE_COLUMNS - 1)) & uint32(0xFFFFFFF0)) - uint32(2))
-        sums = cuda.local.array(num_sums, float32)
+        for e in range(num_sums):
+            sums[e] += as_float(parts[e])
         for j in range(n_tiles):  # of 8 columns, of which a lane has two
             column = uint32(8 * j % columns_out) + first_column + (lane & uint32(3)) * uint32(2)
             column = minimum_u32(column, last_pair)
@@ -177,22 +191,23 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
             for i in range(m_tiles):
                 for h in range(2):
                     at = 4 * (i * n_tiles + j) + 2 * h
-                    sums[at] = scale_element(f32_from_s32(integers[at]), low)
-                    sums[at + 1] = scale_element(f32_from_s32(integers[at + 1]), high)
+                    sums[at] = scale_element(sums[at], low)
+                    sums[at + 1] = scale_element(sums[at + 1], high)
         leave_sums(
             sums, shared + warp * uint32(16 * WARP_N * 4), uint32(scales + warp_row * uint32(4)), bias, bias_is_f32,
             residual, out, m, n, first_row, first_column, squares, lane,
         )  # fmt: skip
 
     return Specialisation(
-        name=f"gemm_integer_tiles_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_byte_tiles_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=THREADS,
         min_blocks=1,
-        spills_on=EMULATED_ON,
+        min_capability=80 if is_integer else 89,
+        spills_on=WITHOUT[weight_name],
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "activation": activation,
+            "dtype": dtype, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
             "square_columns": 0 if is_gated else WARP_N,
         },
     )  # fmt: skip
@@ -200,10 +215,10 @@ def _kernel(dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
 
 def why_not(product: Product, machine: Machine) -> str:
     """Why it cannot compute a product whose rows may be rounded; "" if it can."""
-    if machine.arch in EMULATED_ON:
-        return f"needs tensor cores that multiply integers, which {machine.arch} has not"
-    if product.weight != WEIGHT or product.x == "f32" or not product.is_weight_layout or not product.is_aligned:
-        return "multiplies 8-bit integers with a scale a row by 16-bit rows on 16-byte bounds"
+    if product.weight not in ELEMENTS or product.x == "f32" or not product.is_weight_layout or not product.is_aligned:
+        return "multiplies bytes with a scale a row by 16-bit rows on 16-byte bounds"
+    if machine.arch in WITHOUT[product.weight]:
+        return f"needs tensor cores whose mma.sync multiplies {product.weight}, which {machine.arch} has not"
     if product.exact or product.num_segments or product.k > MAX_K:
         return f"takes K of at most {MAX_K}, is not exact, and cuts no K into segments"
     is_whole = not product.epilogue.activation or product.n % TILE_COLUMNS == 0
@@ -225,12 +240,13 @@ def plan(product: Product) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     blocks = -(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N)
     return Launch(
-        _kernel(product.x, product.out, product.epilogue.activation), (blocks, 1, 1), (THREADS, 1, 1),
+        _kernel(product.weight, product.x, product.out, product.epilogue.activation), (blocks, 1, 1), (THREADS, 1, 1),
         shared_bytes=SHARED_BYTES,
     )  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Those of bf16."""
-    for activation in ("", "silu"):
-        yield _kernel("bf16", "bf16", activation)
+    for weight in ELEMENTS:
+        for activation in ("", "silu"):
+            yield _kernel(weight, "bf16", "bf16", activation)

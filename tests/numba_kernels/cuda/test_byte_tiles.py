@@ -1,4 +1,4 @@
-"""Products of rows rounded to int8: the rounding against numpy, the sums against exact integers."""
+"""Products of rows rounded to bytes: the rounding against numpy, the sums against exact integers or float64."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm, rounded_rows
-from numba_kernels.cuda.gemm import integer_tiles
+from numba_kernels.cuda.gemm import byte_tiles
 from numba_kernels.cuda.packing import Packing, arrange
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
+from tests.numba_kernels.cuda.packed_cases import packed_matrix
 
 SHAPES = [
     (70, 150, 264, "bf16", "", "emulated:sm_90a"), (130, 48, 128, "bf16", "silu", "emulated:sm_80"),
@@ -20,11 +21,11 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def rounded(gpu, x: np.ndarray, dtype: str):
+def rounded(gpu, x: np.ndarray, dtype: str, element: str = "s8"):
     """(memory, address of the scales, codes [m, K], scales [m]) of x on the device."""
     (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape)
     memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
-    gpu.launch(rounded_rows.plan(m, k, dtype), source.address, memory.address, memory.address + first, m, k)
+    gpu.launch(rounded_rows.plan(m, k, dtype, element), source.address, memory.address, memory.address + first, m, k)
     held = get(gpu, memory, (size,), "u8")
     tiles, slots = -(-m // 8), -(-k // 64)
     lanes = held[:first].view(np.int8).reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
@@ -66,10 +67,10 @@ def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
         m, n, k, dtype, "u8", "f32" if not activation else dtype,
         gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
     )  # fmt: skip
-    assert not integer_tiles.why_not(asked, gemm.machine_of(gpu.arch))
+    assert not byte_tiles.why_not(asked, gemm.machine_of(gpu.arch))
     held, out = put(gpu, block), empty(gpu, (m, n), asked.out)
     gpu.launch(
-        integer_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
+        byte_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
     )
     sums = codes[:m, :k].astype(np.int64) @ (weight.astype(np.int64) - 128).T
     values = sums.astype(np.float32) * row_scales * scales[:m, None]
@@ -85,7 +86,42 @@ def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
 def test_what_is_refused():
     plain = {"m": 70, "n": 8, "k": 8, "x": "bf16", "weight": "u8", "epilogue": gemm.Epilogue(has_residual=False)}
     machine = gemm.machine_of("sm_80")
-    assert not integer_tiles.why_not(gemm.Product(**plain), machine)
-    assert "sm_100a" in integer_tiles.why_not(gemm.Product(**plain), gemm.machine_of("sm_100a"))
+    assert not byte_tiles.why_not(gemm.Product(**plain), machine)
+    assert "sm_100a" in byte_tiles.why_not(gemm.Product(**plain), gemm.machine_of("sm_100a"))
     for other in ({"x": "f32"}, {"k": 9}, {"k": 1 << 18}, {"exact": True}, {"weight": "u8_g128"}):
-        assert integer_tiles.why_not(gemm.Product(**plain | other), machine), other
+        assert byte_tiles.why_not(gemm.Product(**plain | other), machine), other
+
+
+@pytest.mark.parametrize("gpu", ["emulated:sm_89"], indirect=True)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "activation"),
+    [(70, 150, 264, ""), pytest.param(130, 48, 1160, "silu", marks=pytest.mark.exhaustive)],
+)
+def test_products_of_e4m3(gpu, m, n, k, activation):
+    """Rows are rounded as ml_dtypes rounds them; sums are those of their products, in float32."""
+    rng = np.random.default_rng([m, n, k])
+    matrix = packed_matrix("e4m3", n * (2 if activation else 1), k, "bf16")
+    x = rng.standard_normal((m, k)).astype(ml_dtypes.bfloat16)
+    memory, scales_at, codes, scales = rounded(gpu, x, "bf16", "e4m3")
+    factor = (np.float32(448) / np.abs(x.astype(np.float32)).max(axis=1, keepdims=True)).astype(np.float32)
+    expected = (x.astype(np.float32) * factor).astype(ml_dtypes.float8_e4m3fn)
+    given = codes[:m, :k].view(ml_dtypes.float8_e4m3fn)
+    steps = np.abs(given.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))
+    assert (steps <= 1).all()
+    assert steps.mean() < 1e-2  # ties, by the reciprocal's last bit
+    asked = gemm.Product(
+        m, n, k, "bf16", "e4m3", "" if activation else "f32",
+        gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
+    )  # fmt: skip
+    assert not byte_tiles.why_not(asked, gemm.machine_of(gpu.arch))
+    held, out = put(gpu, matrix.block), empty(gpu, (m, n), asked.out)
+    gpu.launch(
+        byte_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
+    )
+    exact = (given.astype(np.float64) * scales[:m, None]) @ matrix.values.T
+    bound = 2 * (k + 2) * 2.0**-24 * (np.abs(given.astype(np.float64) * scales[:m, None]) @ np.abs(matrix.values).T)
+    got = get(gpu, out, (m, n), asked.out).astype(np.float64)
+    if activation:
+        exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        bound = 2.0**-7 * np.abs(exact) + 1e-3
+    assert (np.abs(got - exact) <= bound).all()
