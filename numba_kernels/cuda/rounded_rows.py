@@ -1,7 +1,7 @@
 """Rows of x rounded to int8 or e4m3, each by its own largest magnitude, for products of bytes (`gemm/byte_tiles.py`).
 
     scales[r] = max |x[r]| / 127 or 448     float32 [8 ceil(m / 8)]
-    codes     = round(x[r] / scales[r])     int8 or e4m3, in the order of a packed weight: [ceil(m / 8), slots, 32 lanes, 16]
+    codes     = round(x[r] / scales[r])     int8 or e4m3, in a packed weight's order: [ceil(m / 8), slots, 32 lanes, 16]
 
 A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
 zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.byte_mma import e4m3_pair, nearest_s32
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import vector_loader
-from numba_kernels.cuda.intrinsics.byte_mma import e4m3_pair, nearest_s32
 from numba_kernels.cuda.intrinsics.math import reciprocal
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp
@@ -112,7 +112,9 @@ def _kernel(dtype: str, element: str) -> Specialisation:
 
 
 def plan(m: int, k: int, dtype: str, element: str = "s8") -> Launch:
-    """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on), where 8 divides k and x begins on a 16-byte bound.
+    """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on).
+
+    8 divides k, and x begins on a 16-byte bound.
 
     Arguments: x, codes, scales, m, k.
     """

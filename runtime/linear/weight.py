@@ -151,8 +151,8 @@ class GpuWeight(LinearWeight):
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
-        rounds_rows: whether its author has x's rows rounded to its own type, each by its largest magnitude: products of many
-            rows then may.
+        rounds_rows: whether its author has x's rows rounded to the weight's own kind of byte, each by its largest
+            magnitude: products of many rows then may.
         plans: launches of products with it, by what they depend on.
     """
 

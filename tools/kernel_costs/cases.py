@@ -100,7 +100,7 @@ def _gemms() -> Iterator[Case]:
             yield _packed_gemm(packing, rows, 1024, 1024)
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
-    yield _integer_gemm(256, 512, 512)
+    yield _bytes_gemm(256, 512, 512)
     for packing in ("e4m3_g128", "u4_g128"):
         yield _dequantized(packing, 256, 1024)
 
@@ -170,7 +170,7 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _integer_gemm(m: int, n: int, k: int) -> Case:
+def _bytes_gemm(m: int, n: int, k: int) -> Case:
     """A product whose rows were rounded to int8 by the launch in front, which is not in it."""
     packing = packing_of("u8")
     assert packing is not None
@@ -307,7 +307,7 @@ def _rows() -> Iterator[Case]:
         x, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.empty(both)
         bench.launch(rounded_rows.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
 
-    yield Case("rounded_rows bf16", "activation", f"{_ROWS} x {_SIZE}", Work(2 * count, both, 3 * count), round_rows)
+    yield Case("rounded_rows s8 bf16", "activation", f"{_ROWS} x {_SIZE}", Work(2 * count, both, 3 * count), round_rows)
     for name in ("silu", "gelu_tanh", "gelu_erf"):
         yield Case(
             f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),

@@ -25,7 +25,7 @@ from numba_kernels.cache import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
-from numba_kernels.cuda.gemm import few_rows, hopper, byte_tiles, packed_tiles, tensor_core
+from numba_kernels.cuda.gemm import byte_tiles, few_rows, hopper, packed_tiles, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble

@@ -16,7 +16,7 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
-Beside them `byte_tiles` multiplies rows that were rounded to int8 (`rounded_rows.py`) by 8-bit integers.
+Beside them `byte_tiles` multiplies rows that were rounded to bytes (`rounded_rows.py`) by a weight of such.
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 
@@ -35,10 +35,10 @@ from types import ModuleType
 
 from numba_kernels.cuda import tables
 from numba_kernels.cuda.gemm import (
+    byte_tiles,
     few_rows,
     gemv,
     hopper,
-    byte_tiles,
     naive,
     packed_tiles,
     register,
@@ -52,8 +52,20 @@ from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
-    "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
-    "byte_tiles", "machine_of", "modelled_s", "plan", "specialisations",
+    "INSTEAD",
+    "NO_SQUARES",
+    "TIERS",
+    "Epilogue",
+    "Machine",
+    "Product",
+    "byte_tiles",
+    "can_read",
+    "candidates",
+    "choose",
+    "machine_of",
+    "modelled_s",
+    "plan",
+    "specialisations",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {

@@ -23,10 +23,10 @@ from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
-from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of
@@ -51,8 +51,8 @@ SHARED_BYTES = SCALES_BYTES + NUM_STAGES * _STAGE_BYTES
 _RATE = 2.0  # products of bytes, against those of 16 bits
 _EFFICIENCY = 0.85
 WITHOUT = {"u8": ("sm_100a", "sm_120a"), "e4m3": ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")}
-"""Architectures whose `mma.sync` has no such products of its own: none, or made by ptxas of other instructions, by way of
-local memory."""
+"""Architectures whose `mma.sync` has no such products of its own: none, or made by ptxas of other instructions, by way
+of local memory."""
 _SLOTS_A_SUM = 2  # of e4m3, before sums are added to those of the second level
 
 

@@ -3,8 +3,9 @@
     multiply = multiply_bytes("s8", ((0, (0, 1, 2, 3), (0, 1)),))
     multiply(sums, a, b)        # sums[0:4] += A, of words a[0] to a[3], times B, of words b[0], b[1]
 
-16x8x32: int8 summed in int32, or e4m3 (sm_89 on) in float32, of which hardware may keep fewer bits. A word has 4 neighbours along K: with g = lane // 4 and t = lane % 4, A's words
-are rows g, g + 8, g, g + 8 at 4t, 4t, 4t + 16, 4t + 16; B's column g at 4t and 4t + 16. PTX ISA, "mma.sync".
+16x8x32: int8 summed in int32, or e4m3 (sm_89 on) in float32, of which hardware may keep fewer bits. A word has 4
+neighbours along K: with g = lane // 4 and t = lane % 4, A's words are rows g, g + 8, g, g + 8 at 4t, 4t, 4t + 16, 4t +
+16; B's column g at 4t and 4t + 16. PTX ISA, "mma.sync".
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

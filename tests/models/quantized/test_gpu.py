@@ -114,7 +114,9 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     assert launched == {(False, False), (False, True)}
 
 
-@pytest.mark.parametrize(("case", "rounds"), [("ct_int8_channel", True), ("ct_fp8_channel", True), ("ct_fp8_block", False)])
+@pytest.mark.parametrize(
+    ("case", "rounds"), [("ct_int8_channel", True), ("ct_fp8_channel", True), ("ct_fp8_block", False)]
+)
 def test_only_a_scheme_with_rows_of_bytes_rounds_them(case: str, rounds: bool) -> None:
     model: Any = load_model(FIXTURES / case, device="emulated:sm_80", dtype="bfloat16")
     assert model.layers[0].mlp.down_proj.weight.rounds_rows == rounds
