@@ -162,7 +162,7 @@ class Checkpoint:
         for stored, tensor in self.tensors.items():
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
-            if not layout.harmless.fullmatch(name):
+            if name in layout.shapes or not layout.harmless.fullmatch(name):
                 found[name] = tensor
         return found
 

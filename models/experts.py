@@ -12,6 +12,7 @@ from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind,
 from models.json_fields import Fields
 from models.maker import Maker
 from runtime import ops
+from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.routing import RoutingRule
 from runtime.tensor.tensor import Tensor
@@ -26,6 +27,9 @@ class ExpertsForm:
         router, gate_up, down: the maps' names.
         has_bias: whether router and experts have biases.
         activation: between an expert's maps.
+        shared: where the expert of all tokens stands.
+        has_shared_gate: whether it is multiplied by a gate.
+        correction: the vector that is added to scores for the choice alone; "": there is none.
         is_stacked: whether all experts' maps may be stored as one tensor (`models.stacked`).
     """
 
@@ -35,6 +39,9 @@ class ExpertsForm:
     down: str = "down_proj"
     has_bias: bool = False
     activation: ops.GluActivation = "silu"
+    shared: str = "shared_expert"
+    has_shared_gate: bool = True
+    correction: str = ""
     is_stacked: bool = False
 
 
@@ -90,13 +97,14 @@ class Experts:
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:
-            self.shared = SharedExpert(config, maker)
+            self.shared = SharedExpert(config, maker, form)
+        self.correction = maker.exact_vector(form.correction, count) if form.correction else None
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         if self.norm is not None:
-            x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule)
+            x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule, self.correction)
         else:
-            routing = ops.route(self.router.logits(x), self.rule)
+            routing = ops.route(self.router.logits(x), self.rule, self.correction)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         return ops.experts(
             x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual
@@ -104,18 +112,20 @@ class Experts:
 
 
 class SharedExpert:
-    """The expert of all tokens, and the gate that it is multiplied by."""
+    """The expert of all tokens, and the gate that it is multiplied by, if it is."""
 
-    def __init__(self, config: MoeConfig, maker: Maker) -> None:
+    def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
         hidden, inner = config.hidden_size, config.shared_size
-        under = maker.under("shared_expert")
+        under = maker.under(form.shared)
         self.gate_up = under.linear(("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden)
         self.down = under.linear("down_proj", outputs=hidden, inputs=inner)
-        self.gate = maker.router("shared_expert_gate", outputs=1, inputs=hidden)
+        self.gate: Linear | None = None
+        if form.has_shared_gate:
+            self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What it makes of ``x [T, H]``, and its gate ``[T, 1]``."""
-        return self.down(self.gate_up.glu(x, "silu")), self.gate(x)
+        return self.down(self.gate_up.glu(x, "silu")), None if self.gate is None else self.gate(x)
 
 
 def dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:

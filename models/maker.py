@@ -279,6 +279,12 @@ class Maker(ABC):
         self._count(4 * size)
         return made
 
+    def exact_vector(self, name: str, size: int) -> Tensor:
+        """The same without rounding: small differences of its numbers decide what else is computed."""
+        inner = copy.copy(self)
+        inner.options = replace(self.options, dtype=None, format=None, rounding="")
+        return inner.vector(name, size)
+
     def rms_norm(self, name: str, size: int, eps: float, *, add: float = 0.0) -> RmsNorm:
         """The norm in front of a linear map, whose weight is the `vector` of that name."""
         median = self._median(self._prefix + name, add)

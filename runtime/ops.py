@@ -331,15 +331,16 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     return backend.route(logits, rule, bias)  # type: ignore[no-any-return]
 
 
-def normed_route(x: Tensor, norm: RmsNorm, router: LinearWeight, rule: RoutingRule) -> tuple[Tensor, Routing]:
-    """``x [T, H]`` normalised, and the experts that each row then chooses by its logits, its product with ``router [E,
-    H]``."""
+def normed_route(
+    x: Tensor, norm: RmsNorm, router: LinearWeight, rule: RoutingRule, bias: Tensor | None = None
+) -> tuple[Tensor, Routing]:
+    """``x [T, H]`` normalised, and what `route` makes of its logits, the product with ``router [E, H]``."""
     backend = _backend("normed_route", "x", x)
     check("normed_route", "x", x, x.device, backend.ACTIVATIONS, (None, router.shape[1]))
-    if backend is not cpu and (found := backend.normed_route(x, norm, router, rule)) is not None:
+    if backend is not cpu and (found := backend.normed_route(x, norm, router, rule, bias)) is not None:
         return found  # type: ignore[no-any-return]
     x = rms_norm(x, norm.weight, norm.eps)
-    return x, route(logits_linear(x, router), rule)
+    return x, route(logits_linear(x, router), rule, bias)
 
 
 def experts(

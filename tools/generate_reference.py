@@ -26,7 +26,12 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16, stored_tensors  # noqa: E402
+from tests.models.golden_weights import (  # noqa: E402
+    golden_tensor,
+    named_tensors,
+    rounded_to_bfloat16,
+    stored_tensors,
+)
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
@@ -324,6 +329,14 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
             ),
             17,
         ),
+        "glm4_moe_groups": (
+            small(
+                "Glm4Moe", 46, 35, **heads(6, 2), head_dim=16, num_hidden_layers=3, n_routed_experts=9, n_group=3,
+                topk_group=2, num_experts_per_tok=2, moe_intermediate_size=19, n_shared_experts=2,
+                first_k_dense_replace=2, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
+            ),
+            20,
+        ),
     }
 
 
@@ -360,7 +373,7 @@ def load(config: Any, seed: int, is_rounded: bool) -> Any:
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_tensors(model):
             for stored, place in stored_tensors(name, parameter, config.model_type):
                 array = golden_tensor(stored, tuple(place.shape), seed)
                 place.copy_(torch.from_numpy(rounded_to_bfloat16(array) if is_rounded else array))
@@ -390,6 +403,27 @@ def random_prompt(config: Any, num_tokens: int, seed: int) -> list[int]:
     return prompt
 
 
+def layers_with_experts(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
+    """By how much the choice of a layer's router is clear, `logits [tokens, experts]`: in logits, or in four times
+    sigmoids, of groups of experts and of those within the best ones."""
+    correction = getattr(getattr(experts, "gate", None), "e_score_correction_bias", None)
+    numbers, least, kept = logits, float("inf"), config.num_experts_per_tok
+    if correction is not None:
+        numbers = 4 * (logits.sigmoid() + correction)
+        by_group = numbers.view(len(logits), config.n_group, -1)
+        ranks, best = by_group.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True)
+        if config.n_group > config.topk_group:
+            least = float((ranks[:, config.topk_group - 1] - ranks[:, config.topk_group]).min())
+        chosen = best[:, : config.topk_group, None].expand(-1, -1, by_group.shape[-1])
+        numbers = by_group.gather(1, chosen).flatten(1)
+    top = numbers.sort(dim=-1, descending=True).values
+    return min(least, float((top[:, kept - 1] - top[:, kept]).min())) if top.shape[-1] > kept else least
+
+
 def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
     """By how much the logit of an expert that is just chosen is above that of one that is just not, at least, with
     either kind of weights, over the prompt and its continuation: rounding to bfloat16 must not choose another one.
@@ -405,10 +439,8 @@ def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
                 ids = prompt + run(model, prompt)[1]
             with torch.no_grad():
                 found = model(torch.tensor([ids]), output_router_logits=True).router_logits
-            for logits in found:
-                top = logits.sort(dim=-1, descending=True).values
-                if top.shape[-1] > top_k:
-                    least = min(least, float((top[:, top_k - 1] - top[:, top_k]).min()))
+            for layer, logits in zip(layers_with_experts(model), found, strict=True):
+                least = min(least, choice_margin(config, layer, logits))
             if least < LEAST_ROUTER_MARGIN:
                 return least
     return least
@@ -453,7 +485,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         "greedy_ids": greedy,
         "tensors": {
             key: list(place.shape)
-            for name, parameter in model.named_parameters()
+            for name, parameter in named_tensors(model)
             for key, place in stored_tensors(name, parameter, config.model_type)
         },
     }

@@ -42,7 +42,9 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
     return Routing(ids, weights, rule)
 
 
-def normed_route(x: Tensor, norm: RmsNorm, weight: LinearWeight, rule: RoutingRule) -> tuple[Tensor, Routing] | None:
+def normed_route(
+    x: Tensor, norm: RmsNorm, weight: LinearWeight, rule: RoutingRule, bias: Tensor | None = None
+) -> tuple[Tensor, Routing] | None:
     """See `ops.normed_route`; None where there is no such launch."""
     (rows, hidden), dtype = x.shape, x.dtype.ptx
     if not isinstance(weight, RowWeight) or weight.exact or weight.is_normed or weight.activations is not x.dtype:
@@ -56,8 +58,9 @@ def normed_route(x: Tensor, norm: RmsNorm, weight: LinearWeight, rule: RoutingRu
     weights = Tensor.empty((rows, rule.top_k), float32, x.device)
     Gpu.of(x.device).launch(
         router.plan(rows, rule.num_experts, dtype, rule.scores), x.address, norm.weight.address, normalised.address,
-        weight.address, weight.bias_address, logits.address, 0, ids.address, weights.address, hidden,
-        rule.num_experts, rule.top_k, int(rule.normalises), norm.eps, rule.scale, rule.sum_eps,
+        weight.address, weight.bias_address, logits.address, 0 if bias is None else bias.address, ids.address,
+        weights.address, hidden, rule.num_experts, rule.top_k, int(rule.normalises), norm.eps, rule.scale,
+        rule.sum_eps,
     )  # fmt: skip
     return normalised, Routing(ids, weights, rule)
 

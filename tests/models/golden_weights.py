@@ -33,6 +33,13 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     return uniform * np.float32(gain * math.sqrt(3.0 / fan_in))
 
 
+def named_tensors(model: Any) -> list[tuple[str, Any]]:
+    """The parameters of a model of transformers, and the buffers that a checkpoint has."""
+    stored = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    return [*model.named_parameters(), *buffers]
+
+
 def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str, Any]]:
     """The tensors of a checkpoint that a parameter of transformers' model is made of, and their places in it: it keeps
     all experts' matrices in one, `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`."""

@@ -136,6 +136,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "Glm4ForCausalLM", "glm4", attention_bias=False, attention_dropout=0.0, head_dim=32, hidden_act="silu",
         num_key_value_heads=2, pad_token_id=5, partial_rotary_factor=0.5, rope_theta=10000.0, tie_word_embeddings=False,
     ),
+    "GLM-4.5-Air": _config(
+        "Glm4MoeForCausalLM", "glm4_moe", attention_bias=True, attention_dropout=0.0, first_k_dense_replace=1,
+        head_dim=32, hidden_act="silu", moe_intermediate_size=48, n_group=1, n_routed_experts=16, n_shared_experts=1,
+        norm_topk_prob=True, num_experts_per_tok=8, num_key_value_heads=2, num_nextn_predict_layers=1, pad_token_id=5,
+        partial_rotary_factor=0.5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0,
+        tie_word_embeddings=False, topk_group=1, use_qk_norm=False,
+    ),
     "gpt-oss-20b": _config(
         "GptOssForCausalLM", "gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=32,
         hidden_act="silu", initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 2,

@@ -330,7 +330,21 @@ def _gpt_oss(draw: Draw) -> Fields:
     return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
 
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+def _glm4_moe(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True, step=8), "attention_bias": draw.flip(), "use_qk_norm": draw.flip()}
+    partial = draw.choice((0.5, 1.0)) if fields["head_dim"] % 4 == 0 else 1.0
+    groups, size = draw.choice((1, 1, draw.integer(2, 4))), draw.integer(2, 6)
+    best = draw.integer(1, groups)
+    return {
+        **fields, "rope_parameters": {**draw.rope(), "partial_rotary_factor": partial},
+        "n_routed_experts": groups * size, "n_group": groups, "topk_group": best,
+        "num_experts_per_tok": draw.integer(1, best * size), "moe_intermediate_size": draw.integer(1, 60),
+        "n_shared_experts": draw.integer(1, 3), "first_k_dense_replace": draw.integer(0, 2),
+        "norm_topk_prob": draw.flip(0.7), "routed_scaling_factor": draw.choice((1.0, 2.5)),
+    }  # fmt: skip
+
+
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe")
 
 _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
@@ -349,6 +363,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "glm": ("GlmConfig", "GlmForCausalLM", _glm4),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", _glm4),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _gpt_oss),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _glm4_moe),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _mixtral),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),

@@ -23,7 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.models.golden_weights import golden_tensor, stored_tensors
+from tests.models.golden_weights import golden_tensor, named_tensors, stored_tensors
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         tensors = [
             stored
-            for name, parameter in model.named_parameters()
+            for name, parameter in named_tensors(model)
             for stored in stored_tensors(name, parameter, config.model_type)
         ]
         for name, place in tensors:

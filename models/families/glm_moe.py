@@ -1,0 +1,63 @@
+"""GLM-4.5 (arXiv 2508.06471): half of each head rotated, dense first layers, then experts, of which all tokens go to
+one (or several in one) besides. The others are chosen as DeepSeek-V3 (2412.19437) does it: by sigmoids and a correction
+that is in no weight, within the best groups.
+"""
+
+from __future__ import annotations
+
+import re
+
+from models.architecture import Architecture
+from models.config import read_common
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder
+from models.json_fields import Fields
+from models.rope_config import parse_rope
+from runtime.routing import RoutingRule
+
+
+class Glm4MoeModel(MoeDecoder):
+    harmless = re.compile(MoeDecoder.harmless.pattern + r"|model\.layers\.(46|92)\..*")  # predicts further tokens
+    form = ExpertsForm(shared="shared_experts", has_shared_gate=False, correction="gate.e_score_correction_bias")
+
+
+def read_glm4_moe(fields: Fields) -> MoeConfig:
+    common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5)
+    num_layers, head_dim = common["num_layers"], common["head_dim"]
+    rope = parse_rope(
+        fields, head_dim, common["max_position_embeddings"], default_partial_rotary_factor=0.5
+    )
+    fields.raw("num_nextn_predict_layers")  # of a head that predicts further tokens, which is passed over
+    num_dense = fields.integer("first_k_dense_replace", 1, least=0)
+    expert_size = fields.integer("moe_intermediate_size", 1408, most=1 << 24)
+    return MoeConfig(
+        **common,
+        layer_ropes=(rope,) * num_layers,
+        attention_bias=fields.boolean("attention_bias", False),
+        expert_size=expert_size,
+        rule=_read_rule(fields),
+        dense_layers=frozenset(range(min(num_dense, num_layers))),
+        shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
+        qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
+    )
+
+
+def _read_rule(fields: Fields) -> RoutingRule:
+    count = fields.integer("n_routed_experts", 128, most=1 << 16)
+    top_k, groups = fields.integer("num_experts_per_tok", 8), fields.integer("n_group", 1)
+    best = fields.integer("topk_group", 1)
+    for name, value, limit, of in (
+        ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
+        ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),
+    ):  # fmt: skip
+        if value > limit:
+            raise fields.error(name, f"= {value} must be at most {of} = {limit}")
+    if count % groups:
+        raise fields.error("n_group", f"= {groups} must divide n_routed_experts = {count}")
+    return RoutingRule(
+        num_experts=count, top_k=top_k, scores="sigmoid", normalises=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0), sum_eps=1e-20, num_groups=groups, top_groups=best,
+        group_score="two",
+    )  # fmt: skip
+
+
+ARCHITECTURES = (Architecture("Glm4MoeForCausalLM", "glm4_moe", read_glm4_moe, Glm4MoeModel),)
