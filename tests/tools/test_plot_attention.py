@@ -37,8 +37,9 @@ def test_the_weights_are_those_of_the_queries_and_keys(monkeypatch: pytest.Monke
     seen = []
     original = ops.attention
 
-    def observe(q, k_cache, v_cache, batch, group, *, scale, window=None, softcap=None, scales=()):
+    def observe(q, k_cache, v_cache, batch, group, *, scale, window=None, sinks=None, softcap=None, scales=()):
         assert softcap is None
+        assert sinks is None
         if not seen:
             keys = [k_cache.array[slot // 16, :, :, slot % 16] for slot in range(len(IDS))]  # [Hkv, D] each
             seen.append(oracle_weights(q.array.copy(), np.stack(keys), scale, window))
