@@ -207,6 +207,12 @@ class Fields:
             self._objects[name].may_have_harmless = self.may_have_harmless
         return self._objects[name]
 
+    def insert(self, name: str, values: dict[str, Any], where: str) -> None:
+        """Puts in an object that another file, ``where``, holds."""
+        self._values = {**self._values, name: values}
+        self._objects[name] = Fields(values, where)
+        self._read.add(name)
+
     def strings(self, name: str) -> list[str] | None:
         """A list of strings."""
         value = self._get(name, None)

@@ -12,7 +12,7 @@ from typing import Protocol
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.gguf.model_file import GgufModel
 from models.json_fields import Fields, config_path, read_json_object
-from models.quantized.scheme import read_quantization, with_quantized
+from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.loading import TokenizerFiles, read_folder
 
 
@@ -46,7 +46,7 @@ class ModelFolder:
     def config(self) -> Fields:
         """See `ModelFiles`."""
         path = config_path(self.path)
-        return Fields(read_json_object(path), str(path))
+        return add_quantization(Fields(read_json_object(path), str(path)), self.path)
 
     def generation_config(self) -> Fields:
         """See `ModelFiles`."""

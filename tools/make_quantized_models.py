@@ -6,6 +6,7 @@
     python tools/make_quantized_models.py awq FOLDER           # FOLDER: of autoawq's unpacked source
     python tools/make_quantized_models.py fp8                  # with transformers >= 5.20
     python tools/make_quantized_models.py mxfp4                # with transformers >= 5.20: a gpt-oss, and its logits
+    python tools/make_quantized_models.py modelopt             # with nvidia-modelopt >= 0.47
     python tools/make_quantized_models.py read FOLDER ...      # with compressed_tensors: what `xserv quantize` wrote
 
 Each case is a Llama of one layer, whose matrices the library quantises and packs: `config.json`, `model.safetensors`,
@@ -75,11 +76,11 @@ class Case:
         """Stores a matrix in floats."""
         self.tensors[f"{module}.weight"] = self.matrices[module]
 
-    def write(self, quantization_config: dict[str, Any]) -> None:
-        """The folder."""
+    def write(self, quantization_config: dict[str, Any] | None) -> None:
+        """The folder; None: the config does not say that it is quantised."""
         folder = FIXTURES / self.name
         folder.mkdir(parents=True, exist_ok=True)
-        config = {**self.config, "quantization_config": quantization_config}
+        config = {**self.config, **({"quantization_config": quantization_config} if quantization_config else {})}
         (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
         tensors = {name: tensor.clone().contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, folder / "model.safetensors")
@@ -393,6 +394,60 @@ def mxfp4_case() -> None:
     print(folder.name, sum(tensor.nbytes for tensor in tensors.values()), "bytes")
 
 
+def modelopt_cases() -> None:
+    """Whole folders as NVIDIA's exporter writes them; one says how only in hf_quant_config.json, as older ones do."""
+    import modelopt.torch.quantization as mtq
+    import transformers
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+    from safetensors.torch import load_file
+
+    def floats_of(tensors: Tensors, module: str) -> torch.Tensor:
+        """What the library's own tensor makes of a matrix, in float32: its FP8 rounds scales to the type first."""
+        weight, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+        if weight.dtype == torch.uint8:
+            shape = torch.Size((weight.shape[0], 2 * weight.shape[1]))
+            floats = NVFP4QTensor(shape, torch.float32, weight).dequantize(
+                scale=scale, double_scale=tensors[f"{module}.weight_scale_2"], block_sizes={-1: 16}
+            )
+            codes = torch.stack([weight & 15, weight >> 4], -1).reshape(shape)
+            return torch.where(codes == 8, -0.0, floats)  # the library's table has 0 for it
+        if scale.dtype == torch.uint8:
+            return MXFP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale)
+        return FP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale.reshape(-1, 1))
+
+    def rules(config: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+        return {**config, "quant_cfg": [*config["quant_cfg"], *others]}
+
+    nvfp4 = next(each["cfg"] for each in mtq.NVFP4_DEFAULT_CFG["quant_cfg"] if each.get("cfg"))
+    mixed = [{"quantizer_name": f"*mlp.*{kind}_quantizer", "cfg": nvfp4} for kind in ("weight", "input")]
+    unconverted = {"quantizer_name": "*v_proj*", "enable": False}
+    pages = next(each for each in mtq.FP8_KV_CFG["quant_cfg"] if each.get("cfg"))
+    cases = {
+        "modelopt_fp8": rules(mtq.FP8_DEFAULT_CFG, pages), "modelopt_fp8_rows": mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG,
+        "modelopt_nvfp4": rules(mtq.NVFP4_DEFAULT_CFG, unconverted), "modelopt_mxfp8": mtq.MXFP8_DEFAULT_CFG,
+        "modelopt_mixed": rules(mtq.FP8_DEFAULT_CFG, *mixed),
+    }  # fmt: skip
+    for name, settings in cases.items():
+        case = Case(name)
+        config = transformers.LlamaConfig(**{**case.config, "dtype": torch.bfloat16})
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model.load_state_dict({**case.tensors, **{f"{each}.weight": of for each, of in case.matrices.items()}})
+        model = mtq.quantize(model, settings, lambda model: model(torch.arange(11)[None]))
+        folder = FIXTURES / name
+        export_hf_checkpoint(model, export_dir=folder)
+        said = json.loads((folder / "config.json").read_text())["quantization_config"]
+        tensors = load_file(folder / "model.safetensors")
+        for module in case.matrices:
+            if f"{module}.weight_scale" in tensors:
+                case.add(module, {}, floats_of(tensors, module))
+        case.tensors = tensors
+        for path in folder.iterdir():
+            if name != "modelopt_nvfp4" or path.name != "hf_quant_config.json":
+                path.unlink()
+        case.write(said if name != "modelopt_nvfp4" else None)
+
+
 def read_folders(*folders: str) -> None:
     """Prints digests of what compressed_tensors makes of folders: by the folder's name and the tensor's."""
     from compressed_tensors.compressors import BaseCompressor
@@ -424,6 +479,7 @@ def read_folders(*folders: str) -> None:
 if __name__ == "__main__":
     made: dict[str, Callable[..., None]] = {
         "compressed-tensors": compressed_tensors_cases, "reordered": reordered_cases, "gptq": gptq_cases,
-        "awq": awq_cases, "fp8": fp8_cases, "mxfp4": mxfp4_case, "read": read_folders,
+        "awq": awq_cases, "fp8": fp8_cases, "mxfp4": mxfp4_case,
+        "modelopt": modelopt_cases, "read": read_folders,
     }  # fmt: skip
     made[sys.argv[1]](*sys.argv[2:])

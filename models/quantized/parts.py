@@ -90,7 +90,7 @@ class MatrixParts:
 
     Attributes:
         layout: what headers and config say.
-        codes, scales, zeros, divisor, input_scale: where its arrays come from.
+        codes, scales, zeros, divisor, factor, input_scale: where its arrays come from.
         order: gives the group of each column, int ``[K]``, in the matrix's order; codes come so, too.
         checks: raise `WeightsError` for what else the files must say.
         stack_shape: of a matrix in which those of all experts stand one under another: the shape of the tensor that
@@ -103,6 +103,7 @@ class MatrixParts:
     zeros: Part | None = None
     order: Part | None = None
     divisor: Part | None = None
+    factor: Part | None = None
     input_scale: Part | None = None
     checks: tuple[Callable[[], None], ...] = field(default=())
     stack_shape: tuple[int, int, int] | None = None
@@ -141,20 +142,21 @@ class QuantizedTensor:
             None if parts.zeros is None else parts.zeros.array(),
             order,
             1.0 if parts.divisor is None else _scalar(parts.divisor),
+            1.0 if parts.factor is None else _scalar(parts.factor),
             None if parts.input_scale is None else _scalar(parts.input_scale),
         )
 
     def check(self) -> None:
         """Raises `WeightsError` for a number that cannot be: it reads all but the matrix itself."""
         parts = self._parts
-        for part in (parts.scales, parts.divisor, parts.input_scale):
+        for part in (parts.scales, parts.divisor, parts.factor, parts.input_scale):
             if part is not None:
                 values = part.array().astype(np.float32)
                 if not np.isfinite(values).all():
                     place = np.argwhere(~np.isfinite(values.reshape(np.atleast_1d(values).shape)))[0].tolist()
                     found = values.reshape(np.atleast_1d(values).shape)[tuple(place)]
                     raise refusal(part.stored, f"has the scale {found} at {place}; scales must be finite")
-        for part in (parts.divisor, parts.input_scale):
+        for part in (parts.divisor, parts.factor, parts.input_scale):
             if part is not None and _scalar(part) <= 0:
                 raise refusal(part.stored, f"is {_scalar(part):g}; a scale of all must be greater than 0")
         if parts.order is not None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from models.checkpoint import Checkpoint
 from models.errors import WeightsError
-from models.json_fields import Fields
+from models.json_fields import Fields, read_json_object
 from models.quantized.awq import AwqScheme
 from models.quantized.compressed_tensors import CompressedTensorsScheme
 from models.quantized.fp8 import Fp8Scheme
 from models.quantized.gptq import GptqScheme
+from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
 from models.quantized.mxfp4 import STACKED_PARTS, Mxfp4Scheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
 from models.stored_tensor import StoredTensor
@@ -41,7 +43,17 @@ _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "gptq": GptqScheme.read,
     "awq": AwqScheme.read,
     "mxfp4": Mxfp4Scheme.read,
+    "modelopt": ModelOptScheme.read,
 }
+
+
+def add_quantization(fields: Fields, folder: Path) -> Fields:
+    """The same fields; where they have no `quantization_config`, that of the folder's hf_quant_config.json, if there is
+    one. Raises `ConfigError`."""
+    path = folder / QUANT_CONFIG
+    if not fields.has(FIELD) and path.is_file():
+        fields.insert(FIELD, {**read_json_object(path), "quant_method": "modelopt"}, str(path))
+    return fields
 
 
 def read_quantization(fields: Fields) -> QuantizationScheme | None:

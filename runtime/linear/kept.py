@@ -5,7 +5,7 @@
 | int8 without zeros, a scale a row or one for all | `INT8`: these integers, these scales |
 | int4 or int8, scales (and zeros) of groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …, scales repeated |
 | fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4` |
-| fp4 with e4m3 scales for groups of 16 and a divisor (NVFP4) | `nvfp4`: scales are divided |
+| fp4 with e4m3 scales for groups of 16 (NVFP4) | `nvfp4`: scales by the number for all |
 | fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
 
 No number is rounded anew. What else there is becomes floats while it is loaded.
@@ -84,7 +84,7 @@ def block_bytes(matrix: QuantizedMatrix, format: WeightFormat) -> NDArray:
         return values.reshape(blocks[field].shape)
 
     if format.name == "nvfp4":
-        blocks["d"] = of_groups(matrix.scales.astype(np.float32) / np.float32(matrix.divisor) / np.float32(2), "d")
+        blocks["d"] = of_groups(matrix.scaled(matrix.scales.astype(np.float32)) / np.float32(2), "d")
     elif block.scale == "e8m0":
         blocks["exponent"] = of_groups(matrix.scales.view(np.uint8), "exponent")
     else:

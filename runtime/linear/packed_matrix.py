@@ -5,7 +5,7 @@
 | a scale for the whole, or for each row | float32 for each row |
 | groups of 16 to 128 of K, blocks of rows and K | a scale for each row and group; those of larger groups are repeated |
 | scales that are powers of two, of e2m1 | a byte each, an exponent |
-| scales in e4m3, of e2m1 (NVFP4) | a byte each, and the matrix's divisor in the rows' scales |
+| scales in e4m3, of e2m1 (NVFP4) | a byte each, and the number for all of the matrix in the rows' scales |
 | zeros | an offset for each row and group |
 
 A matrix whose columns lie in another order (`desc_act`), or whose groups have another size, is dequantised while it is
@@ -108,15 +108,13 @@ def prepare_packed(
 def _scales_of(part: MatrixPart, packing: Packing) -> tuple[NDArray, NDArray, NDArray]:
     """(groups' scales, groups' zeros, rows' scales) as `arrange` takes them; those that a packing lacks are empty."""
     matrix = part.matrix
-    scales, divisor = part.by_row(matrix.scales), np.float32(matrix.divisor)
+    scales = part.by_row(matrix.scales)
     zeros = np.zeros((len(scales), 0), np.float32) if matrix.zeros is None else part.by_row(matrix.zeros)
     by_row = np.ones(len(scales), np.float32)
     if not packing.group:
-        return np.zeros((len(scales), 0), np.float32), zeros, scales[:, 0] / divisor
+        return np.zeros((len(scales), 0), np.float32), zeros, matrix.scaled(scales[:, 0])
     depth = len(range(*part.columns.indices(matrix.shape[1])))
     wanted, size = -(-depth // packing.group), matrix.layout.block[1] or depth
     of_group = np.arange(wanted) * packing.group // size
     scales, zeros = scales[:, of_group], zeros[:, of_group] if matrix.zeros is not None else zeros
-    if matrix.layout.has_divisor:
-        by_row /= divisor
-    return scales, zeros, by_row
+    return scales, zeros, matrix.scaled(by_row)

@@ -9,8 +9,9 @@ There is one layout for each kind of number, whatever file it came from (`models
 | `fp8` | e4m3 (without infinities) | `[N, K]` |
 | `fp4` | e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; the highest bit is the sign | `[N, ceil(K / 2)]`, halves as `int4` |
 
-An element is ``(number - zero) * scale`` for integers and ``number * (scale / divisor)`` for floats, in float32 and
-rounded after each operation: as each format's own library has it, before that rounds to 16 bits.
+An element is ``(number - zero) * scale`` for integers and ``number * (scale / divisor)``, or
+``number * (scale * factor)``, for floats, in float32 and rounded after each operation: as each format's own library has
+it, before that rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class QuantizedLayout:
         has_zeros: whether integers have zeros of their own, one for each scale; else it is the middle, 8 or 128.
         has_order: whether columns are stored in another order.
         has_divisor: whether scales are divided by one number for the whole matrix.
+        has_factor: whether they are multiplied with one.
         activation: how the author rounds x; None: not at all. Weight-only products may leave it out.
     """
 
@@ -71,6 +73,7 @@ class QuantizedLayout:
     has_zeros: bool = False
     has_order: bool = False
     has_divisor: bool = False
+    has_factor: bool = False
     activation: ActivationScheme | None = None
 
     @property
@@ -111,6 +114,7 @@ class QuantizedMatrix:
         order: int32 ``[K]``: column j of codes and scales is the matrix's column ``order[j]``, so that
             ``x . W^T = x[:, order] . stored^T``. None: columns are in order.
         divisor: what scales are divided by.
+        factor: what scales are multiplied with.
         input_scale: of a static activation scheme: x is rounded to its multiples. For "fp4": what scales of x are
             divided by.
     """
@@ -121,6 +125,7 @@ class QuantizedMatrix:
     zeros: NDArray | None = None
     order: NDArray | None = None
     divisor: float = 1.0
+    factor: float = 1.0
     input_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -184,12 +189,16 @@ class QuantizedMatrix:
         halves: NDArray = unpack_halves(codes)[:, : self.shape[1]]
         return halves
 
+    def scaled(self, scales: NDArray) -> NDArray:
+        """Scales in float32, by the number for the whole matrix."""
+        if self.layout.has_divisor:
+            scales = scales / np.float32(self.divisor)
+        return scales * np.float32(self.factor) if self.layout.has_factor else scales
+
     def _values(self, rows: slice) -> NDArray:
         """Rows as float32, columns as they are stored."""
         layout, numbers = self.layout, self.numbers(rows)
-        scales = self.scales[self._scale_rows(rows)].astype(np.float32)
-        if layout.has_divisor:
-            scales = scales / np.float32(self.divisor)
+        scales = self.scaled(self.scales[self._scale_rows(rows)].astype(np.float32))
         zeros = None
         if layout.kind == "fp8":
             values: NDArray = _E4M3[numbers]

@@ -16,6 +16,7 @@ import pytest
 
 from models.model_files import open_model
 from models.registry import declare_model, load_model
+from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout
 from tests.models.driver import logits_of, relative_error
@@ -23,6 +24,7 @@ from tests.models.folders import change_config, write_safetensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
+LAYER = "model.layers.0."
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 KINDS = {
@@ -50,11 +52,15 @@ KINDS = {
     "gptq_w4_v2": "int4, groups of 32, with zeros",
     "gptq_w4_zeros": "int4, groups of 32, with zeros",
     "gptq_w8_reordered": "int8, groups of 32, with zeros and an order",
+    "modelopt_fp8": "fp8, a scale for all",
+    "modelopt_fp8_rows": "fp8, a scale a row",
+    "modelopt_mxfp8": "fp8, groups of 32",
+    "modelopt_nvfp4": "fp4, groups of 16",
 }
 
 
 def test_every_layout_has_a_fixture() -> None:
-    assert set(CASES) == KINDS.keys() | {"ct_mixed", "gptq_dynamic"}
+    assert set(CASES) == KINDS.keys() | {"ct_mixed", "gptq_dynamic", "modelopt_mixed"}
 
 
 def copied(case: str, folder: Path) -> Path:
@@ -113,6 +119,7 @@ KEPT = {
     "ct_nvfp4": "nvfp4", "ct_w4_asymmetric": "int4_half_zeros", "ct_w4_channel": "int4_bfloat",
     "ct_w4_group": "int4_bfloat", "ct_w8_group": "int8_bfloat", "fp8_tensor_static": "fp8", "gptq_dynamic": "Q4_0",
     "gptq_w4": "Q4_0", "gptq_w4_channel": "Q4_0", "gptq_w4_v2": "int4_half_zeros", "gptq_w4_zeros": "int4_half_zeros",
+    "modelopt_fp8": "fp8", "modelopt_fp8_rows": "fp8", "modelopt_mixed": "fp8", "modelopt_nvfp4": "nvfp4",
 }  # fmt: skip
 """By fixtures, of queries, keys and values; others become floats."""
 
@@ -125,7 +132,7 @@ def test_what_the_cpu_keeps_as_it_is_stored(case: str) -> None:
 
 def layouts(case: str) -> dict[str, QuantizedLayout | None]:
     checkpoint = open_model(FIXTURES / case).checkpoint()
-    return {name.removeprefix("model.layers.0."): checkpoint.quantized(name) for name in checkpoint.names()}
+    return {name.removeprefix(LAYER): checkpoint.quantized(name) for name in checkpoint.names()}
 
 
 def names_of(case: str) -> dict[str, str]:
@@ -142,6 +149,14 @@ def test_groups_by_name_pattern_and_class() -> None:
     assert "mlp.up_proj.weight" not in found
 
 
+def test_modelopts_algorithms_by_module() -> None:
+    found = names_of("modelopt_mixed")
+    assert {name for name, kind in found.items() if kind == "fp4, groups of 16"} == {
+        f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")
+    }
+    assert "self_attn.v_proj.weight" not in names_of("modelopt_nvfp4")  # excluded
+
+
 def test_other_bits_by_pattern() -> None:
     found = names_of("gptq_dynamic")
     assert found["mlp.down_proj.weight"] == "int8, groups of 16"
@@ -153,6 +168,8 @@ ACTIVATIONS: dict[str, Any] = {
     "ct_fp8_tensor": ("fp8", 0, True), "ct_fp8_channel": ("fp8", 0, False), "ct_fp8_block": ("fp8", 128, False),
     "ct_int8_channel": ("int8", 0, False), "ct_w4_group": None, "ct_nvfp4": ("fp4", 16, False), "ct_mxfp4": None,
     "fp8_block": ("fp8", 32, False), "fp8_tensor_static": ("fp8", 0, True), "gptq_w4": None,
+    "modelopt_fp8": ("fp8", 0, True), "modelopt_fp8_rows": ("fp8", 0, False), "modelopt_nvfp4": ("fp4", 16, False),
+    "modelopt_mxfp8": ("fp8", 32, False),
 }  # fmt: skip
 
 
@@ -163,8 +180,11 @@ def test_how_activations_are_rounded(case: str) -> None:
     found = layout.activation
     assert (found and (found.kind, found.group, found.is_static)) == ACTIVATIONS[case]
     scale = {"ct_fp8_tensor": 0.030029296875, "fp8_tensor_static": np.float32(0.02), "ct_nvfp4": 20.0}.get(case)
-    matrix = open_model(FIXTURES / case).checkpoint().matrix("model.layers.0.self_attn.q_proj.weight")
-    assert matrix.input_scale == scale
+    checkpoint = open_model(FIXTURES / case).checkpoint()
+    if case in ("modelopt_fp8", "modelopt_nvfp4"):
+        stored = SafetensorsFile(FIXTURES / case / "model.safetensors").array(f"{LAYER}self_attn.q_proj.input_scale")
+        scale = stored if case == "modelopt_fp8" else np.reciprocal(stored)
+    assert checkpoint.matrix(f"{LAYER}self_attn.q_proj.weight").input_scale == scale
 
 
 @pytest.mark.parametrize("case", ["gptq_w4_zeros", "ct_nvfp4", "ct_int8_channel"])

@@ -94,6 +94,12 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("ct_w4_group", no_groups(strategy="block"), r"block_structure must be \[rows, elements\], not None"),
     ("ct_w4_group", no_groups(group_size=None), "group_size is None, must be more than 0 for the strategy 'group'"),
     ("ct_w4_group", no_groups(dynamic=True), "weights: dynamic is True, must be False for pack-quantized"),
+    ("modelopt_fp8", {"quant_algo": "INT9"}, "quant_algo 'INT9' is not supported; supported are FP8, FP8_PER_CHANNEL"),
+    ("modelopt_fp8", {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing or empty, which quant_algo MIXED"),
+    ("modelopt_fp8", {"group_size": 16}, "group_size is 16, must be 0 for FP8"),
+    ("modelopt_fp8", {"rotation": 1}, "rotation = 1 is not supported for quant_method modelopt"),
+    ("modelopt_mixed", {"quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 0}}}, "a: group_size is 0, m"),
+    ("modelopt_mixed", {"quantized_layers": {"a": {"quant_algo": "NVFP4", "pre_quant_scale": True}}}, "pre_quant"),
     ("ct_w4_group", {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme: num_bits is 4 of type 'int', must be 8"),
 ]
 
@@ -144,6 +150,13 @@ TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ct_nvfp4", {f"{Q}.weight_global_scale": with_entry(0, NAN)}, {}, "has the scale nan at"),
     ("ct_nvfp4", {f"{Q}.weight_scale": with_entry(0, NAN)}, {}, r"has the scale nan at \[0, 0\]"),
     ("ct_mxfp4", {f"{Q}.weight_scale": with_entry(2, 255)}, {}, r"has the scale nan at \[1, 0\]"),
+    ("modelopt_fp8", {f"{Q}.weight_scale": np.ones(5, np.float32)}, {}, r"is \[5\], must be \[\] for a matrix"),
+    ("modelopt_fp8", {f"{Q}.input_scale": None}, {}, f"'{Q}.input_scale' is missing, which"),
+    ("modelopt_fp8", {}, {"ignore": ["*q_proj"]}, f"'{Q}.weight' is F8_E4M3, but exclude_modules names the module"),
+    ("modelopt_mixed", {}, {"quantized_layers": {"a": {"quant_algo": "FP8"}}}, "quantized_layers does not name"),
+    ("modelopt_mixed", {f"{LAYER}mlp.up_proj.weight_scale_2": with_entry(0, 0)}, {}, "is 0; a scale of all must be gr"),
+    ("modelopt_mixed", {f"{LAYER}mlp.up_proj.input_scale": with_entry(0, 0)}, {}, "has the scale inf at"),
+    ("modelopt_mixed", {f"{LAYER}mlp.up_proj.pre_quant_scale": np.ones(64, np.float32)}, {}, "is left over"),
     ("ct_fp8_tensor", {f"{Q}.weight_scale": np.ones(5, ml_dtypes.bfloat16)}, {}, r"is \[5\], must be \[1, 1\]"),
 ]  # fmt: skip
 
@@ -156,6 +169,15 @@ def test_a_tensor_that_does_not_fit(
     with pytest.raises(WeightsError, match=message) as caught:
         load_model(folder)
     assert all("model.safetensors: tensor" in problem for problem in caught.value.problems)
+
+
+def test_the_file_beside_config_json_is_named(tmp_path: Path) -> None:
+    folder = copied("modelopt_nvfp4", tmp_path)
+    said = json.loads((folder / "hf_quant_config.json").read_text())
+    said["quantization"]["quant_algo"] = "NVFP3"
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json: quantization: quant_algo 'NVFP3' is not supported"):
+        load_model(folder)
 
 
 def test_what_tools_add_is_passed_over(tmp_path: Path) -> None:
@@ -205,6 +227,8 @@ def test_maps_that_are_stored_inputs_first(tmp_path: Path) -> None:
 def mutated(rng: random.Random, folder: Path, case: str) -> None:
     """Writes a fixture with one to three changes to its config, or its tensors."""
     config = json.loads((FIXTURES / case / "config.json").read_text())
+    if (other := FIXTURES / case / "hf_quant_config.json").exists():
+        config["quantization_config"] = {**json.loads(other.read_text()), "quant_method": "modelopt"}
     tensors = tensors_of(FIXTURES / case)
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.4:
