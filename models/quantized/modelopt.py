@@ -145,7 +145,7 @@ def _nvfp4(module: ModuleTensors, algorithm: Algorithm) -> MatrixParts:
 
 
 def _reciprocal(array: Array) -> Array:
-    with np.errstate(divide="ignore"):  # 0 becomes infinity, which is refused
+    with np.errstate(all="ignore"):  # 0 becomes infinity, which is refused
         return np.reciprocal(array.astype(np.float32))
 
 

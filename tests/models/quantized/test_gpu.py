@@ -23,7 +23,8 @@ pytestmark = pytest.mark.emulator
 
 DEQUANTISED = ("ct_w4_reordered", "fp8_block_exponents")
 """An order of their columns; values as scales of 16 neighbours."""
-SOME = ("ct_mixed", "fp8_block", "fp8_tensor_static", "gptq_dynamic", "gptq_w4_reordered", "gptq_w8_reordered")
+SOME = ("ct_mixed", "fp8_block", "fp8_tensor_static", "gptq_dynamic", "gptq_w4_reordered", "gptq_w8_reordered",
+        "modelopt_nvfp4")  # fmt: skip
 """Some maps are so, or stored as floats, or made of neighbours that differ."""
 
 TELLING = [("gptq_w4_zeros", "bfloat16", "emulated:sm_90a"), ("ct_fp8_block", "float32", "emulated:sm_90a")]
