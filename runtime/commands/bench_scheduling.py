@@ -56,10 +56,9 @@ def schedule(
             gap_s=gap_s,
         )
     longest_prompt = max(request.input_len for request in requests.requests)
-    chosen = styles_named(styles, budget=engine.max_num_batched_tokens, longest_prompt=longest_prompt)
-    report, timelines = bench_schedule(
-        build_engine(**engine.arguments()), requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0
-    )
+    built = build_engine(**engine.arguments())
+    chosen = styles_named(styles, budget=built.limits.max_num_batched_tokens, longest_prompt=longest_prompt)
+    report, timelines = bench_schedule(built, requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0)
     if plot is not None:
         plot.write_text(svg(report))
     if trace is not None:
@@ -95,8 +94,10 @@ def budget(
     from runtime.bench.scheduling.budget import bench_budget
     from runtime.engine.make_engine import build_engine
 
+    arguments = engine.arguments()
+    arguments.setdefault("max_num_batched_tokens", prompt_len + num_decodes)
     report = bench_budget(
-        build_engine(**engine.arguments()),
+        build_engine(**arguments),
         tpot_target_s=None if tpot_target_ms is None else tpot_target_ms / 1e3,
         tpot_ratio=tpot_ratio,
         num_decodes=num_decodes,
@@ -125,7 +126,7 @@ def chunked(
     from runtime.engine.make_engine import build_engine
 
     with model_arguments(engine.arguments()) as arguments:
-        arguments["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, prompt_len)
+        arguments["max_num_batched_tokens"] = max(engine.max_num_batched_tokens or 0, prompt_len)
         arguments.setdefault("max_model_len", prompt_len + 1)
         report = bench_chunked(
             build_engine(**arguments),

@@ -74,9 +74,9 @@ class EngineOptions:
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _CONFIG.max_num_seqs
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = (
-        _CONFIG.max_num_batched_tokens
-    )
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in one step; default: 2048 on a GPU, 512 on a cpu.")
+    ] = None
     block_size: Annotated[int, typer.Option(help="Tokens in one KV block.")] = _CONFIG.block_size
     kv_cache_bytes: Annotated[
         int | None,

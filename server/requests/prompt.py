@@ -17,6 +17,7 @@ from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
 from server.requests.conversation import check_ending, echoed_text, template_messages
 from server.requests.tool_choice import callable_tools
+from server.transport.json_limits import kinds_of
 from tokenizer import Tokenizer
 
 
@@ -203,8 +204,8 @@ def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[in
 
 
 def _are_ids(prompt: list[str | int | list[int]]) -> TypeGuard[list[int]]:
-    return bool(prompt) and set(map(type, prompt)) == {int}
+    return bool(prompt) and kinds_of(prompt) == {int}
 
 
 def _are_prompts(prompt: list[str | int | list[int]]) -> TypeGuard[list[str | list[int]]]:
-    return set(map(type, prompt)) in ({str}, {list}, set())
+    return kinds_of(prompt) in ({str}, {list}, set())

@@ -32,6 +32,7 @@ from server.responses_api.schema import (
     InputReasoning,
     ResponsesRequest,
 )
+from server.transport.json_limits import kinds_of
 
 
 class ContentPart(msgspec.Struct):
@@ -134,7 +135,7 @@ class Cleaner:
 
     def _items(self, value: list[Any], kind: inspect.Type, path: str) -> list[Any]:
         inner = next((each.item_type for each in _kinds(kind) if isinstance(each, inspect.ListType)), None)
-        if inner is None or set(map(type, value)) <= {str, int}:  # a million ids cost nothing
+        if inner is None or kinds_of(value) <= {str, int}:  # a million ids cost little
             return value
         return [self._value(item, inner, f"{path}[{i}]") for i, item in enumerate(value)]
 

@@ -3,7 +3,7 @@ typed objects. Lengths of text are not among them: the body has a limit, and so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.engine.sampling_params import MAX_N
@@ -11,6 +11,9 @@ from server.config import ServerConfig
 from server.errors import ApiError, invalid
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
+
+_AT_ONCE = 8192
+"""Items whose types are looked at in one go: a tenth of a millisecond."""
 
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config", "format")
 """Fields that may hold a JSON schema."""
@@ -53,11 +56,19 @@ def is_deeper(value: Any, max_depth: int) -> bool:
         level = [
             child
             for parent in level
-            if isinstance(parent, dict) or not _PLAIN.issuperset(map(type, parent))  # a million ids cost nothing
+            if isinstance(parent, dict) or not _PLAIN.issuperset(kinds_of(parent))  # a million ids cost little
             for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, (dict, list))
         ]
     return False
+
+
+def kinds_of(items: Sequence[Any]) -> set[type]:
+    """The types of the items. Between stretches of them Python's lock may go to another thread."""
+    kinds: set[type] = set()
+    for start in range(0, len(items), _AT_ONCE):
+        kinds.update(map(type, items[start : start + _AT_ONCE]))
+    return kinds
 
 
 def _check_length(name: str, value: Any, limit: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -141,6 +142,8 @@ class ProcessServer:
     def _serve(self, engine: Engine, hang_timeout_s: float) -> NoReturn:
         from runtime.engine.process.client import ThreadEngineClient
 
+        gc.collect()
+        gc.freeze()  # what lives as long as the engine (and Numba's objects are many) is gone through no more
         self._client = client = ThreadEngineClient(engine, after_delivery=self._report)
         self._pulse(time.monotonic())
         self.send(Started(client.info))

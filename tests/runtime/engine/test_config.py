@@ -24,6 +24,7 @@ def sized(
     bytes_per_block: int = 1 << 20,
     available: int = 64 * GIB,
     group_windows: tuple[int | None, ...] = (None,),
+    has_own_memory: bool = False,
     **config: Any,
 ):
     return resolve(
@@ -31,6 +32,7 @@ def sized(
         max_position_embeddings=positions,
         bytes_per_block=bytes_per_block,
         available_bytes=available,
+        has_own_memory=has_own_memory,
         group_windows=group_windows,
     )
 
@@ -89,6 +91,14 @@ def test_more_than_the_models_positions_is_refused() -> None:
 
 def test_every_sequence_can_decode_in_each_step() -> None:
     assert sized(max_num_seqs=256, max_num_batched_tokens=16).max_num_seqs == 16
+    assert sized(max_num_seqs=1000).max_num_seqs == 1000
+
+
+def test_a_cpu_takes_fewer_tokens_in_a_step() -> None:
+    assert sized().max_num_batched_tokens == 512
+    assert sized(has_own_memory=True).max_num_batched_tokens == 2048
+    assert sized(max_num_seqs=1000).max_num_batched_tokens == 1000
+    assert sized(max_num_batched_tokens=4096).max_num_batched_tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -198,7 +208,7 @@ def test_windows_bound_what_a_sequence_needs() -> None:
     assert sized(positions=4096, group_windows=(None, 24, 24), num_blocks=261).max_model_len == 255 * 16
     assert sized(positions=10**9, group_windows=(24,), num_blocks=3).max_model_len == 10**9
     most = sized(positions=4096, group_windows=(None, 24), max_num_seqs=2, available=1024 * GIB, bytes_per_block=1)
-    assert most.num_blocks == 2 * (256 + 3) + 2 * 2048 // 16, "two sequences, and the chunks of two steps"
+    assert most.num_blocks == 2 * (256 + 3) + 2 * 512 // 16, "two sequences, and the chunks of two steps"
     with pytest.raises(RequestError, match=r"4096 tokens needs 262 KV blocks .*, but the KV cache has 261"):
         sized(positions=4096, group_windows=(None, 24, 24), num_blocks=261, max_model_len=4096)
 

@@ -21,6 +21,7 @@ from runtime.engine.errors import QueueFullError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.queue_limit import check_room
 from server.config import ServerConfig, ServerConfigError
+from server.transport.json_limits import is_deeper, kinds_of
 from server.transport.protocol import RESERVED_CONNECTIONS
 from tests.server.conftest import ANSWER, Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
@@ -453,3 +454,14 @@ def test_every_setting_has_an_option_with_its_default() -> None:
 def test_settings_that_mean_nothing(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ServerConfigError, match=message):
         ServerConfig(**setting)
+
+
+def test_kinds_of_items_beyond_a_stretch() -> None:
+    """The types are looked at a stretch at a time: none is passed over, wherever it stands."""
+    for length in (0, 1, 8191, 8192, 8193, 20_000):
+        items: list[object] = [7] * length
+        assert kinds_of(items) == ({int} if length else set())
+        for place in {0, length // 2, length - 1} if length else ():
+            changed = [*items[:place], "text", *items[place + 1 :]]
+            assert kinds_of(changed) == ({str} if length == 1 else {int, str})
+    assert is_deeper({"prompt": [7] * 8192 + [[[1]]]}, 3)
