@@ -277,6 +277,7 @@ def resolve(
     max_position_embeddings: int,
     bytes_per_block: int,
     available_bytes: int,
+    is_gpu: bool = False,
     has_own_memory: bool = False,
     group_windows: tuple[int | None, ...] = (None,),
     rotary_switch: int | None = None,
@@ -284,8 +285,8 @@ def resolve(
     """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
     these windows of its cache groups, and this ``rotary_switch``.
 
-    ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's, of which the KV cache may
-    take nine tenths unless the user names a size.
+    ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
+    may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
 
     Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, or a KV cache whose size the user
     names exceeds what is free or cannot hold one request of that length.
@@ -293,7 +294,7 @@ def resolve(
     block_size = config.block_size
     max_num_batched_tokens = config.max_num_batched_tokens
     if max_num_batched_tokens is None:
-        max_num_batched_tokens = max(GPU_BATCHED_TOKENS if has_own_memory else CPU_BATCHED_TOKENS, config.max_num_seqs)
+        max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
     if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
         raise RequestError(
             f"max_model_len={config.max_model_len} exceeds the model's {max_position_embeddings} positions",

@@ -142,6 +142,7 @@ def limits_of(model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0)
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,
         available_bytes=max(0, free_memory_bytes(model.device) - num_bytes_to_load),
+        is_gpu=model.device.kind != "cpu",
         has_own_memory=model.device.kind == "cuda",
     )
 

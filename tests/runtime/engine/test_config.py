@@ -24,7 +24,7 @@ def sized(
     bytes_per_block: int = 1 << 20,
     available: int = 64 * GIB,
     group_windows: tuple[int | None, ...] = (None,),
-    has_own_memory: bool = False,
+    is_gpu: bool = False,
     **config: Any,
 ):
     return resolve(
@@ -32,7 +32,7 @@ def sized(
         max_position_embeddings=positions,
         bytes_per_block=bytes_per_block,
         available_bytes=available,
-        has_own_memory=has_own_memory,
+        is_gpu=is_gpu,
         group_windows=group_windows,
     )
 
@@ -96,7 +96,7 @@ def test_every_sequence_can_decode_in_each_step() -> None:
 
 def test_a_cpu_takes_fewer_tokens_in_a_step() -> None:
     assert sized().max_num_batched_tokens == 512
-    assert sized(has_own_memory=True).max_num_batched_tokens == 2048
+    assert sized(is_gpu=True).max_num_batched_tokens == 2048
     assert sized(max_num_seqs=1000).max_num_batched_tokens == 1000
     assert sized(max_num_batched_tokens=4096).max_num_batched_tokens == 4096
 
