@@ -22,7 +22,7 @@ class Model(ABC):
 
     Attributes:
         prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
-        harmless: stored tensors whose names match are buffers that the model computes, and are passed over.
+        harmless: stored tensors whose names match are buffers that the model computes (see `harmless_tensors`).
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
         quantization: "none", or what the matrices of linear maps were made into: "int8", "int4" ... Tables that are
@@ -58,6 +58,11 @@ class Model(ABC):
                 f"the weights' {self.dtype}",
                 param="kv_cache_dtype",
             )
+
+    @classmethod
+    def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
+        """Stored tensors whose names match are passed over: the model computes them, or does without."""
+        return cls.harmless
 
     @abstractmethod
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -6,30 +6,44 @@ that is in no weight, within the best groups.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import cast
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.config import ModelConfig, read_common
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
 from models.json_fields import Fields
 from models.rope_config import parse_rope
 from runtime.routing import RoutingRule
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4MoeConfig(MoeConfig):
+    """Behind its layers a checkpoint has `num_prediction_layers` that predict further tokens."""
+
+    num_prediction_layers: int
+
+
 class Glm4MoeModel(MoeDecoder):
-    harmless = re.compile(MoeDecoder.harmless.pattern + r"|model\.layers\.(46|92)\..*")  # predicts further tokens
     form = ExpertsForm(shared="shared_experts", has_shared_gate=False, correction="gate.e_score_correction_bias")
 
+    @classmethod
+    def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
+        """Those of the layers that predict further tokens, too."""
+        own = cast(Glm4MoeConfig, config)
+        numbers = (str(own.num_layers + each) for each in range(own.num_prediction_layers))
+        return re.compile(rf"{cls.harmless.pattern}|model\.layers\.({'|'.join(numbers) or 'none'})\..*")
 
-def read_glm4_moe(fields: Fields) -> MoeConfig:
+
+def read_glm4_moe(fields: Fields) -> Glm4MoeConfig:
     common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5)
     num_layers, head_dim = common["num_layers"], common["head_dim"]
     rope = parse_rope(
         fields, head_dim, common["max_position_embeddings"], default_partial_rotary_factor=0.5
     )
-    fields.raw("num_nextn_predict_layers")  # of a head that predicts further tokens, which is passed over
     num_dense = fields.integer("first_k_dense_replace", 1, least=0)
     expert_size = fields.integer("moe_intermediate_size", 1408, most=1 << 24)
-    return MoeConfig(
+    return Glm4MoeConfig(
         **common,
         layer_ropes=(rope,) * num_layers,
         attention_bias=fields.boolean("attention_bias", False),
@@ -38,6 +52,7 @@ def read_glm4_moe(fields: Fields) -> MoeConfig:
         dense_layers=frozenset(range(min(num_dense, num_layers))),
         shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
+        num_prediction_layers=fields.integer("num_nextn_predict_layers", 1, least=0, most=1 << 8),
     )
 
 
@@ -53,6 +68,11 @@ def _read_rule(fields: Fields) -> RoutingRule:
             raise fields.error(name, f"= {value} must be at most {of} = {limit}")
     if count % groups:
         raise fields.error("n_group", f"= {groups} must divide n_routed_experts = {count}")
+    if count == groups:
+        raise fields.error(
+            "n_group", f"= {groups} leaves 1 expert in a group, but a group is as good as its best two: limit"
+            f" {count // 2} for n_routed_experts = {count}"
+        )  # fmt: skip
     return RoutingRule(
         num_experts=count, top_k=top_k, scores="sigmoid", normalises=fields.boolean("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 1.0), sum_eps=1e-20, num_groups=groups, top_groups=best,
