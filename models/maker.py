@@ -32,7 +32,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import BlockRows, LinearWeight, MatrixSource, packed_bytes
+from runtime.linear.weight import BlockRows, KeptRows, LinearWeight, MatrixSource, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
@@ -143,6 +143,7 @@ class Maker(ABC):
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
         self._keeps_packed = True
+        self._keeps_order = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
         self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
 
@@ -229,7 +230,7 @@ class Maker(ABC):
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
         makers = [self.under(f"experts.{number}") for number in range(count)]
         for each in makers:
-            each._keeps_packed = device.kind == "cpu"
+            each._keeps_packed, each._keeps_order = device.kind == "cpu", False
         made = ExpertsWeight(
             [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
         )
@@ -262,15 +263,17 @@ class Maker(ABC):
         """
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
+        inner = copy.copy(self)
+        inner._keeps_order = False  # rows of a table are read as they are
         if not is_tied:
-            if self._kept_format(f"{self._prefix}{name}.weight", columns):
-                return self.linear(name, outputs=rows, inputs=columns).weight, self.linear(
+            if inner._kept_format(f"{self._prefix}{name}.weight", columns):
+                return inner.linear(name, outputs=rows, inputs=columns).weight, self.linear(
                     head, outputs=rows, inputs=columns
                 )
             table = self.table(f"{name}.weight", rows, columns)
             return table, self.linear(head, outputs=rows, inputs=columns)
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
-        tied = self.linear(name, outputs=rows, inputs=columns)
+        tied = inner.linear(name, outputs=rows, inputs=columns)
         return tied.weight, tied
 
     def vector(self, name: str, size: int, *, add: float = 0.0) -> Tensor:
@@ -310,7 +313,7 @@ class Maker(ABC):
         options = self.options
         layout = None if self._source is None else self._source.quantized(name)
         if layout is not None:
-            return kept_format(layout, options)
+            return None if layout.has_order and not self._keeps_order else kept_format(layout, options)
         if self._source is None or options.dtype or options.format or options.num_ranks > 1:
             return None
         format = GGML_FORMATS.get(self._source.block_format(name) or "")
@@ -387,21 +390,19 @@ class DeclaringMaker(Maker):
             self.matrices |= {f"{name}.weight" for name in declaration.names}
         if declaration.is_transposed:
             self.transposed |= {f"{name}.weight" for name in declaration.names}
-        kept = [
-            (
-                count,
-                self._kept_format(f"{name}.weight", declaration.inputs)
-                or self.options.format_of(stored[f"{name}.weight"]),
-            )
-            for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True)
-        ]
+        kept = []
+        for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):
+            format = self._kept_format(f"{name}.weight", declaration.inputs)
+            layout = None if self._source is None else self._source.quantized(f"{name}.weight")
+            has_order = format is not None and layout is not None and layout.has_order
+            kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
         if (packing := self._packing(declaration)) is not None:
-            kept = [(sum(declaration.outputs), packed_format(packing))]
+            kept = [KeptRows(sum(declaration.outputs), packed_format(packing))]
         device = self.options.device
         size_bytes = packed_bytes(
             kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
         )
-        return LinearWeight(declaration.shape, kept[0][1], device, size_bytes)
+        return LinearWeight(declaration.shape, kept[0].format, device, size_bytes)
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         self._stored(name, (size,))

@@ -159,6 +159,13 @@ class QuantizedTensor:
         for part in (parts.divisor, parts.factor, parts.input_scale):
             if part is not None and _scalar(part) <= 0:
                 raise refusal(part.stored, f"is {_scalar(part):g}; a scale of all must be greater than 0")
+        for part, is_divided in ((parts.divisor, True), (parts.factor, False)):
+            if part is not None:
+                number, largest = np.float32(_scalar(part)), np.abs(parts.scales.array().astype(np.float32)).max()
+                with np.errstate(over="ignore"):
+                    whole = largest / number if is_divided else largest * number
+                if not np.isfinite(whole):
+                    raise refusal(part.stored, f"is {number:g}, by which the scale {largest:g} is more than a float32")
         if parts.order is not None:
             check_groups(parts.order, parts.layout.block[1])
         for check in parts.checks:

@@ -8,12 +8,14 @@ depend on the other rows of a batch, nor on the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numba
 import numpy as np
 
 from numba_kernels.cpu import activation as _activation
+from numba_kernels.cpu import columns as _columns
 from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu import norm as _norm
@@ -80,6 +82,28 @@ def _share(rows: int, elements_a_row: int) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
+def _parts_of(weight: PanelWeight | JoinedWeight, x: Tensor) -> Iterator[tuple[PanelWeight, Tensor]]:
+    """The weight's parts, and what each is multiplied with: ``x [T, K]``, its columns in the part's order."""
+    order, ordered = None, x
+    for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+        if part.order is not order:
+            order = part.order
+            ordered = x if order is None else _take_columns(x, order)
+        yield part, ordered
+
+
+def _take_columns(x: Tensor, order: NDArray) -> Tensor:
+    """``x[:, order]``."""
+    rows, depth = x.shape
+    result = _new((rows, depth))
+    hold(order)
+    tickets, workers, rows_a_ticket = _share(rows, depth)
+    _columns.take_columns_kernel()(
+        tickets, workers, x.address, address_of(order), result.address, rows, depth, rows_a_ticket
+    )
+    return result
+
+
 def linear(
     x: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None, dtype: DType
 ) -> Tensor:
@@ -88,10 +112,10 @@ def linear(
     result = Tensor.over(new_array((rows, width), dtype.numpy), dtype) if out is None else out
     if rows and width:
         first = 0  # of the part's outputs, in bytes
-        for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+        for part, ordered in _parts_of(weight, x):
             hold(part.panels, part.scales, part.bias)
             _linear.multiply(
-                part.stored, x.address, part.panels_address, part.scales_address, part.bias_address,
+                part.stored, ordered.address, part.panels_address, part.scales_address, part.bias_address,
                 0 if residual is None else residual.address + first, result.address + first, rows, depth,
                 part.shape[0], width, _num_workers, part.num_segments or 1, part.segment_step,
             )  # fmt: skip
@@ -105,11 +129,11 @@ def linear_partial(x: Tensor, weight: PanelWeight | JoinedWeight) -> Tensor:
     result = _new((rows, width))
     if rows and width:
         first = 0  # of the part's outputs
-        for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
+        for part, ordered in _parts_of(weight, x):
             scales, bias = _linear.neutral(part.bias.size)
             hold(part.panels, scales, bias)
             _linear.multiply(
-                part.stored, x.address, part.panels_address, address_of(scales), address_of(bias), 0,
+                part.stored, ordered.address, part.panels_address, address_of(scales), address_of(bias), 0,
                 result.address + first * 4, rows, depth, part.shape[0], width, _num_workers, part.num_segments,
                 part.segment_step,
             )  # fmt: skip
@@ -160,6 +184,7 @@ def _add_rows(
     """Rows of the table times the multiplier, added to ``out`` or in a new tensor."""
     rows, (table_rows, width) = indices.shape[0], table.shape
     if isinstance(table, PanelWeight):
+        assert table.order is None, "rows of a table are read as they are"
         address, scales, stored = table.panels_address, table.scales_address, table.stored
         hold(table.panels, table.scales)
     else:

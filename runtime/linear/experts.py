@@ -53,6 +53,7 @@ class ExpertsWeight:
             self.table.storage.freeze()
             self.table_address, self.exact = self.table.address, weight.exact
         if isinstance(self.parts[0][0], PanelWeight):
+            assert all(part.order is None for parts in self.parts for part in parts), "x is one for all experts"
             self.tables = [
                 np.array(
                     [

@@ -8,7 +8,9 @@
 | fp4 with e4m3 scales for groups of 16 (NVFP4) | `nvfp4`: scales by the number for all |
 | fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
 
-No number is rounded anew. What else there is becomes floats while it is loaded.
+Columns may be stored in another order (`desc_act`): products take x's columns in that order. Tables that are read row
+by row, and experts, have no such products (`models.maker`). No number is rounded anew. What else there is becomes
+floats while it is loaded.
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat |
     for."""
     is_of_type = options.dtype is not None and not options.rounding
     if options.device.kind != "cpu" or is_of_type or options.format or options.num_ranks > 1:
-        return None
-    if layout.has_order:
         return None
     if layout.kind == "int8" and layout.block in ((1, 0), (0, 0)) and not layout.has_zeros:
         return None if layout.shape[1] % _INTEGERS_A_WORD else INT8

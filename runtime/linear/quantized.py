@@ -191,9 +191,10 @@ class QuantizedMatrix:
 
     def scaled(self, scales: NDArray) -> NDArray:
         """Scales in float32, by the number for the whole matrix."""
-        if self.layout.has_divisor:
-            scales = scales / np.float32(self.divisor)
-        return scales * np.float32(self.factor) if self.layout.has_factor else scales
+        with np.errstate(over="ignore"):
+            if self.layout.has_divisor:
+                scales = scales / np.float32(self.divisor)
+            return scales * np.float32(self.factor) if self.layout.has_factor else scales
 
     def _values(self, rows: slice) -> NDArray:
         """Rows as float32, columns as they are stored."""

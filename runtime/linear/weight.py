@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -56,6 +56,14 @@ class BlockRows:
         return self.raw.shape[0], self.depth
 
 
+class KeptRows(NamedTuple):
+    """So many rows of a matrix on the cpu, and how they are kept."""
+
+    width: int
+    format: WeightFormat
+    has_order: bool = False
+
+
 MatrixSource = Tensor | BlockRows | QuantizedMatrix
 """A matrix ``[N, K]`` on the cpu that a weight is made of."""
 
@@ -101,16 +109,22 @@ class PanelWeight(LinearWeight):
         panels: ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]`` of ``stored``.
         bias: float32, one for each of the panels' columns; zeros where there is none.
         scales: of int8, float32, one for each of the panels' columns; else empty.
+        order: int32 ``[K]``, if the matrix's columns are stored in another order: its column j is multiplied with x's
+            column ``order[j]``; else None. Parts of one map that have the same order share the array.
         segment_step: the format's.
     """
 
     activations = float32
     __slots__ = (
-        "bias", "bias_address", "panels", "panels_address", "scales", "scales_address", "segment_step", "stored"
+        "bias", "bias_address", "order", "panels", "panels_address", "scales", "scales_address", "segment_step",
+        "stored",
     )  # fmt: skip
 
-    def __init__(self, shape: tuple[int, int], format: WeightFormat, num_segments: int = 0) -> None:
+    def __init__(
+        self, shape: tuple[int, int], format: WeightFormat, num_segments: int = 0, order: NDArray | None = None
+    ) -> None:
         self.stored = stored_class(format)
+        self.order = order
         self.panels = empty_panels(*_panel_layout(*shape, format))
         columns = self.panels.shape[0] * PANEL_COLUMNS
         self.bias = np.zeros(columns, np.float32)
@@ -120,6 +134,7 @@ class PanelWeight(LinearWeight):
         self.scales_address = address_of(self.scales)
         self.segment_step = format.segment_step
         size_bytes = self.panels.nbytes + self.bias.nbytes + self.scales.nbytes
+        size_bytes += 0 if order is None else order.nbytes
         super().__init__(shape, format, CPU, size_bytes, num_segments)
 
 
@@ -248,32 +263,32 @@ def _panel_layout(width: int, depth: int, format: WeightFormat) -> tuple[int, in
     )  # fmt: skip
 
 
-def runs_of(parts: Sequence[tuple[int, WeightFormat]]) -> list[tuple[int, WeightFormat]]:
-    """Rows and format of parts, neighbours of one format joined."""
-    runs: list[tuple[int, WeightFormat]] = []
-    for width, kept in parts:
-        if runs and runs[-1][1] is kept:
-            width += runs.pop()[0]
-        runs.append((width, kept))
+def runs_of(parts: Sequence[KeptRows]) -> list[KeptRows]:
+    """The parts, neighbours of one format joined; those with an order of their columns stay alone."""
+    runs: list[KeptRows] = []
+    for width, kept, has_order in parts:
+        if runs and runs[-1].format is kept and not (has_order or runs[-1].has_order):
+            width += runs.pop().width
+        runs.append(KeptRows(width, kept, has_order))
     return runs
 
 
 def packed_bytes(
-    parts: Sequence[tuple[int, WeightFormat]], depth: int, device: Device, *, has_bias: bool,
+    parts: Sequence[KeptRows], depth: int, device: Device, *, has_bias: bool,
     activations: DType = float32,
 ) -> int:  # fmt: skip
     """`size_bytes` of the weight that `prepare_linear` will make of these parts, padding included; `activations` are
     those of a GPU."""
     if device.kind != "cpu":
-        width, kept = sum(width for width, _ in parts), parts[0][1]
+        width, kept = sum(part.width for part in parts), parts[0].format
         packing = packing_of(kept.packing)
         size_bytes = (
             kept.size_bytes(width, depth) if packing is None else packing.size_bytes(width, depth, activations.ptx)
         )
         return size_bytes + 4 * width * has_bias
     return sum(
-        panel_bytes(*_panel_layout(width, depth, kept), has_scales=kept.is_quantized)
-        for width, kept in runs_of(parts)
+        panel_bytes(*_panel_layout(width, depth, kept), has_scales=kept.is_quantized) + 4 * depth * has_order
+        for width, kept, has_order in runs_of(parts)
     )
 
 
@@ -379,9 +394,14 @@ def _in_panels(
     weights: list[MatrixSource], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions,
     num_segments: int,
 ) -> LinearWeight:
-    joined, first, parts = [], 0, zip(weights, whole_rows or weights, strict=True)
-    for width, kept in runs_of([(part.shape[0], _format_of(part, options)) for part in weights]):
-        panels = PanelWeight((width, weights[0].shape[1]), kept, num_segments)
+    joined: list[PanelWeight] = []
+    first, parts = 0, zip(weights, whole_rows or weights, strict=True)
+    orders = iter(_orders(weights))
+    runs = runs_of(
+        [KeptRows(part.shape[0], _format_of(part, options), _order_of(part) is not None) for part in weights]
+    )
+    for width, kept, has_order in runs:
+        panels = PanelWeight((width, weights[0].shape[1]), kept, num_segments, next(orders) if has_order else None)
         panels.bias[:width] = bias[first : first + width]
         packed = 0
         while packed < width:
@@ -404,6 +424,19 @@ def _in_panels(
         joined.append(panels)
         first += width
     return joined[0] if len(joined) == 1 else JoinedWeight(joined)
+
+
+def _order_of(part: MatrixSource) -> NDArray | None:
+    return part.order if isinstance(part, QuantizedMatrix) else None
+
+
+def _orders(parts: Sequence[MatrixSource]) -> list[NDArray]:
+    """The orders of those that have one; each that is equal to the one before is the same array."""
+    orders: list[NDArray] = []
+    for part in parts:
+        if (order := _order_of(part)) is not None:
+            orders.append(orders[-1] if orders and np.array_equal(orders[-1], order) else order)
+    return orders
 
 
 def _pack_integers(panels: PanelWeight, matrix: QuantizedMatrix, first_column: int) -> None:

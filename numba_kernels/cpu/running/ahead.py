@@ -21,7 +21,7 @@ def kernels_of(
     formats     ggml's, in whose blocks matrices are kept
     has_experts whether there are mixtures of experts
     """
-    from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes kernels
+    from numba_kernels.cpu import activation, columns, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes
     from numba_kernels.cpu import experts as _experts
     from numba_kernels.cpu.attention import kernel as attention
     from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
@@ -36,6 +36,8 @@ def kernels_of(
     for each in in_blocks:
         yield linear.linear_kernel, (each,)
         yield block_panels.pack_blocks_kernel, (each,)
+    if formats:
+        yield columns.take_columns_kernel, ()  # of matrices whose columns have another order
     if has_experts:
         for kept in (matrices, *in_blocks):
             yield experts_kernel, (kept,)

@@ -119,6 +119,7 @@ KEPT = {
     "ct_nvfp4": "nvfp4", "ct_w4_asymmetric": "int4_half_zeros", "ct_w4_channel": "int4_bfloat",
     "ct_w4_group": "int4_bfloat", "ct_w8_group": "int8_bfloat", "fp8_tensor_static": "fp8", "gptq_dynamic": "Q4_0",
     "gptq_w4": "Q4_0", "gptq_w4_channel": "Q4_0", "gptq_w4_v2": "int4_half_zeros", "gptq_w4_zeros": "int4_half_zeros",
+    "ct_w4_reordered": "int4_bfloat", "gptq_w4_reordered": "int4_half_zeros", "gptq_w8_reordered": "int8_half_zeros",
     "modelopt_fp8": "fp8", "modelopt_fp8_rows": "fp8", "modelopt_mixed": "fp8", "modelopt_nvfp4": "nvfp4",
 }  # fmt: skip
 """By fixtures, of queries, keys and values; others become floats."""

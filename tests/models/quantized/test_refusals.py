@@ -148,6 +148,7 @@ TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ct_w4_reordered", {f"{Q}.weight_g_idx": with_entry(0, 7)}, {}, "has group 7 at 0, must be from 0 to 1"),
     ("ct_int8_channel", {f"{Q}.weight": lambda a: a.view(np.uint8)}, {}, f"'{Q}.weight' is U8, must be I8"),
     ("ct_nvfp4", {f"{Q}.weight_global_scale": with_entry(0, NAN)}, {}, "has the scale nan at"),
+    ("ct_nvfp4", {f"{Q}.weight_global_scale": with_entry(0, 1e-38)}, {}, "is 1e-38, by which the scale 448 is more"),
     ("ct_nvfp4", {f"{Q}.weight_scale": with_entry(0, NAN)}, {}, r"has the scale nan at \[0, 0\]"),
     ("ct_mxfp4", {f"{Q}.weight_scale": with_entry(2, 255)}, {}, r"has the scale nan at \[1, 0\]"),
     ("modelopt_fp8", {f"{Q}.weight_scale": np.ones(5, np.float32)}, {}, r"is \[5\], must be \[\] for a matrix"),

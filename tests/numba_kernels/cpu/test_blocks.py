@@ -15,7 +15,7 @@ from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
 from runtime.linear.options import LoadOptions
-from runtime.linear.weight import BlockRows, JoinedWeight, packed_bytes
+from runtime.linear.weight import BlockRows, JoinedWeight, KeptRows, packed_bytes
 from tests.models.gguf.files import random_blocks
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import ggml_blocks
@@ -83,7 +83,8 @@ def test_parts_of_different_formats_beside_floats() -> None:
     out = ops.linear(tensor(x), packed).numpy()
     expected = [ggml_blocks.linear(x, floats) for _, floats in parts] + [x.astype(np.float64) @ plain.T]
     assert np.abs(out - np.concatenate(expected, 1)).max() <= 1e-5 * np.abs(np.concatenate(expected, 1)).max()
-    kept = [(49, GGML_FORMATS["Q4_K"]), (33, GGML_FORMATS["Q6_K"]), (64, GGML_FORMATS["Q8_0"])]
+    formats = (49, GGML_FORMATS["Q4_K"]), (33, GGML_FORMATS["Q6_K"]), (64, GGML_FORMATS["Q8_0"])
+    kept = [KeptRows(*each) for each in formats]
     size = packed_bytes(kept, 512, packed.device, has_bias=False)
     assert size == sum(part.size_bytes for part in packed.parts[:3])
 

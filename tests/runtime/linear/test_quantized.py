@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -17,7 +18,7 @@ from runtime.linear.format import GGML_FORMATS, INT8
 from runtime.linear.kept import block_bytes, kept_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import NumberKind, QuantizedLayout, QuantizedMatrix, pack_halves, unpack_halves
-from runtime.linear.weight import JoinedWeight, packed_bytes, runs_of
+from runtime.linear.weight import JoinedWeight, KeptRows, packed_bytes, runs_of
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -108,6 +109,7 @@ KEPT: list[tuple[dict[str, Any], str]] = [
     ({"kind": "int4", "shape": (70, 128), "block": (1, 32), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 128), "block": ROW, "scale": np.float16}, "Q4_0"),
+    ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16, "has_order": True}, "Q4_0"),
     ({"kind": "int8", "shape": (70, 128), "block": (1, 64), "scale": np.float16}, "Q8_0"),
     ({"kind": "fp4", "shape": (70, 128), "block": (1, 32), "scale": ml_dtypes.float8_e8m0fnu}, "MXFP4"),
     (
@@ -135,7 +137,6 @@ ALSO_KEPT: list[tuple[dict[str, Any], str]] = [
 OTHERS: list[dict[str, Any]] = [
     {"kind": "int8", "shape": (4, 30), "block": ROW},
     {"kind": "int8", "shape": (4, 32), "block": ROW, "has_zeros": True},
-    {"kind": "int4", "shape": (4, 64), "block": (1, 32), "scale": np.float16, "has_order": True},
     {"kind": "int4", "shape": (4, 64), "block": (1, 16), "scale": np.float16},
     {"kind": "int4", "shape": (4, 96), "block": (1, 32), "scale": np.float16},
     {"kind": "fp8", "shape": (4, 64), "block": (64, 64)},
@@ -161,13 +162,17 @@ def test_the_cpu_keeps_the_numbers(case: dict[str, Any], name: str) -> None:
     assert format.name == name
     weight = ops.prepare_linear([matrix], None, options)
     assert weight.format is format
-    assert weight.size_bytes == packed_bytes([(70, format)], matrix.shape[1], options.device, has_bias=False)
+    kept = KeptRows(70, format, matrix.order is not None)
+    assert weight.size_bytes == packed_bytes([kept], matrix.shape[1], options.device, has_bias=False)
     floats = matrix.dequantise(float32)
-    ids = Tensor.from_numpy(np.arange(70, dtype=np.int32))
-    np.testing.assert_allclose(ops.embedding(ids, weight).numpy(), floats, rtol=2e-7, atol=1e-6 * np.abs(floats).max())
+    if matrix.order is None:
+        ids = Tensor.from_numpy(np.arange(70, dtype=np.int32))
+        found = ops.embedding(ids, weight).numpy()
+        np.testing.assert_allclose(found, floats, rtol=2e-7, atol=1e-6 * np.abs(floats).max())
     if name in GGML_FORMATS:
         blocks = block_bytes(matrix, format)
-        np.testing.assert_array_equal(gguf.dequantize(blocks, Ggml[name]), floats)
+        in_order = floats if matrix.order is None else floats[:, matrix.order]
+        np.testing.assert_array_equal(gguf.dequantize(blocks, Ggml[name]), in_order)
     product = ops.linear(identity(matrix.shape[1]), weight).numpy() / np.float32(127)
     of_zeros = 1e-6 * np.abs(floats).max() if matrix.layout.has_zeros else 0  # a difference of two products
     np.testing.assert_allclose(product.T, floats, rtol=2e-7, atol=of_zeros)
@@ -188,6 +193,24 @@ def test_a_type_that_is_asked_for_makes_floats() -> None:
     assert kept_format(layout, LoadOptions(format=INT8)) is None
 
 
+def test_parts_whose_columns_lie_in_orders_of_their_own() -> None:
+    def ordered(width: int, seed: int) -> QuantizedMatrix:
+        return random_matrix("int4", (width, 64), (1, 32), np.float16, has_order=True, seed=seed)
+
+    first, other, plain = ordered(20, 1), ordered(9, 2), random_matrix("int4", (33, 64), (1, 32), np.float16)
+    assert first.order is not None
+    parts = [first, replace(ordered(30, 3), order=first.order.copy()), other, plain, plain]
+    weight = ops.prepare_linear(parts)
+    assert isinstance(weight, JoinedWeight)
+    assert [part.shape[0] for part in weight.parts] == [20, 30, 9, 66]
+    assert weight.parts[0].order is weight.parts[1].order is not weight.parts[2].order
+    kept = [KeptRows(part.shape[0], part.format, part.order is not None) for part in weight.parts]
+    assert weight.size_bytes == packed_bytes(kept, 64, weight.device, has_bias=False)
+    product = ops.linear(identity(64), weight).numpy().T / np.float32(127)
+    floats = np.concatenate([part.dequantise(float32) for part in parts])
+    np.testing.assert_allclose(product, floats, rtol=2e-7)
+
+
 def test_parts_of_several_kinds_are_joined() -> None:
     parts = [
         random_matrix("int4", (20, 64), (1, 32), np.float16, seed=1),
@@ -198,7 +221,7 @@ def test_parts_of_several_kinds_are_joined() -> None:
     weight = ops.prepare_linear(parts, bias)
     assert isinstance(weight, JoinedWeight)
     assert [part.format for part in weight.parts] == [GGML_FORMATS["Q4_0"], INT8]
-    assert len(runs_of([(part.shape[0], part.format) for part in weight.parts])) == 2
+    assert len(runs_of([KeptRows(part.shape[0], part.format) for part in weight.parts])) == 2
     product = ops.linear(identity(64), weight).numpy()
     first = 0
     for number, part in enumerate(parts):
