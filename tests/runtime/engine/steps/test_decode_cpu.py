@@ -34,6 +34,11 @@ def test_replay_equals_eager(tmp_path: Path, golden: str, stored_as: str, settin
     check_replay_equals_eager(folder, "cpu", fewest_steps=5, fewest_bytes=1 << 16, **settings)
 
 
+def test_replay_equals_eager_where_columns_are_reordered() -> None:
+    folder = Path(__file__).parents[3] / "models" / "quantized" / "fixtures" / "gptq_w4_reordered"
+    check_replay_equals_eager(folder, "cpu", fewest_steps=5, fewest_bytes=1 << 12, num_blocks=10)
+
+
 def test_batches_of_1_to_9_across_every_boundary() -> None:
     """The demo model: sequences that cross a block, the short ones' limit and attention's segments, each at another
     moment, while one after another ends."""
